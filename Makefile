@@ -46,7 +46,7 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
 		--editable . --group test --group check
 	$(BIN)/pyright --version
-	$(BIN)/python -c 'import torch; from towpath.codecs.kernels.dispatch import kernels_for; kernels_for(torch.device("cpu"))'
+	$(BIN)/python -c 'import torch; from towpath.codecs.kernels import kernels_for; kernels_for(torch.device("cpu"))'
 	touch $@
 
 demo: $(READY)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import results
-from towpath.cli.plan_report import Step
+from towpath.cli.plan_report import TimelineRow
 from towpath.observing import Interval
 from towpath.train.report import draw_timelines, standalone_svg
 
@@ -43,7 +43,7 @@ def table() -> str:
 def picture() -> str:
     drawn = next(run for run in last_runs() if run["case"]["name"] == DRAWN)["drawn"]
     steps = [
-        Step(f"{name}, {who}", [Interval(**interval, args={}) for interval in drawn[name][kept]])
+        TimelineRow(f"{name}, {who}", [Interval(**interval, args={}) for interval in drawn[name][kept]])
         for name in drawn
         for who, kept in (("traced", "engine"), ("simulated", "simulated"))
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from towpath.cli.plan_report import Step
+from towpath.cli.plan_report import TimelineRow
 from towpath.core import presets
 from towpath.core.pipeline import Compression, compression
 from towpath.core.schedule import Schedule
@@ -82,20 +82,20 @@ def picture(system: System | None = None) -> str:
     return standalone_svg(draw_timelines, steps, (10, 0.8 + 0.8 * len(steps)))
 
 
-def _steps(names: Sequence[str]) -> Iterator[Step]:
+def _steps(names: Sequence[str]) -> Iterator[TimelineRow]:
     model = DRAWN.model("drawn", DRAWN_LENGTH)
     solver = Solver(model, CLUSTER, Request(batch=1, memory=CLUSTER.memory))
     for name in names:
-        yield Step(name, simulated_intervals(solver.timeline(strategy(name), DRAWN_BATCHING).events))
+        yield TimelineRow(name, simulated_intervals(solver.timeline(strategy(name), DRAWN_BATCHING).events))
 
 
-def _stages() -> Iterator[Step]:
+def _stages() -> Iterator[TimelineRow]:
     """Each rank of a pipeline, without compression and with it."""
     pipelines = _pipelines(DRAWN, "drawn", DRAWN_LENGTH)
     for name in DRAWN_PIPELINES:
         layout = Layout(STAGES, compression=PIPELINES[name], tensor=TENSOR)
         for rank, timeline in enumerate(pipelines.replay(layout, Batching(1, MICRO_BATCHES)).ranks):
-            yield Step(f"{name}\nstage {rank}", simulated_intervals(timeline.events))
+            yield TimelineRow(f"{name}\nstage {rank}", simulated_intervals(timeline.events))
 
 
 def _pipelines(shape: Transformer, name: str, length: int) -> Pipelines:

@@ -75,6 +75,8 @@ def _parameter(parameter: Any) -> Sequence[str]:
         text += " Required."
     default = getattr(parameter.default, "value", parameter.default)
     shown = f"`{default}`" if default not in (None, False, "", (), []) and not callable(default) else ""
+    if isinstance(parameter.show_default, str):  # what stands for a default that is computed
+        shown = parameter.show_default
     return [cell.replace("|", "\\|") for cell in (name, text.strip(), shown)]
 
 

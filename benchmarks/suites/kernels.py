@@ -23,8 +23,7 @@ from benchmarks.harness.candidates import Launch, LocalPlace
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.figures import Check, medians
 from benchmarks.harness.suite import Settings, Suite
-from towpath.codecs.kernels import reference
-from towpath.codecs.kernels.dispatch import Kernels, kernels_for
+from towpath.codecs.kernels import Kernels, kernels_for, reference
 from towpath.core.formats import Codec
 
 MEGABYTES = {"cpu": 16, "cuda": 512}

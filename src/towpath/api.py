@@ -39,8 +39,8 @@ from towpath.logs import logger
 from towpath.planner.request import Workload
 from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology
-from towpath.topology.devices import check_devices
 from towpath.topology.groups import Groups, check_process_group, detect_shape
+from towpath.topology.init import check_devices
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

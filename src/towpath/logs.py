@@ -1,4 +1,4 @@
-"""Loggers under `towpath`, whose messages begin with the rank that has something to say."""
+"""Loggers under `towpath`. Their messages begin with the rank that logs them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,15 @@ else:
     _Adapter = logging.LoggerAdapter
 
 
-class _Ranked(_Adapter):
+class _RankAdapter(_Adapter):
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        rank = _rank()
-        return (msg if rank is None else f"[rank {rank}] {msg}"), kwargs
+        # A process that has not loaded torch is no rank, and must not load it to log a message.
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+            return msg, kwargs
+        return f"[rank {distributed.get_rank()}] {msg}", kwargs
 
 
 def logger(name: str) -> _Adapter:
-    """`towpath.NAME`. Nothing is set up here: what is shown, and where, is the program's to say."""
-    return _Ranked(logging.getLogger(f"towpath.{name}"), {})
-
-
-def _rank() -> int | None:
-    """Of this process in its job; None where there is none. Who has not loaded torch is in none."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return distributed.get_rank()
+    """Return the logger `towpath.NAME`. It adds no handler, so the program decides what is shown, and where."""
+    return _RankAdapter(logging.getLogger(f"towpath.{name}"), {})

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from towpath.lab import Lab, LinkBytes, Rate, link_counters
-from towpath.lab.shaping import address
+from towpath.lab.links import address
 from towpath.topology.cluster import Topology
 
 RATES = ("50mbit", "200mbit", "1000mbit")

@@ -17,7 +17,7 @@ from benchmarks import gpt
 from tests.ranks.strategies import seldom
 from towpath.errors import StepError
 from towpath.lab import Lab
-from towpath.lab.counters import CABLE
+from towpath.lab.links import CABLE
 
 SHAPE = towpath.Topology(2, 2)
 THREE_NODES = towpath.Topology(3, 1)

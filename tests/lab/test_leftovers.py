@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from towpath.lab import Lab, folders
+from towpath.lab import Lab
+from towpath.lab.lab import make_folder, sweep_folders
 from towpath.topology.cluster import Topology
 
 LINGER = str(Path(__file__).parent / "linger.py")
@@ -206,16 +207,16 @@ def test_a_stopped_guard_of_a_dead_owner_is_swept(command: Command) -> None:
     os.kill(guard, signal.SIGSTOP)
     command.process.kill()
     command.process.wait()
-    folders.sweep()
+    sweep_folders()
     command.wait_until_gone()
     assert not folders_of(command.process.pid)
 
 
 def test_a_sweep_keeps_what_has_an_owner() -> None:
-    mine = folders.make()
+    mine = make_folder()
     strangers = mine.with_name(mine.name.replace(f"-{os.getpid()}-", "-1-", 1))
     strangers.mkdir()
-    folders.sweep()
+    sweep_folders()
     assert mine.exists()
     assert not strangers.exists()  # its owner's pid lives, but was started at another time
     shutil.rmtree(mine)

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath.codecs.packing
 import towpath.collectives.native
-from towpath.codecs.kernels.dispatch import Kernels
+from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
 from towpath.engine.parameters import gradients as optimizer_memory
 from towpath.engine.parameters import shard_spec as encoded_shard

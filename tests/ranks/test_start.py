@@ -23,8 +23,8 @@ from tests.ranks.server import World
 from tests.ranks.test_pipeline import BATCH, LENGTH, _gpt, _token_loss
 from towpath.errors import TopologyError
 from towpath.pipeline import Pipeline, split
-from towpath.topology.devices import check_devices
 from towpath.topology.groups import Groups
+from towpath.topology.init import check_devices
 
 Worlds = Callable[[int], World]
 BOTH, NCCL, GLOO = "cpu:gloo,cuda:nccl", "cuda:nccl", "cpu:gloo,cuda:gloo"

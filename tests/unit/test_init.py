@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import towpath
 from towpath.errors import TopologyError
-from towpath.lab.launch import direct
+from towpath.lab.runs import direct
 from towpath.topology import init as module
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -43,7 +43,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.update(device=index))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: calls["device"])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
-    monkeypatch.setattr(module, "meet", lambda timeout: (store, 3, 4))
+    monkeypatch.setattr(module, "join_store", lambda timeout: (store, 3, 4))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.update(backend=backend, **options))
     return calls
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.codec_cases import CODECS, DTYPES, LENGTHS, LONG, check, check_8_bit_floats, messages, same
 from tests.ranks.strategies import seldom
-from towpath.codecs.kernels import dispatch, reference
+from towpath.codecs import kernels as module
+from towpath.codecs.kernels import reference
 from towpath.core.formats import Codec
 
 native = pytest.importorskip(
@@ -122,9 +123,9 @@ def test_nothing_beside_a_message_is_written() -> None:
 
 
 def test_the_cpu_is_served_by_the_extension_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    dispatch._kernels.cache_clear()
+    module._kernels.cache_clear()
     with caplog.at_level(logging.INFO, "towpath"):
-        kernels = [dispatch.kernels_for(torch.device("cpu")) for _ in range(2)]
+        kernels = [module.kernels_for(torch.device("cpu")) for _ in range(2)]
     assert kernels[0] is kernels[1] and kernels[0].name == "native"
     assert [r.message for r in caplog.records] == [f"codecs on cpu: native, for {native.LEVELS[0]}"]
 
@@ -135,10 +136,10 @@ def test_without_the_extension_the_oracle_serves_and_the_log_says_why(
     def missing(name: str) -> None:
         raise ImportError(f"no {name}")
 
-    dispatch._kernels.cache_clear()
-    monkeypatch.setattr(dispatch, "import_module", missing)
+    module._kernels.cache_clear()
+    monkeypatch.setattr(module, "import_module", missing)
     with caplog.at_level(logging.INFO, "towpath"):
-        kernels = [dispatch.kernels_for(torch.device("cpu")) for _ in range(2)]
-    dispatch._kernels.cache_clear()
+        kernels = [module.kernels_for(torch.device("cpu")) for _ in range(2)]
+    module._kernels.cache_clear()
     assert kernels[0].name == "reference"
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "plain torch" in caplog.text

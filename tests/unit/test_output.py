@@ -18,7 +18,7 @@ from tests.ranks.strategies import seldom
 from tests.unit.test_metrics import row_of
 from towpath import checkpoint
 from towpath.cli.main import _delivered
-from towpath.cli.output import Output
+from towpath.cli.terminal import Output
 from towpath.train.progress import StepProgress
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
@@ -103,7 +103,7 @@ def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
 CLOSED = """
 import sys
 from pathlib import Path
-from towpath.cli.output import Output
+from towpath.cli.terminal import Output
 assert sys.stdout is None and sys.stderr is None
 Output()
 with Path(sys.argv[1]).open("w") as file:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from tests.profiles import made_profile
 from tests.ranks.strategies import seldom
-from towpath.cli import main, plan_report, probe_picture
+from towpath.cli import main, plan_report
 from towpath.cli import plan as plan_command
 from towpath.cli import probe as probe_command
 from towpath.core.strategy import Strategy
@@ -44,7 +44,7 @@ def told(*arguments: str) -> str:
 @pytest.mark.parametrize("command", [seldom("plan"), "explain", seldom("simulate")])
 def test_help_has_an_example_that_works(command: str) -> None:
     help_text = re.sub(r"\s+", " ", told(command, "--help"))
-    example = re.search(rf"Example: (?:`)?towpath ({command} [^`│]*?)(?:`|(?= (?:Considers|╭)))", help_text)
+    example = re.search(rf"Example: (?:`)?towpath ({command} [^`│]*?)(?:`|(?= (?:It|Exit) ))", help_text)
     assert example is not None, help_text
     arguments = example[1].split()
     assert told(*[a for a in arguments if a not in ("--trace", "step.json")])
@@ -287,5 +287,5 @@ def test_a_profile_is_shown_and_drawn_with_what_its_collectives_took(capsys: pyt
     out = capsys.readouterr().out
     assert re.search(r"all-gather by ho-ring, all ranks +1,048,576 +100 ms +\S+ ms \([+-]\d+%\)", out), out
     assert all(len(line) <= 100 for line in out.splitlines())
-    picture = probe_picture.drawn(made_profile())
+    picture = probe_command.draw(made_profile())
     assert picture.startswith("<svg") and "inter, one (within" in picture and "all-gather by flat, in nodes" in picture

@@ -10,10 +10,11 @@ import towpath
 import towpath.optim
 
 
-def test_the_public_names_are_sorted_and_all_there() -> None:
-    assert towpath.__all__ == sorted(towpath.__all__)
-    for name in towpath.__all__:
-        assert getattr(towpath, name).__name__ == name
+@pytest.mark.parametrize("module", [towpath, towpath.checkpoint])
+def test_the_public_names_are_sorted_and_all_there(module: ModuleType) -> None:
+    assert module.__all__ == sorted(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name).__name__ == name
 
 
 def test_planning_needs_nothing_but_python() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from towpath.codecs import register
-from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.kernels import kernels_for
 from towpath.core import formats
 from towpath.core.formats import Codec
 from towpath.core.transport import Transport

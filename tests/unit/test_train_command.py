@@ -50,4 +50,4 @@ def test_ranks_are_started_by_one_launcher_only(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert _run(["train", str(EXAMPLE), "--ranks", "2"]) == 2
-    assert "a launcher has placed this one already" in capsys.readouterr().err
+    assert "a launcher has started this process" in capsys.readouterr().err

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.auto.measure import measure_host_work
-from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.kernels import kernels_for
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.collectives.rank_transfer import has_group_between_nodes, select
 from towpath.core.formats import Codec, dtype_name, registered_formats

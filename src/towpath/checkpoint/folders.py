@@ -42,8 +42,8 @@ from towpath.checkpoint.safe_open import (
     text,
     visible,
 )
-from towpath.durable import sync_folder
 from towpath.errors import CheckpointError
+from towpath.files import sync_folder
 from towpath.logs import logger
 from towpath.topology.groups import launcher_run
 

@@ -20,6 +20,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -50,8 +51,8 @@ from towpath.checkpoint.safe_open import (
     within,
     wrong,
 )
-from towpath.durable import sync_folder
 from towpath.errors import CheckpointError
+from towpath.files import sync_folder
 
 NAME = "manifest.json"
 FORMAT = "towpath checkpoint 1"
@@ -296,17 +297,22 @@ def _file(name: str) -> Check:
 
 def _tensor(value: object) -> StoredTensor:
     found = _TENSOR(value)
-    stored = StoredTensor(found["dtype"], found["shape"], tuple(StoredBox(*box) for box in found["boxes"]))
+    boxes = record(boxes=list_of(_box(len(found["shape"]))))(value)["boxes"]
+    stored = StoredTensor(found["dtype"], found["shape"], tuple(StoredBox(*box) for box in boxes))
     check_boxes(stored)
     return stored
+
+
+@cache
+def _box(dims: int) -> Check:
+    return row(offsets=integers(dims), sizes=integers(dims), file=_file_name, start=integer(), crc32=_CRC)
 
 
 _CRC = integer(high=0xFFFFFFFF)
 _FILE = row(
     **{"[0] (bytes)": integer(), "[1] (bytes of its header)": integer(), "[2] (CRC-32 of its header)": _CRC},
 )
-_BOX = row(offsets=integers(), sizes=integers(), file=_file_name, start=integer(), crc32=_CRC)
-_TENSOR = record(dtype=one_of(TORCH_DTYPES), shape=integers(), boxes=list_of(_BOX))
+_TENSOR = record(dtype=one_of(TORCH_DTYPES), shape=integers())
 _CONTENT: dict[str, Check] = {
     "files": map_of(_file),
     "tensors": map_of(lambda _: _tensor),
@@ -425,9 +431,6 @@ def check_boxes(stored: StoredTensor) -> None:
     """Raise WrongFieldError unless the boxes of a tensor cover each of its elements once."""
     check_shape(stored.shape, stored.itemsize)
     for number, box in enumerate(stored.boxes):
-        for name, values in (("offsets", box.offsets), ("sizes", box.sizes)):
-            if len(values) != len(stored.shape):
-                raise wrong(f"boxes[{number}].{name}", list(values), f"a list of {len(stored.shape)}")
         if not all(o + n <= length for o, n, length in zip(box.offsets, box.sizes, stored.shape, strict=True)):
             place = [list(box.offsets), list(box.sizes)]
             raise wrong(f"boxes[{number}]", place, f"elements of {list(stored.shape)}")

@@ -1,4 +1,4 @@
-"""The command `towpath`: main.py, output.py, where it prints, and one file for each group of commands.
+"""The command `towpath`: main.py, terminal.py with what all commands share, and one file for each group of commands.
 
-May import: everything below; torch only in the commands that need it.
+May import: everything below. Only the commands that need torch import it.
 """

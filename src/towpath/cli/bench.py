@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.errors import ConfigError
-from towpath.output_file import check_output_file
+from towpath.files import check_output_file
 from towpath.topology.cluster import Topology
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds

@@ -1,4 +1,4 @@
-"""`towpath checkpoint`: what lies in a folder of checkpoints, and whether it is still what was written."""
+"""`towpath checkpoint`, `export` and `import`: show, verify, and convert checkpoints from and to safetensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.commands import Commands
+from towpath.cli.terminal import Commands, load_torch
 from towpath.errors import CheckpointError
 from towpath.train.progress import counting_bar, size
 
 app = Commands()
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints, or one of them.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints, or one checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.callback()
 def group() -> None:
-    """Checkpoints of a run: list them, look into one, read every byte again.
+    """List the checkpoints of a run, show what one holds, and verify their bytes.
 
     Example: `towpath checkpoint verify runs/a`
     """
@@ -32,14 +32,15 @@ def group() -> None:
 
 @app.command()
 def ls(folder: Folder, as_json: AsJson = False) -> None:
-    """List the checkpoints in a folder, and say which of them can be used.
-
-    Looks at manifests and at the lengths of files; `towpath checkpoint verify` reads them.
+    """List the checkpoints in a folder, and whether each can be used.
 
     Example: `towpath checkpoint ls runs/a`
 
-    Exit code: 0; 1 if one is damaged; 2 if there is none.
+    It checks the manifests and the sizes of the files. `towpath checkpoint verify` also reads the files.
+
+    Exit code: 0, or 1 if a checkpoint is damaged, or 2 if there is none.
     """
+    load_torch()
     from towpath.checkpoint import read_manifest
 
     rows: list[dict[str, Any]] = []
@@ -60,20 +61,21 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
         for row in rows:
             written = datetime.fromtimestamp(row["seconds"]).strftime("%Y-%m-%d %H:%M") if "seconds" in row else ""
             held = size(row["bytes"]) if "bytes" in row else ""
-            told = (str(row.get(key, "")) for key in ("ranks", "tensors"))
-            table.add_row(row["name"], written, *told, held, row["problem"] or "")
+            counts = (str(row.get(key, "")) for key in ("ranks", "tensors"))
+            table.add_row(row["name"], written, *counts, held, row["problem"] or "")
         _console().print(table)
-    _leave(any(row["problem"] for row in rows))
+    _exit(any(row["problem"] for row in rows))
 
 
 @app.command()
 def verify(folder: Folder, as_json: AsJson = False) -> None:
-    """Read every byte of one checkpoint, or of all in a folder, and compare it with its checksum.
+    """Read every byte of a checkpoint, or of all in a folder, and compare it with its checksum.
 
     Example: `towpath checkpoint verify runs/a/step-000120`
 
-    Exit code: 0; 1 if one is damaged; 2 if there is none.
+    Exit code: 0, or 1 if a checkpoint is damaged, or 2 if there is none.
     """
+    load_torch()
     from towpath import checkpoint
 
     paths = _checkpoints(folder)
@@ -84,17 +86,18 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
     else:
         for verdict in verdicts:
             print(f"{verdict.path.name}: {verdict.problem or 'every byte is what was written'}")
-    _leave(not all(verdict.ok for verdict in verdicts))
+    _exit(not all(verdict.ok for verdict in verdicts))
 
 
 @app.command()
 def show(folder: Folder, as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds: the newest one, if a folder of them is given.
+    """Show what a checkpoint holds. In a folder of checkpoints, show the newest one.
 
     Example: `towpath checkpoint show runs/a`
 
-    Exit code: 0; 2 if it cannot be read.
+    Exit code: 0, or 2 if the checkpoint cannot be read.
     """
+    load_torch()
     from towpath.checkpoint import latest, read_manifest
     from towpath.checkpoint.safe_open import visible
 
@@ -103,11 +106,10 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     manifest = read_manifest(path)
     tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rank.")}
     if as_json:
-        told = {n: {"dtype": t.dtype, "shape": t.shape, "boxes": len(t.boxes)} for n, t in tensors.items()}
+        listed = {n: {"dtype": t.dtype, "shape": t.shape, "boxes": len(t.boxes)} for n, t in tensors.items()}
         facts: dict[str, Any] = {"step": manifest.step, "ranks": manifest.world, "written_by": manifest.written_by}
-        print(
-            json.dumps({**facts, "strategy": manifest.strategy, "tensors": told, "values": manifest.values}, indent=2)
-        )
+        facts |= {"strategy": manifest.strategy, "tensors": listed, "values": manifest.values}
+        print(json.dumps(facts, indent=2))
         return
     out = _console()
     written_by = visible(manifest.written_by)
@@ -123,7 +125,7 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """The newest first."""
+    """Return the checkpoints in a folder, the newest first."""
     from towpath.checkpoint import folders
 
     one = folders.is_checkpoint(folder) and folder.is_dir()
@@ -143,7 +145,7 @@ def _bytes(path: Path) -> int:
 
 
 def _console() -> Console:
-    """What it prints is of others' files, and no markup."""
+    """Return a console without markup, because it prints text from files of unknown origin."""
     return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
@@ -155,7 +157,125 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _leave(damaged: bool) -> None:
+def _exit(damaged: bool) -> None:
     sys.stdout.flush()
     if damaged:
         raise typer.Exit(1)
+
+
+# --- export and import ------------------------------------------------------------------------------------------------
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The model's config.json.", show_default="the one that came with the model"),
+]
+FilesAsJson = Annotated[bool, typer.Option("--json", help="Print the written files as JSON.")]
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of them: the newest that is not damaged."),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new or empty folder for the files.")],
+    format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="safetensors (Hugging Face), or torch (one state dict).")
+    ] = "safetensors",
+    max_shard_gb: Annotated[
+        float, typer.Option(metavar="GB", min=0.001, help="The size of the largest file, in 10^9 bytes.")
+    ] = 5.0,
+    config: ConfigFile = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.", show_default="as in the checkpoint"),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A tokenizer.json, or a folder with one, to copy next to the model.",
+        ),
+    ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help='Export only this PEFT adapter: "default", unless you named it.', show_default="all"
+        ),
+    ] = None,
+    as_json: FilesAsJson = False,
+) -> None:
+    """Write the model of a checkpoint as Hugging Face safetensors, or as a PyTorch state dict.
+
+    Example: `towpath export runs/a exported/ --dtype bfloat16 --tokenizer tokenizer.json`
+
+    It starts no ranks, and reads checkpoints of any strategy and number of ranks. It holds one tensor in memory at a
+    time.
+
+    Exit code: 0, or 2 if the checkpoint or the folder cannot be used.
+    """
+    load_torch()
+    from towpath import checkpoint as checkpoints
+    from towpath.checkpoint import folders
+
+    source = checkpoint if folders.is_checkpoint(checkpoint) else checkpoints.latest(checkpoint)
+    if source is None:
+        raise CheckpointError(f"{checkpoint}: there is no checkpoint in it that could be exported. Check the path.")
+    manifest = checkpoints.read_manifest(source)
+    only = manifest.values.get("peft", {}).get(adapter, {}).get("tensors", {})
+    total = sum(
+        stored.bytes
+        for name, stored in manifest.tensors.items()
+        if name.startswith("model.") and (adapter is None or name.removeprefix("model.") in only)
+    )
+    with counting_bar("Exporting", total) as progress:
+        written = checkpoints.export(
+            source,
+            folder,
+            format=format,
+            max_shard_bytes=int(max_shard_gb * 1e9),
+            config=_config(config),
+            dtype=dtype,
+            tokenizer=tokenizer,
+            adapter=adapter,
+            progress=progress,
+        )
+    _print_files(written, manifest.step, as_json)
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A .safetensors file, or a folder with such files.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder for the checkpoint step-000000.")],
+    config: ConfigFile = None,
+    as_json: FilesAsJson = False,
+) -> None:
+    """Make a checkpoint of Hugging Face safetensors, from which any strategy can start.
+
+    Example: `towpath import llama/ runs/fine-tune`
+
+    Exit code: 0, or 2 if the source or the folder cannot be used.
+    """
+    load_torch()
+    from towpath import checkpoint as checkpoints
+
+    total = sum(p.stat().st_size for p in (source.glob("*.safetensors") if source.is_dir() else [source]) if p.exists())
+    with counting_bar("Importing", total) as progress:
+        written = checkpoints.import_safetensors(source, folder, config=_config(config), progress=progress)
+    _print_files(sorted(written.iterdir()), 0, as_json)
+
+
+def _config(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    from towpath.checkpoint.exporting import read_config
+    from towpath.checkpoint.safe_open import named_file
+
+    return read_config(named_file(path))
+
+
+def _print_files(written: list[Path], step: int, as_json: bool) -> None:
+    if as_json:
+        files = [{"path": str(path), "bytes": path.stat().st_size} for path in written]
+        print(json.dumps({"step": step, "files": files}, indent=2))
+        return
+    for path in written:
+        print(f"{path}  {size(path.stat().st_size)}")

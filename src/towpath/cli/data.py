@@ -1,9 +1,8 @@
-"""`towpath data`: tokens prepared once, for all runs to come."""
+"""`towpath data`: prepare a folder of tokens once, for all later runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -11,23 +10,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.commands import Commands
-from towpath.errors import ConfigError
-from towpath.output_file import check_output_file
+from towpath.cli.terminal import Commands
+from towpath.files import check_output_file, write_output_file
 from towpath.train.config import DataConfig
 from towpath.train.data import corpus
-from towpath.train.data.prepare import SHARD_TOKENS, Prepared, prepare
+from towpath.train.data.prepare import SHARD_TOKENS, prepare
 from towpath.train.data.token_files import Manifest
 from towpath.train.progress import progress_bar, size
 
 app = Commands()
 
-_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what it says here, for machines.")]
+_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the folder's manifest to this file.")]
 
 
 @app.callback()
 def group() -> None:
-    """Tokens for training, prepared once and mapped into memory by every run.
+    """Prepare tokens for training once. Each run then maps them into memory.
 
     Example: `towpath data prepare books/ -o tokens --tokenizer tokenizer.json`
     """
@@ -35,27 +33,32 @@ def group() -> None:
 
 @app.command("prepare")
 def prepare_command(
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder, for the tokens.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder for the tokens.")],
     sources: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SOURCE", help="Text files, folders or globs. None: Python's standard library."),
+        typer.Argument(
+            metavar="SOURCE", help="Text files, folders or globs.", show_default="Python's standard library"
+        ),
     ] = None,
-    tokenizer: Annotated[str, typer.Option(metavar="bytes|FILE", help="'bytes', or a tokenizer.json.")] = "bytes",
+    tokenizer: Annotated[str, typer.Option(metavar="bytes|FILE", help="bytes, or a tokenizer.json.")] = "bytes",
     dataset: Annotated[str, typer.Option(metavar="FOLDER", help="A Hugging Face dataset on disk.")] = "",
     column: Annotated[
-        str, typer.Option(help="Of a dataset, of .jsonl: where the text is. '': JSON as it is.")
+        str,
+        typer.Option(
+            metavar="NAME", help="The column of a dataset or .jsonl with the text. '' takes lines as they are."
+        ),
     ] = "text",
-    workers: Annotated[int, typer.Option(min=0, help="Processes. 0: one for each core.")] = 0,
-    shard_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a file.")] = SHARD_TOKENS,
+    workers: Annotated[int, typer.Option(metavar="N", min=0, help="Processes. 0 starts one for each core.")] = 0,
+    shard_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens in each file.")] = SHARD_TOKENS,
     json_file: _Json = None,
 ) -> None:
     """Turn text into a folder of tokens, for `tokens = "FOLDER"` in a configuration's [data].
 
     Example: `towpath data prepare books/ 'notes/**/*.md' -o tokens --tokenizer tokenizer.json`
 
-    The folder's bytes are the same for any number of workers. It is there when it is whole, and not before.
+    The folder has the same bytes for any number of workers. It appears only when it is complete.
 
-    Exit code: 0; 2 if it could not be made.
+    Exit code: 0, or 2 if the folder could not be made.
     """
     check_output_file("--json", json_file)
     found = corpus.find(DataConfig(text=tuple(sources or ()), dataset=dataset, column=column, tokenizer=tokenizer))
@@ -65,23 +68,34 @@ def prepare_command(
             found, tokenizer, output, workers=workers or cores, shard_tokens=shard_tokens, progress=progress
         )
     out = Console(highlight=False, soft_wrap=True)
-    out.print(_told(outcome.manifest, output), markup=False)
-    for line in _left_out(outcome, found.skipped):
+    manifest = outcome.manifest
+    files = "1 file" if len(manifest.shards) == 1 else f"{len(manifest.shards)} files"
+    lines = [
+        f"{output}: {manifest.tokens:,} tokens of {manifest.documents:,} documents, "
+        f"vocabulary {manifest.vocabulary:,}, {size(manifest.size_bytes)} in {files} of {manifest.dtype}"
+    ]
+    if found.skipped:
+        lines.append(f"Skipped in folders: {found.skipped} files that are hidden or not text by their names")
+    if outcome.binary:
+        lines.append(f"Left out: {outcome.binary} files that hold NUL bytes, so are not text")
+    if outcome.undecodable:
+        lines.append(f"Not UTF-8: {outcome.undecodable} documents or parts of such; U+FFFD is where they are not")
+    for line in lines:
         out.print(line, markup=False)
-    _write(json_file, outcome.manifest)
+    write_output_file("--json", json_file, str(manifest))
 
 
 @app.command()
 def show(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `towpath data prepare` made.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Read all of it, and compare the checksums.")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder from `towpath data prepare`.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read all files and compare their checksums.")] = False,
     json_file: _Json = None,
 ) -> None:
-    """Say what a folder of tokens holds.
+    """Show what a folder of tokens holds.
 
     Example: `towpath data show tokens --verify`
 
-    Exit code: 0; 2 if something is missing or not as it was written.
+    Exit code: 0, or 2 if a file is missing or damaged.
     """
     check_output_file("--json", json_file)
     manifest = Manifest.load(folder)
@@ -101,29 +115,4 @@ def show(
     for name, value in rows.items():
         table.add_row(name, value)
     Console(highlight=False).print(table)
-    _write(json_file, manifest)
-
-
-def _told(manifest: Manifest, folder: Path) -> str:
-    files = "1 file" if len(manifest.shards) == 1 else f"{len(manifest.shards)} files"
-    return (
-        f"{folder}: {manifest.tokens:,} tokens of {manifest.documents:,} documents, "
-        f"vocabulary {manifest.vocabulary:,}, {size(manifest.size_bytes)} in {files} of {manifest.dtype}"
-    )
-
-
-def _left_out(outcome: Prepared, skipped: int) -> Iterator[str]:
-    if skipped:
-        yield f"Skipped in folders: {skipped} files that are hidden or not text by their names"
-    if outcome.binary:
-        yield f"Left out: {outcome.binary} files that hold NUL bytes, so are not text"
-    if outcome.undecodable:
-        yield f"Not UTF-8: {outcome.undecodable} documents or parts of such; U+FFFD is where they are not"
-
-
-def _write(json_file: Path | None, manifest: Manifest) -> None:
-    if json_file is not None:
-        try:
-            json_file.write_text(str(manifest), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json {json_file}: {error.strerror}.") from None
+    write_output_file("--json", json_file, str(manifest))

@@ -1,8 +1,13 @@
-"""The command's root: the groups of commands, and what every command owes its user when something goes wrong.
+"""The root of the command: its groups, exit codes, and error messages.
 
-Exit codes: 0 success, 1 what was run failed (or its result could not be printed: a full disk), 2 a user's mistake (one
-line on stderr, no traceback), 130 and 143 ended by Ctrl-C and SIGTERM, after everything has been taken down. That a
-pipe's reader has left (`| head`) changes none of them.
+Exit codes:
+
+    0         success
+    1         the program that was run failed, or its result could not be printed (full disk)
+    2         a mistake of the user: one line on stderr, without a traceback
+    130, 143  ended by Ctrl-C or SIGTERM, after everything was taken down
+
+A pipe whose reader has left (`| head`) changes none of them.
 """
 
 from __future__ import annotations
@@ -16,14 +21,12 @@ from typing import Annotated, Any
 import typer
 
 import towpath
-from towpath.cli import checkpoint, data, export, lab
+from towpath.cli import checkpoint, data, lab_run
 from towpath.cli.bench import bench
-from towpath.cli.commands import Commands
-from towpath.cli.demo import demo
-from towpath.cli.output import Output
 from towpath.cli.plan import explain, plan, simulate
 from towpath.cli.probe import probe
-from towpath.cli.train import train
+from towpath.cli.terminal import Commands, Output
+from towpath.cli.train import demo, train
 from towpath.errors import PlanError, TowpathError, TrainError
 
 _FAILED = 1
@@ -31,7 +34,7 @@ _USAGE = 2
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
 
-# typer keeps its click to itself; this is the class of everything click has to say about a command line.
+# typer has a private copy of click. This is the base class of click's errors about a command line.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 app = Commands(
@@ -48,17 +51,18 @@ app.command()(simulate)
 app.command()(probe)
 app.command()(bench)
 app.add_typer(data.app, name="data")
-app.add_typer(lab.app, name="lab")
+app.add_typer(lab_run.app, name="lab")
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command("export")(export.export)
-app.command("import")(export.import_)
+app.command("export")(checkpoint.export)
+app.command("import")(checkpoint.import_)
 
 
 @app.callback(invoke_without_command=True)
 def root(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show it and leave.")] = False
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
-    """Train large PyTorch models across nodes whose link to each other is narrow.
+    """Train large PyTorch models across machines joined by slow links.
 
     Example: `towpath demo`, and then `towpath train examples/gpt.toml --ranks 2`
     """
@@ -70,17 +74,17 @@ def root(
 
 
 def main() -> None:
-    """The console's entry point."""
+    """Run the command. This is the entry point of the installed program."""
     signal.signal(signal.SIGTERM, _terminate)
     output = Output()
     try:
         status = _delivered(_run(sys.argv[1:]), output)
     finally:
-        # All is taken down: what comes now ends the process, and must be no exception in what Python does at its end.
+        # Everything is taken down. A signal ends the process now, without an exception in Python's own shutdown.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
-        # Python's last collection would go through all of torch: a second of computing in each rank, and as many times
-        # that as the machine has more to do than cores, for one who waits for his Ctrl-C to be done.
+        # Python's last garbage collection would visit all of torch, which takes a second in each rank, and longer where
+        # ranks share cores. A user who pressed Ctrl-C would wait for it.
         gc.freeze()
     sys.exit(status)
 
@@ -101,34 +105,31 @@ def _run(arguments: list[str]) -> int:
         context: Any = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "towpath"
         message: str = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
-        return _complain(f"{message.rstrip('.')}.{_example(context, error)} See {path} --help.")
+        found = re.search(r"Example: `([^`]*)`", getattr(getattr(context, "command", None), "help", None) or "")
+        example = f" Example: {found[1]}." if found is not None and message.startswith("Missing") else ""
+        return _complain(f"{message.rstrip('.')}.{example} See {path} --help.")
     return status if isinstance(status, int) else 0
-
-
-def _example(context: Any, error: Exception) -> str:
-    """Return the example in a command's help, if something is missing from its command line."""
-    if type(error).__name__ != "MissingParameter":
-        return ""
-    found = re.search(r"Example: `([^`]*)`", getattr(getattr(context, "command", None), "help", None) or "")
-    return "" if found is None else f" Example: {found[1]}."
 
 
 def _delivered(status: int, output: Output) -> int:
     lost = output.lost()
     if lost is None:
         return status
-    return _complain(f"stdout cannot be written: {lost.strerror}. What was printed there is lost.", status or _FAILED)
+    return _complain(
+        f"stdout cannot be written: {lost.strerror}. What was printed there is lost. Free space, and run again.",
+        status or _FAILED,
+    )
 
 
 def _complain(message: str, status: int = _USAGE) -> int:
-    # In one piece: other ranks write to the same place.
+    # The line is written at once, because other ranks write to the same terminal.
     sys.stderr.write(f"towpath: {' '.join(message.split())}\n")
     sys.stderr.flush()
     return status
 
 
 def _terminate(*_: object) -> None:
-    """Leave as an exception, so that every `with` block takes down what it raised."""
+    """Raise SystemExit, so that every `with` block takes down what it started."""
     sys.exit(_TERMINATED)
 
 

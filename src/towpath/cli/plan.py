@@ -1,58 +1,64 @@
-"""`towpath plan`, `explain` and `simulate`: which strategy for a model on a cluster, and why, without training."""
+"""`towpath plan`, `explain` and `simulate`: find the fastest strategy for a model on a cluster, without training."""
 
 from __future__ import annotations
 
+import difflib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from towpath.cli.plan_pipelines import Asked, simulated, with_pipelines
-from towpath.cli.plan_pipelines import settings as of_stages
-from towpath.cli.ranges import above_zero, whole
+from towpath.cli.terminal import above_zero, table_of, whole
 from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.core.pipeline import SCHEDULES
+from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, plain_walk
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
-from towpath.output_file import check_output_file
+from towpath.files import check_output_file, write_output_file
 from towpath.planner import tables
-from towpath.planner.catalog import describe_model, load_cluster
+from towpath.planner.catalog import describe_model, load_cluster, model_shape
 from towpath.planner.cluster import GIB
-from towpath.planner.pipelines import Layout, PipelinePrediction
+from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
 from towpath.planner.solver import MOST, Batching, Infeasible, Prediction, Ranking, Solver
 from towpath.sim.timeline import Delay, RankVariation, expected_delay
 from towpath.train.progress import progress_bar
 
-_IN_REPORT = 40  # strategies of which a report shows time against memory
+# The number of strategies whose time and memory a report shows.
+_IN_REPORT = 40
 
 
-class Dtype(StrEnum):
+class PrecisionName(StrEnum):
+    """The values of --precision."""
+
     BF16 = "bf16"
     FP32 = "fp32"
 
 
-class Offload(StrEnum):
+class OffloadName(StrEnum):
+    """The values of --offload."""
+
     OPTIMIZER = "optimizer"
 
 
 _PER_RANK = whole(1, 1_000_000)
-# A trace, and ranks that are not alike, take every micro-step of a step; all others are taken to be like the third.
+# A trace, and ranks of different speeds, need each micro-step. Otherwise the third stands for all later ones.
 _MOST_REPLAYED = 1_000
-_PRECISIONS = {Dtype.BF16: BF16, Dtype.FP32: Precision()}
+_PRECISIONS = {PrecisionName.BF16: BF16, PrecisionName.FP32: Precision()}
+# PyTorch plans the schedules with several stages on a rank.
+_SCHEDULES_WITHOUT_TORCH = ("GPipe", "1F1B")
 
 ModelName = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A name (llama-3.1-8b, qwen3-8b, gpt-8.3b, …), a config.json or its folder, a .toml."
+        metavar="MODEL",
+        help="A name (llama-3.1-8b, qwen3-8b, gpt-8.3b, …), a config.json or its folder, or a .toml file.",
     ),
 ]
 ClusterName = Annotated[
@@ -60,52 +66,96 @@ ClusterName = Annotated[
     typer.Option(
         "--cluster",
         metavar="NAME",
-        help="A shipped one (p4d, ethernet-10g, …), a .toml file, or what `towpath probe` wrote.",
+        help="A shipped cluster (p4d, ethernet-10g, …), a .toml file, or a profile of `towpath probe`.",
     ),
 ]
+ModelOption = Annotated[str, typer.Option("--model", metavar="MODEL", help="A model, as for `towpath plan`.")]
 Nodes = Annotated[
-    int | None, typer.Option(parser=whole(1, 100_000), help="So many nodes, in place of what the cluster says.")
+    int | None,
+    typer.Option(
+        metavar="N", parser=whole(1, 100_000), help="The number of nodes.", show_default="as in the cluster's file"
+    ),
 ]
-Length = Annotated[int | None, typer.Option(parser=whole(1, 10_000_000), help="Tokens of a sequence.")]
+Length = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", parser=whole(1, 10_000_000), help="Tokens in a sequence.", show_default="as in the model's file"
+    ),
+]
 Memory = Annotated[
-    float | None, typer.Option(parser=above_zero(1e6), help="GiB that a rank may hold, in place of the cluster's.")
+    float | None,
+    typer.Option(
+        metavar="GIB", parser=above_zero(1e6), help="GiB that a rank may use.", show_default="as in the cluster's file"
+    ),
 ]
-Dtypes = Annotated[Dtype, typer.Option(help="What computes and travels; masters are fp32.")]
-OptimizerName = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
-MicroBatch = Annotated[int, typer.Option(parser=_PER_RANK, help="Sequences that a rank computes at once.")]
-MicroSteps = Annotated[int, typer.Option(parser=_PER_RANK, help="Micro-steps of one optimizer step.")]
-OffloadOf = Annotated[Offload | None, typer.Option(help="What lies in the host's memory: what the optimizer works on.")]
+PrecisionOption = Annotated[
+    PrecisionName, typer.Option(help="The dtype of computation and transfers. Masters are fp32.")
+]
+OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}.")]
+MicroBatch = Annotated[
+    int, typer.Option(metavar="N", parser=_PER_RANK, help="Sequences that a rank computes at the same time.")
+]
+MicroSteps = Annotated[int, typer.Option(metavar="N", parser=_PER_RANK, help="Micro-batches in one optimizer step.")]
+OffloadOption = Annotated[
+    OffloadName | None,
+    typer.Option(help="Keep the optimizer's masters and states in host memory.", show_default="nothing"),
+]
 Checkpointing = Annotated[bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass.")]
 Batch = Annotated[
-    int, typer.Option(parser=whole(1, 1_000_000_000), help="Sequences of one optimizer step, over all ranks.")
+    int,
+    typer.Option(metavar="N", parser=whole(1, 1_000_000_000), help="Sequences in one optimizer step, over all ranks."),
 ]
 MicroBatches = Annotated[
-    list[int] | None, typer.Option(parser=_PER_RANK, help="May be given several times; else all that fit are tried.")
+    list[int] | None,
+    typer.Option(
+        metavar="N",
+        parser=_PER_RANK,
+        help="Sequences that a rank computes at the same time. Can be repeated.",
+        show_default="all that fit",
+    ),
 ]
 EitherCheckpointing = Annotated[
-    bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Else both are tried.")
+    bool | None,
+    typer.Option(
+        "--checkpointing/--no-checkpointing", help="Recompute blocks in the backward pass.", show_default="try both"
+    ),
 ]
-Codecs = Annotated[str, typer.Option(metavar="CODECS", help="Such as int8,int4 (gradients only); else lossless.")]
-Top = Annotated[int, typer.Option(parser=whole(1, 10_000), help="How many to show.")]
-Output = Annotated[
-    Path | None, typer.Option("-o", "--output", help="The first one, as the TOML that `towpath train` takes.")
+Codecs = Annotated[
+    str, typer.Option(metavar="CODECS", help="Codecs to try, such as int8,int4.", show_default="lossless only")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+Top = Annotated[int, typer.Option(metavar="N", parser=whole(1, 10_000), help="How many strategies to show.")]
+OutputFile = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="Write the first strategy as TOML for `towpath train`."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 PipelineSizes = Annotated[
     list[int] | None,
     typer.Option(
-        "--pipeline", parser=whole(2, 100_000), help="Ranks with stages of their own; may be given several times."
+        "--pipeline",
+        metavar="N",
+        parser=whole(2, 100_000),
+        help="Ranks of a pipeline. Can be repeated.",
+        show_default="no pipeline",
     ),
 ]
 TensorSizes = Annotated[
     list[int] | None,
-    typer.Option("--tensor", parser=whole(1, 10_000), help="Ranks that share each layer of a stage; likewise."),
+    typer.Option(
+        "--tensor",
+        metavar="N",
+        parser=whole(1, 10_000),
+        help="Ranks that share each layer of a stage. Can be repeated.",
+        show_default="1",
+    ),
 ]
 Schedules = Annotated[
-    list[str] | None, typer.Option("--schedule", help=f"Of {', '.join(SCHEDULES)}; likewise. Default: 1F1B.")
+    list[str] | None,
+    typer.Option("--schedule", metavar="NAME", help=f"{', '.join(SCHEDULES)}. Can be repeated.", show_default="1F1B"),
 ]
 Compressions = Annotated[
-    list[str] | None, typer.Option("--compression", help="Of pipelines: optimus-cb, …; likewise. Default: none.")
+    list[str] | None,
+    typer.Option("--compression", metavar="NAME", help="Of a pipeline: optimus-cb, … Can be repeated."),
 ]
 
 
@@ -116,9 +166,9 @@ def plan(
     nodes: Nodes = None,
     length: Length = None,
     memory: Memory = None,
-    precision: Dtypes = Dtype.BF16,
-    optimizer: OptimizerName = "adamw",
-    offload: OffloadOf = None,
+    precision: PrecisionOption = PrecisionName.BF16,
+    optimizer: OptimizerOption = "adamw",
+    offload: OffloadOption = None,
     micro_batch: MicroBatches = None,
     checkpointing: EitherCheckpointing = None,
     allow: Codecs = "",
@@ -127,45 +177,63 @@ def plan(
     schedule: Schedules = None,
     compression: Compressions = None,
     top: Top = 10,
-    output: Output = None,
-    report: Annotated[Path | None, typer.Option(help="Write a page of plots there: which strategy when.")] = None,
+    output: OutputFile = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write an HTML page of plots: which strategy when."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rank every strategy for a model on a cluster: step time, memory, bytes.
+    """Rank all strategies for a model on a cluster by their step time, with memory and bytes.
 
     Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64 --pipeline 4`
 
-    Considers every placement of parameters, gradients and optimizer states, every route, codecs where you allow them,
-    micro-batches, activation checkpointing. Needs no torch, no GPU, and no cluster. Exit code 1: nothing fits.
+    It simulates all placements of parameters, gradients and optimizer states, routes, micro-batches, activation
+    checkpointing, and the codecs that you allow. It needs neither PyTorch, nor a GPU, nor the cluster.
+
+    Exit code: 0, or 1 if nothing fits in memory, or 2 for a mistake.
     """
     check_output_file("--output", output)
     check_output_file("--report", report)
-    stages = Asked(pipeline or (), tensor or (), schedule or (), compression or ())
+    stages = PipelineOptions(pipeline or (), tensor or (), schedule or (), compression or ())
     if stages.pipelines and report is not None:
-        raise ConfigError("--report draws what is planned without stages: leave out --pipeline, or --report.")
+        raise ConfigError("--report draws strategies without pipelines only: leave out --pipeline, or --report.")
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
     weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
-    asked = replace(solver.request, weights=weights, gradients=gradients, checkpointing=checkpointing, offload=offload)
+    request = replace(
+        solver.request, weights=weights, gradients=gradients, checkpointing=checkpointing, offload=offload
+    )
     if stages.pipelines and offload is not None:
-        raise ConfigError("--offload is planned without stages: leave out --pipeline, or --offload.")
-    solver = Solver(solver.model, solver.cluster, replace(asked, micro_batches=tuple(micro_batch or ())))
+        raise ConfigError("--offload is planned without pipelines only: leave out --pipeline, or --offload.")
+    solver = Solver(solver.model, solver.cluster, replace(request, micro_batches=tuple(micro_batch or ())))
     began = time.monotonic()
     with progress_bar("Planning") as say:
         found = solver.solve(best=top if report is None else max(top, _IN_REPORT), most=max(top, MOST), say=say)
     if stages.pipelines:
-        found = with_pipelines(found, solver, model, length, stages, top)
+        found = _with_pipelines(found, solver, model, length, stages, top)
     if isinstance(found, Infeasible):
-        raise PlanError(_what_would_fit(found, solver, [] if stages.pipelines else ["stages (--pipeline 4)"]))
+        raise PlanError(_what_would_fit(found, solver, [] if stages.pipelines else ["a pipeline (--pipeline 4)"]))
     if report is not None:
-        from towpath.cli.plan_report import write_plan_report  # with what draws: nobody else waits for it
+        from towpath.cli.plan_report import write_plan_report  # loads matplotlib, which takes a second
 
         with progress_bar("Drawing") as say:
             write_plan_report(report, found, solver, _heading(solver), say)
         found = replace(found, ranked=found.ranked[:top])
-    if output is not None:
-        output.write_text(found.ranked[0].strategy.to_toml(), encoding="utf-8")
+    write_output_file("--output", output, found.ranked[0].strategy.to_toml())
     if as_json:
-        print(json.dumps(_found_as_json(found, solver), indent=2))
+        facts: dict[str, Any] = {
+            "model": solver.model.name,
+            "parameters": solver.model.parameters,
+            "cluster": solver.cluster.name,
+            "nodes": solver.cluster.topology.nodes,
+            "ranks_per_node": solver.cluster.topology.ranks_per_node,
+            "considered": found.considered,
+            "fitting": found.fitting,
+            "replayed": found.replayed,
+            "proven": found.proven,
+            "plans": [tables.as_json(priced, solver) for priced in found.ranked],
+        }
+        print(json.dumps(facts, indent=2))
         return
     _show(found, solver, time.monotonic() - began, output, report)
 
@@ -173,9 +241,7 @@ def plan(
 def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | None, report: Path | None) -> None:
     console = Console(width=100, highlight=False)
     console.print(_heading(solver))
-    table = Table(*tables.HEADINGS, box=None, pad_edge=False)
-    for column in table.columns[3:]:
-        column.justify = "right"
+    table = table_of(*tables.HEADINGS, numbers=3)
     for number, priced in enumerate(found.ranked, 1):
         table.add_row(*tables.row(number, priced, solver))
     console.print(table)
@@ -191,7 +257,7 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
         settings = [f"strategy.name={output}", f"train.micro_batch={batching.micro_batch}"]
         settings += [f"train.checkpointing={str(batching.checkpointing).lower()}"]
         first = found.ranked[0]
-        settings += of_stages(first) if isinstance(first, PipelinePrediction) else []
+        settings += _pipeline_settings(first.layout) if isinstance(first, PipelinePrediction) else []
         console.print(f"The first, for training: towpath train CONFIG.toml {' '.join(settings)}", soft_wrap=True)
     if report is not None:
         print(f"Plots: {report}")
@@ -199,25 +265,25 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
 
 def explain(
     first: Annotated[str, typer.Argument(metavar="A", help="A strategy: a preset, or a .toml file of `towpath plan`.")],
-    model: Annotated[str, typer.Option(metavar="MODEL", help="As for `towpath plan`.")],
+    model: ModelOption,
     cluster: ClusterName,
-    second: Annotated[
-        str | None, typer.Argument(metavar="[B]", help="Another, to compare with. Default: A is explained alone.")
-    ] = None,
+    second: Annotated[str | None, typer.Argument(metavar="B", help="A second strategy to compare with.")] = None,
     micro_batch: MicroBatch = 1,
     micro_steps: MicroSteps = 1,
     checkpointing: Checkpointing = False,
     nodes: Nodes = None,
     length: Length = None,
     memory: Memory = None,
-    precision: Dtypes = Dtype.BF16,
-    optimizer: OptimizerName = "adamw",
-    offload: OffloadOf = None,
+    precision: PrecisionOption = PrecisionName.BF16,
+    optimizer: OptimizerOption = "adamw",
+    offload: OffloadOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say where the time of one or two strategies goes, transfer by transfer, and what decides between two.
+    """Explain the step time of a strategy by its transfers, or what decides between two strategies.
 
     Example: `towpath explain zero3 mics --model bert-10b --cluster p3dn --micro-batch 8 --micro-steps 4`
+
+    Exit code: 0, or 2 for a mistake.
     """
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
     batching = Batching(micro_batch, micro_steps, checkpointing)
@@ -228,15 +294,15 @@ def explain(
             sides.append(solver.predict(_strategy(name, solver, offload), batching))
             say(len(sides), len(names))
     if as_json:
-        told = {"verdict": tables.explain(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
-        print(json.dumps(told, indent=2))
+        facts = {"verdict": tables.explain(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
+        print(json.dumps(facts, indent=2))
         return
     _show_step(sides, solver, tables.explain(sides, solver))
 
 
 def simulate(
     strategy: Annotated[str, typer.Argument(metavar="STRATEGY", help="A preset, or a .toml file of `towpath plan`.")],
-    model: Annotated[str, typer.Option(metavar="MODEL", help="As for `towpath plan`.")],
+    model: ModelOption,
     cluster: ClusterName,
     micro_batch: MicroBatch = 1,
     micro_steps: MicroSteps = 1,
@@ -244,45 +310,65 @@ def simulate(
     nodes: Nodes = None,
     length: Length = None,
     memory: Memory = None,
-    precision: Dtypes = Dtype.BF16,
-    optimizer: OptimizerName = "adamw",
-    offload: OffloadOf = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the step there, for https://ui.perfetto.dev.")] = None,
+    precision: PrecisionOption = PrecisionName.BF16,
+    optimizer: OptimizerOption = "adamw",
+    offload: OffloadOption = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev."),
+    ] = None,
     jitter: Annotated[
-        float, typer.Option(metavar="SHARE", help="Standard deviation of what each pass takes, on every rank.")
+        float,
+        typer.Option(metavar="SHARE", help="Standard deviation of the compute time, as a share of it, on all ranks."),
     ] = 0.0,
     straggler: Annotated[
-        list[str] | None, typer.Option(metavar="RANK:TIMES", help="A rank that computes so many times as long.")
+        list[str] | None,
+        typer.Option(metavar="RANK:TIMES", help="A rank that computes TIMES as long. Can be repeated."),
     ] = None,
     pipeline: Annotated[
-        int, typer.Option(parser=whole(1, 100_000), help="Ranks with stages of their own; 1: no stages.")
+        int, typer.Option(metavar="N", parser=whole(1, 100_000), help="Ranks of a pipeline. 1 is no pipeline.")
     ] = 1,
-    tensor: Annotated[int, typer.Option(parser=whole(1, 10_000), help="Ranks that share each layer of a stage.")] = 1,
-    schedule: Annotated[str, typer.Option(help=f"Of {', '.join(SCHEDULES)}.")] = "1F1B",
-    compression: Annotated[str, typer.Option(help="Of a pipeline: optimus-cb, …")] = "none",
+    tensor: Annotated[
+        int, typer.Option(metavar="N", parser=whole(1, 10_000), help="Ranks that share each layer of a stage.")
+    ] = 1,
+    schedule: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")] = "1F1B",
+    compression: Annotated[str, typer.Option(metavar="NAME", help="Of a pipeline: optimus-cb, …")] = "none",
     as_json: AsJson = False,
 ) -> None:
-    """Replay one optimizer step on a described cluster, of up to thousands of ranks.
+    """Simulate one optimizer step on a described cluster of up to thousands of ranks.
 
     Example: `towpath simulate zero3 --model llama-13b --cluster dgx-a100-200g --nodes 64 --jitter 0.05`
+
+    Exit code: 0, or 2 for a mistake.
     """
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
     batching = Batching(micro_batch, micro_steps, checkpointing)
     check_output_file("--trace", trace)
     if micro_steps > _MOST_REPLAYED and (trace is not None or jitter or straggler):
         raise ConfigError(
-            f"--micro-steps {micro_steps}: --trace, --jitter and --straggler replay every micro-step. Expected at most "
-            f"{_MOST_REPLAYED:,} with them."
+            f"--micro-steps {micro_steps}: --trace, --jitter and --straggler simulate each micro-batch. Expected at "
+            f"most {_MOST_REPLAYED:,} with them."
         )
     if pipeline > 1:
         if jitter or straggler or offload:
-            raise ConfigError("--jitter, --straggler and --offload are for steps without stages: leave out --pipeline.")
-        Asked((pipeline,), (tensor,), (schedule,), (compression,))
+            raise ConfigError(
+                "--jitter, --straggler and --offload are for steps without a pipeline: leave out --pipeline, or them."
+            )
+        PipelineOptions((pipeline,), (tensor,), (schedule,), (compression,))
         layout = Layout(pipeline, schedule, strategy, compression, tensor)
-        _show_simulated(simulated(solver, model, length, layout, batching, trace), solver, None, trace, as_json)
+        _show_simulated(
+            _simulate_pipeline(solver, model, length, layout, batching, trace), solver, None, trace, as_json
+        )
         return
     made = _strategy(strategy, solver, offload)
-    uneven = RankVariation(jitter, dict(_straggler(text) for text in straggler or ()))
+    stragglers: dict[int, float] = {}
+    for text in straggler or ():
+        rank, _, times = text.partition(":")
+        try:
+            stragglers[int(rank)] = float(times)
+        except ValueError:
+            raise ConfigError(f"--straggler {text}: expected RANK:TIMES, such as 3:1.5.") from None
+    uneven = RankVariation(jitter, stragglers)
     uneven.check(made.topology.world)
     late = None
     with progress_bar("Simulating") as say:
@@ -290,8 +376,8 @@ def simulate(
             _write_trace(trace, solver, made, batching, say)
         priced = solver.predict(made, batching)
         if uneven != RankVariation():
-            moments = solver.timeline(made, batching, say).thread_events
-            late = expected_delay(moments, uneven, made.topology.world, say=say)
+            events = solver.timeline(made, batching, say).thread_events
+            late = expected_delay(events, uneven, made.topology.world, say=say)
     _show_simulated(priced, solver, late, trace, as_json)
 
 
@@ -309,21 +395,11 @@ def _show_simulated(priced: Prediction, solver: Solver, late: Delay | None, trac
         print(f"The step, for https://ui.perfetto.dev: {trace}")
 
 
-def _straggler(text: str) -> tuple[int, float]:
-    rank, _, times = text.partition(":")
-    try:
-        return int(rank), float(times)
-    except ValueError:
-        raise ConfigError(f"--straggler {text}: expected RANK:TIMES, such as 3:1.5.") from None
-
-
 def _show_step(sides: Sequence[Prediction], solver: Solver, conclusion: str) -> None:
-    """One strategy's step, or those of several side by side."""
+    """Print the step of each strategy, side by side."""
     console = Console(width=100, highlight=False)
     console.print(_heading(solver))
-    table = Table("one optimizer step", *(tables.title(p) for p in sides), box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = table_of("one optimizer step", *(tables.title(p) for p in sides), numbers=1)
     table.add_row("P, G, OS", *(tables.extents(p.strategy) for p in sides))
     for cells in tables.compare(sides, solver):
         table.add_row(*cells)
@@ -337,23 +413,24 @@ def _solver(
     nodes: int | None,
     length: int | None,
     memory: float | None,
-    precision: Dtype,
+    precision: PrecisionName,
     optimizer: str,
     batch: int,
 ) -> Solver:
     found = load_cluster(cluster, nodes)
     limit = found.memory if memory is None else max(1, int(memory * GIB))
-    asked = Request(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
-    return Solver(describe_model(model, length), found, asked)
+    request = Request(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
+    return Solver(describe_model(model, length), found, request)
 
 
-def _strategy(name: str, solver: Solver, offload: Offload | None) -> Strategy:
+def _strategy(name: str, solver: Solver, offload: OffloadName | None) -> Strategy:
     if not name.endswith(".toml"):
         return presets.strategy(name, solver.cluster.topology, offload=offload.value if offload else None)
     try:
         made = Strategy.from_toml(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"strategy: cannot read {name}: {error}.") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"strategy: cannot read {name}: {reason}. Check the path, or name a preset.") from None
     if made.topology != solver.cluster.topology:
         raise ConfigError(
             f"strategy {name} is for {made.topology} ranks, and the cluster has {solver.cluster.topology}. Pass "
@@ -372,7 +449,7 @@ def _heading(solver: Solver) -> str:
     )
 
 
-def _what_would_fit(found: Infeasible, solver: Solver, besides: Sequence[str]) -> str:
+def _what_would_fit(found: Infeasible, solver: Solver, more_hints: Sequence[str]) -> str:
     memory = found.nearest.memory
     part = max(memory, key=lambda name: memory[name])
     needed = found.nearest.peak_bytes / GIB
@@ -380,7 +457,7 @@ def _what_would_fit(found: Infeasible, solver: Solver, besides: Sequence[str]) -
     if part == "activations":
         hints.append("a smaller micro-batch, or --checkpointing")
     more = -(-found.nearest.peak_bytes // solver.request.memory) * solver.cluster.topology.nodes
-    hints += [f"more nodes (about --nodes {more})", *besides]
+    hints += [f"more nodes (about --nodes {more})", *more_hints]
     return (
         f"nothing fits into {solver.request.memory / GIB:.1f} GiB a rank: what comes nearest is "
         f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
@@ -388,25 +465,84 @@ def _what_would_fit(found: Infeasible, solver: Solver, besides: Sequence[str]) -
     )
 
 
-def _found_as_json(found: Ranking, solver: Solver) -> dict[str, Any]:
-    return {
-        "model": solver.model.name,
-        "parameters": solver.model.parameters,
-        "cluster": solver.cluster.name,
-        "nodes": solver.cluster.topology.nodes,
-        "ranks_per_node": solver.cluster.topology.ranks_per_node,
-        "considered": found.considered,
-        "fitting": found.fitting,
-        "replayed": found.replayed,
-        "proven": found.proven,
-        "plans": [tables.as_json(priced, solver) for priced in found.ranked],
-    }
-
-
 def _write_trace(
     path: Path, solver: Solver, strategy: Strategy, batching: Batching, say: Callable[[int, int], None]
 ) -> None:
-    from towpath.train.trace import simulated_intervals, write_trace  # with the engine's trace, and so with torch
+    from towpath.train.trace import simulated_intervals, write_trace  # imports torch
 
     intervals = simulated_intervals(solver.timeline(strategy, batching, say).events)
     write_trace(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """Sizes of pipelines and of tensor parallelism, schedules, and compressions. All combinations are planned."""
+
+    pipelines: Sequence[int]
+    tensors: Sequence[int]
+    schedules: Sequence[str]
+    compressions: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for option, given, known in (
+            ("--schedule", self.schedules, list(SCHEDULES)),
+            ("--compression", self.compressions, list(COMPRESSIONS)),
+        ):
+            for name in given:
+                if name not in known:
+                    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                    raise ConfigError(f"{option} {name}: did you mean {close!r}? Known: {', '.join(known)}.")
+        if not self.pipelines and (self.tensors or self.schedules or self.compressions):
+            raise ConfigError("--tensor, --schedule and --compression are options of a pipeline: pass --pipeline, too.")
+
+
+def _with_pipelines(
+    found: Ranking | Infeasible, solver: Solver, name: str, length: int | None, options: PipelineOptions, best: int
+) -> Ranking | Infeasible:
+    """Plan the model with pipelines, and return the `best` of these and of `found`."""
+    schedules = options.schedules or ("1F1B",)
+    pipelines = _pipelines(solver, name, length, schedules)
+    with progress_bar("Planning stages") as say:
+        staged = pipelines.solve(
+            options.pipelines, schedules, options.compressions or ("none",), options.tensors or (1,), best, say
+        )
+    if not staged:
+        return found
+    if isinstance(found, Infeasible):
+        return Ranking(tuple(staged), len(staged), len(staged), len(staged), False)
+    ranked = sorted((*found.ranked, *staged), key=lambda priced: (priced.seconds, priced.peak_bytes))
+    return replace(found, ranked=tuple(ranked[:best]))
+
+
+def _simulate_pipeline(
+    solver: Solver, name: str, length: int | None, layout: Layout, batching: Batching, trace: Path | None
+) -> PipelinePrediction:
+    """Simulate one step of a pipeline. The trace shows one replica of each of its ranks."""
+    pipelines = _pipelines(solver, name, length, (layout.schedule,))
+    pipelines.check(layout, batching)
+    if trace is not None:
+        from towpath.train.trace import simulated_intervals, write_trace  # imports torch
+
+        timeline = pipelines.replay(layout, batching)
+        ranks = {rank: simulated_intervals(each.events) for rank, each in enumerate(timeline.ranks)}
+        write_trace(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
+    return pipelines.predict(layout, batching)
+
+
+def _pipelines(solver: Solver, name: str, length: int | None, schedules: Sequence[str]) -> Pipelines:
+    if all(schedule in _SCHEDULES_WITHOUT_TORCH for schedule in schedules):
+        walks = plain_walk
+    else:
+        from towpath.pipeline.schedules import walks
+    shape, called, tokens = model_shape(name, length)
+    return Pipelines(lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, walks)
+
+
+def _pipeline_settings(layout: Layout) -> list[str]:
+    """Return the settings of `towpath train` for a pipeline."""
+    settings = [f"parallel.pipeline={layout.pipeline}", f"parallel.schedule={layout.schedule}"]
+    settings += [] if layout.tensor == 1 else [f"parallel.tensor={layout.tensor}"]
+    return settings + ([] if layout.compression == "none" else [f"parallel.compression={layout.compression}"])

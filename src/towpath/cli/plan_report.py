@@ -1,4 +1,4 @@
-"""`towpath plan --report`: one HTML page, nothing to fetch, of which strategy is best when, and why."""
+"""`towpath plan --report`: an HTML page that shows which strategy is best when, and why. It loads no other files."""
 
 from __future__ import annotations
 
@@ -30,25 +30,28 @@ from towpath.train.report import (
 )
 from towpath.train.trace import simulated_intervals
 
-# What is drawn over link rates and numbers of nodes: of lossless presets those that differ most.
+# The presets drawn over link rates and numbers of nodes: the lossless ones that differ most.
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")
 _RATES = tuple(2.0**k for k in range(-4, 5))
 _NODES = tuple(2.0**k for k in range(-2, 3))
-_ALIKE = 1.01  # times as long is not slower
-_SHOWN = 6  # of the ranked, where parts of a step are drawn
+# A preset that takes this many times as long counts as equally fast.
+_TOLERANCE = 1.01
+# The number of strategies of which the parts of a step are drawn.
+_SHOWN = 6
 
 Say = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """As `draw_timelines` takes it."""
+class TimelineRow:
+    """A row of `draw_timelines`."""
 
     strategy: str
     timeline: Sequence[Interval]
 
 
 def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, say: Say) -> None:
+    """Write the page. `say` is called with how many simulations are done and how many there are."""
     ranked, shown = found.ranked, found.ranked[:_SHOWN]
     best = shown[0]
     total = len(PRESETS) * (len(_RATES) + len(_NODES))
@@ -61,19 +64,21 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, 
     by_nodes = curves(solver, best.batching, nodes_of(solver), step)
     compared = dict.fromkeys([best.strategy, presets.strategy(tables.BASELINE, solver.cluster.topology)])
     steps = [
-        Step(name, simulated_intervals(solver.timeline(strategy, best.batching).events))
+        TimelineRow(name, simulated_intervals(solver.timeline(strategy, best.batching).events))
         for name, strategy in zip(("best: " + tables.label(best.strategy), tables.BASELINE), compared, strict=False)
     ]
     small, wide = (5.2, 3.3), (11, 0.8 + 0.95 * len(steps))
     front_drawn, parts_drawn = svg(draw_front, ranked, small), svg(draw_parts, shown, small)
     rates_drawn, nodes_drawn = svg(draw_rates, by_rate, small), svg(draw_nodes, by_nodes, small)
     steps_drawn = svg(draw_timelines, steps, wide)
-    inside = "What a rank computes, and what is on its links meanwhile."
+    inside = "What a rank computes, and what its links send in the meantime."
     figures = [
-        figure_html("Time against memory", "The line is the Pareto front: none quicker takes less.", front_drawn),
-        figure_html("Where a step's time goes", "And what the computation waits for.", parts_drawn),
+        figure_html(
+            "Time against memory", "The line is the Pareto front: no strategy is both faster and smaller.", front_drawn
+        ),
+        figure_html("Where a step's time goes", "Computation, and the transfers that it waits for.", parts_drawn),
         figure_html("Which strategy when: links", caption(by_rate), rates_drawn),
-        figure_html("Which strategy when: nodes", f"The same batch for each rank. {caption(by_nodes)}", nodes_drawn),
+        figure_html("Which strategy when: nodes", f"Each rank has the same batch. {caption(by_nodes)}", nodes_drawn),
         figure_html("One step, from inside", inside, steps_drawn, wide=True),
     ]
     rows = [tables.row(number, priced, solver) for number, priced in enumerate(found.ranked[:10], 1)]
@@ -81,11 +86,11 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, 
     write_page(path, title, heading, table_html(tables.HEADINGS, rows), figures)
 
 
-# Curves --------------------------------------------------------------------------------------------------------------
+# --- curves -----------------------------------------------------------------------------------------------------------
 
 
 def rates_of(solver: Solver) -> list[tuple[float, Cluster]]:
-    """Gbit/s of a node, and the cluster with such links."""
+    """Return clusters with slower and faster links, each with its Gbit/s per node."""
     cluster, hardware = solver.cluster, solver.cluster.hardware
     rates = [factor * hardware.inter.rate for factor in _RATES]
     others = [replace(hardware, inter=replace(hardware.inter, rate=rate)) for rate in rates]
@@ -93,6 +98,7 @@ def rates_of(solver: Solver) -> list[tuple[float, Cluster]]:
 
 
 def nodes_of(solver: Solver) -> list[tuple[float, Cluster]]:
+    """Return clusters with fewer and more nodes, each with its number of nodes."""
     counts = sorted({max(1, round(factor * solver.cluster.topology.nodes)) for factor in _NODES})
     return [(nodes, solver.cluster.on(nodes)) for nodes in counts]
 
@@ -100,6 +106,7 @@ def nodes_of(solver: Solver) -> list[tuple[float, Cluster]]:
 def curves(
     solver: Solver, batching: Batching, clusters: Sequence[tuple[float, Cluster]], step: Callable[[], None]
 ) -> list[Curve]:
+    """Return the seconds of a step on each cluster, as a curve for each preset. `step` is called after each point."""
     made: list[Curve] = []
     for name in PRESETS:
         points: list[tuple[float, float]] = []
@@ -114,41 +121,43 @@ def curves(
 def _seconds(name: str, solver: Solver, batching: Batching) -> float | None:
     try:
         priced = solver.predict(presets.strategy(name, solver.cluster.topology), batching)
-    except TowpathError:  # a preset that this shape does not have
+    except TowpathError:  # the preset does not fit this topology
         return None
     return priced.seconds if priced.peak_bytes <= solver.request.memory else None
 
 
 def crossings(curves: Sequence[Curve]) -> list[tuple[float, str, str]]:
-    """Where another one becomes the quickest by more than a hundredth (the geometric mean of the two points around it),
-    from which, to which."""
+    """Return where the fastest preset changes by more than 1 %: (x, old name, new name).
+
+    x is the geometric mean of the two points around the change.
+    """
     best: list[tuple[float, str]] = []
     for at in sorted({at for curve in curves for at, _ in curve.points}):
         there = {curve.name: seconds for curve in curves for x, seconds in curve.points if x == at}
-        quickest = min(there, key=lambda name: there[name])
-        before = best[-1][1] if best else quickest
-        stays = there.get(before, float("inf")) <= _ALIKE * there[quickest]
-        best.append((at, before if stays else quickest))
+        fastest = min(there, key=lambda name: there[name])
+        before = best[-1][1] if best else fastest
+        stays = there.get(before, float("inf")) <= _TOLERANCE * there[fastest]
+        best.append((at, before if stays else fastest))
     return [((x * y) ** 0.5, a, b) for (x, a), (y, b) in pairwise(best) if a != b]
 
 
 def caption(curves: Sequence[Curve]) -> str:
-    """Return what a reader of `curves` sees: the change of the quickest preset, or that there is none."""
+    """Return a caption for `curves`: that the fastest preset changes, or which preset is always fastest."""
     drawn = [curve for curve in curves if curve.points]
     if not drawn:
         return "None of the presets fits into the memory of a rank."
     if crossings(drawn):
-        return "At a dotted line, the preset above it becomes the quickest."
+        return "At each dotted line, the preset named above it becomes the fastest."
     first = min(at for curve in drawn for at, _ in curve.points)
-    _, quickest = min((seconds, curve.name) for curve in drawn for at, seconds in curve.points if at == first)
-    return f"Everywhere, {quickest} is the quickest preset that fits, or within a hundredth of it."
+    _, fastest = min((seconds, curve.name) for curve in drawn for at, seconds in curve.points if at == first)
+    return f"Everywhere, {fastest} is the fastest preset that fits, or within 1 % of it."
 
 
-# Drawing -------------------------------------------------------------------------------------------------------------
+# --- drawing ----------------------------------------------------------------------------------------------------------
 
 
 def front(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """Of each memory the quickest, as long as more memory brings more speed; the quickest first."""
+    """Return the Pareto front of seconds and memory, fastest first."""
     chosen: list[Prediction] = []
     for priced in sorted(ranked, key=lambda p: (p.seconds, p.peak_bytes)):
         if not chosen or priced.peak_bytes < chosen[-1].peak_bytes:
@@ -157,6 +166,7 @@ def front(ranked: Sequence[Prediction]) -> list[Prediction]:
 
 
 def draw_front(figure: Any, ranked: Sequence[Prediction]) -> None:
+    """Draw the strategies by memory and time, with their front."""
     axes = axes_of(figure, "GiB of a rank", "seconds of a step")
     axes.plot([p.peak_bytes / GIB for p in ranked], [p.seconds for p in ranked], "o", color=COLORS[7], markersize=3)
     best = front(ranked)
@@ -169,6 +179,7 @@ def draw_front(figure: Any, ranked: Sequence[Prediction]) -> None:
 
 
 def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
+    """Draw the parts of a step of each strategy: computing, and waiting by kind of transfer."""
     names = [f"{n}  {tables.label(p.strategy)}" for n, p in enumerate(shown, 1)]
     parts = {"computing": [p.computing for p in shown]}
     parts |= {f"waiting for {k.value}": [p.exposed.get(k, 0.0) for p in shown] for k in TransferKind
@@ -177,10 +188,12 @@ def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
 
 
 def draw_rates(figure: Any, drawn: Sequence[Curve]) -> None:
+    """Draw curves over the rate of a node's link."""
     _draw_curves(figure, drawn, "Gbit/s between nodes, each way")
 
 
 def draw_nodes(figure: Any, drawn: Sequence[Curve]) -> None:
+    """Draw curves over the number of nodes."""
     _draw_curves(figure, drawn, "nodes")
 
 

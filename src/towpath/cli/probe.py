@@ -1,64 +1,71 @@
-"""`towpath probe`: what a cluster's links, processors and kernels can do, measured on all its ranks."""
+"""`towpath probe`: measure the links, processors and kernels of a cluster, on all its ranks."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from towpath.cli.terminal import load_torch, table_of
 from towpath.errors import ConfigError
-from towpath.output_file import check_output_file
+from towpath.files import check_output_file, write_output_file
 from towpath.planner.profile import Profile, collective_seconds, slowdowns
 from towpath.planner.tables import seconds
 
+_LINKS = ("inter, one", "inter, all", "intra, one", "intra, all")
+
 
 def probe(
-    output: Annotated[Path, typer.Option("-o", "--output", help="The profile, for `towpath plan --cluster`.")] = Path(
-        "profile.json"
-    ),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The profile, for `towpath plan --cluster`.")
+    ] = Path("profile.json"),
     budget: Annotated[
-        float, typer.Option("--seconds", metavar="SECONDS", min=1, help="How long it may take, about.")
+        float, typer.Option("--seconds", metavar="SECONDS", min=1, help="How long it may take, approximately.")
     ] = 60.0,
-    picture: Annotated[Path | None, typer.Option(help="Draw what was measured and fitted there, as .svg.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile, too.")] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the measurements and the fitted lines, as .svg."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON instead of tables.")] = False,
 ) -> None:
-    """Measure the cluster that this runs on: messages, collectives, codecs, memory, matrix products.
+    """Measure the cluster on which it runs: messages, collectives, codecs, memory, matrix products.
 
     Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- -m towpath probe -o profile.json`
 
     On a cluster: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath probe`
 
     Then: `towpath plan … --cluster profile.json`
+
+    Exit code: 0, or 2 for a mistake.
     """
+    load_torch()
     from towpath.topology.groups import launched
 
     if not launched():
         raise ConfigError(
-            "probe measures between ranks, and no launcher has placed this process as one. Start it by torchrun … -m "
-            "towpath probe on every node, or by towpath lab run … -- -m towpath probe."
+            "probe measures between ranks, but no launcher started this process as a rank. Start it with torchrun … "
+            "-m towpath probe on every node, or with towpath lab run … -- -m towpath probe."
         )
     check_output_file("--output", output)
     check_output_file("--picture", picture)
-    profile = _measured(budget)
+    profile = _measure(budget)
     if profile is None:
         return
-    output.write_text(profile.to_json(), encoding="utf-8")
+    write_output_file("--output", output, profile.to_json())
     if picture is not None:
-        from towpath.cli.probe_picture import drawn
-
-        picture.write_text(drawn(profile), encoding="utf-8")
+        write_output_file("--picture", picture, draw(profile))
     if as_json:
         sys.stdout.write(profile.to_json())
     else:
         show(profile, output)
 
 
-def _measured(budget: float) -> Profile | None:
-    """By all ranks; rank 0 has it."""
+def _measure(budget: float) -> Profile | None:
+    """Measure on all ranks. Return the profile on rank 0, and None on other ranks."""
     import torch.distributed as dist
 
     from towpath.auto.probe import probe as measure
@@ -77,11 +84,10 @@ def _measured(budget: float) -> Profile | None:
 
 
 def show(profile: Profile, output: Path) -> None:
+    """Print a profile as tables."""
     console = Console(width=100, highlight=False)
     console.print(f"{profile.topology.nodes} nodes × {profile.topology.ranks_per_node} ranks on {profile.host}")
-    table = Table("what", "sizes", "latency", "rate", "error of the fit", box=None, pad_edge=False)
-    for column in table.columns[2:]:
-        column.justify = "right"
+    table = table_of("what", "sizes", "latency", "rate", "error of the fit", numbers=2)
     for what in dict.fromkeys(point.what for point in profile.singles()):
         points = profile.of(what)
         fit = profile.fit(what)
@@ -103,9 +109,7 @@ def show(profile: Profile, output: Path) -> None:
 
 
 def _pairs(profile: Profile) -> Table:
-    table = Table("at the same time", "takes", "foretold", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = table_of("at the same time", "takes", "predicted", numbers=1)
     for slowdown in slowdowns(profile):
         table.add_row(slowdown.what, f"{slowdown.measured:.2f} ×", f"{slowdown.predicted:.2f} ×")
     return table
@@ -115,20 +119,60 @@ def _host(profile: Profile) -> str:
     host = profile.cluster().hardware.host
     forward, backward = host.forward, host.backward
     return (
-        f"The processor besides: in a forward pass {seconds(forward.unit)} a unit and {seconds(forward.parameter)} a "
-        f"parameter, in a backward pass {seconds(backward.unit)} and {seconds(backward.parameter)}; "
-        f"{seconds(host.transfer)} a transfer; the optimizer {seconds(host.optimizer)} a parameter."
+        f"Processor time in addition: in a forward pass {seconds(forward.unit)} per unit and "
+        f"{seconds(forward.parameter)} per parameter, in a backward pass {seconds(backward.unit)} and "
+        f"{seconds(backward.parameter)}; {seconds(host.transfer)} per transfer; in the optimizer "
+        f"{seconds(host.optimizer)} per parameter."
     )
 
 
 def _routes(profile: Profile) -> Table:
-    """The largest collective of each kind, beside what follows from single messages: by that a plan is priced."""
-    table = Table("collective", "bytes", "took", "from its messages", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    """Compare the largest collective of each kind with its prediction from single messages, which plans use."""
+    table = table_of("collective", "bytes", "took", "from its messages", numbers=1)
     for what in dict.fromkeys(point.what for point in profile.routes()):
         point = profile.of(what)[-1]
-        foretold = collective_seconds(profile, point)
-        difference = foretold / point.usual - 1
-        table.add_row(what, f"{point.size:,}", seconds(point.usual), f"{seconds(foretold)} ({difference:+.0%})")
+        predicted = collective_seconds(profile, point)
+        difference = predicted / point.usual - 1
+        table.add_row(what, f"{point.size:,}", seconds(point.usual), f"{seconds(predicted)} ({difference:+.0%})")
     return table
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def draw(profile: Profile) -> str:
+    """Return an SVG: messages with the lines fitted to them, and collectives with their predictions."""
+    from towpath.train.report import standalone_svg  # imports torch
+
+    return standalone_svg(_draw, profile, (10, 4.8))
+
+
+def _draw(figure: Any, profile: Profile) -> None:
+    from towpath.train.report import color
+
+    links, routes = figure.subplots(1, 2)
+    links.set_title("messages: points measured, lines fitted")
+    for number, what in enumerate(what for what in _LINKS if profile.has(what)):
+        points, fit = profile.of(what), profile.fit(what)
+        sizes = [point.size for point in points]
+        usual = [point.usual for point in points]
+        spread = [[u - min(p.seconds) for u, p in zip(usual, points, strict=True)]]
+        spread.append([max(p.seconds) - u for u, p in zip(usual, points, strict=True)])
+        links.errorbar(sizes, usual, yerr=spread, fmt="o", markersize=3, color=color(number), linewidth=0.8)
+        fitted = [fit.latency + size / fit.rate for size in sizes]
+        links.plot(sizes, fitted, color=color(number), linewidth=1.2, label=f"{what} (within {fit.error:.0%})")
+    routes.set_title("collectives: points measured, lines from messages")
+    for number, what in enumerate(dict.fromkeys(point.what for point in profile.routes())):
+        points = profile.of(what)
+        sizes = [point.size for point in points]
+        routes.plot(sizes, [point.usual for point in points], "o", markersize=3, color=color(number))
+        predicted = [collective_seconds(profile, point) for point in points]
+        routes.plot(sizes, predicted, color=color(number), linewidth=1.0, label=what)
+    for axes in (links, routes):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("bytes")
+        axes.set_ylabel("seconds")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.legend(frameon=False, fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))

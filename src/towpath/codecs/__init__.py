@@ -1,6 +1,9 @@
-"""What travels in fewer bits: kernels for CPUs and GPUs, their oracle in plain torch, and codecs of your own.
+"""Codecs send values in fewer bits: kernels for CPUs and GPUs, a reference in plain torch, and codecs of users.
 
-`register` makes a codec of two functions (docs/guides/extending.md).
+    kernels/     encode and decode, by back end       packing.py  the messages of a reduction in hops
+    low_rank.py  matrices in low rank (PowerSGD)
+
+`register` makes a codec from two functions (docs/guides/extending.md).
 May import: core, topology.cluster, errors.
 """
 

@@ -1,8 +1,8 @@
-"""What a reduction in hops makes of the pieces it sends: it leaves them as they are, or encodes them.
+"""The messages of a reduction in hops: pieces of a region, sent as they are or encoded.
 
-A hop's buffer holds one packed piece after the other. Before the first hop the pieces of a region are packed. After a
-hop the buffers of all its members, which hold the same pieces, are summed: into packed pieces for the next hop, or at
-last into elements.
+A hop's buffer holds packed pieces one after another. The pieces of a region are packed before the first hop. Each
+member of a hop receives buffers with the same pieces, and sums them. The sums are packed for the next hop, or unpacked
+into elements after the last one.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import Protocol, final
 
 import torch
 
-from towpath.codecs.kernels.dispatch import kernels_for
-from towpath.codecs.watched import Watch, watched
+from towpath.codecs.kernels import Watch, kernels_for, watched
 from towpath.core.formats import NARROW, Codec, dtype_name
 
 
-class Workspace(Protocol):
-    """What packing asks of the workspace of a transfer."""
+class PackingBuffers(Protocol):
+    """The part of a transfer's workspace that packing uses."""
 
     watch: Watch | None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A wire buffer: the same one at every call."""
+        """Return the wire buffer. Every call returns the same memory."""
         ...
 
 
 class Packing(ABC):
-    """`hop`: the one that follows."""
+    """How the pieces of a reduction are written into messages. `hop` is the number of the next hop."""
 
     dtype: torch.dtype
 
     @abstractmethod
     def size(self, elements: int) -> int:
-        """Of a packed piece, in elements of `dtype`."""
+        """Return the size of a packed piece of `elements` elements, in elements of `dtype`."""
 
     @abstractmethod
-    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: Workspace) -> None: ...
+    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: PackingBuffers) -> None:
+        """Pack pieces of a region into `out`."""
 
     @abstractmethod
     def sum(
@@ -49,23 +49,26 @@ class Packing(ABC):
         out: torch.Tensor,
         stage: int,
         hop: int,
-        workspace: Workspace,
+        workspace: PackingBuffers,
     ) -> None:
-        """`lengths`: of the pieces in each row, in elements."""
+        """Sum the pieces of all rows, and pack the sums into `out`. `lengths` are the pieces' numbers of elements."""
 
     @abstractmethod
-    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: Workspace) -> None: ...
+    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: PackingBuffers) -> None:
+        """Sum the piece of all rows into the elements of `out`."""
 
 
 @final
-class Plain(Packing):
+class PlainPacking(Packing):
+    """Pieces in their dtype. Sums of narrow dtypes are computed in float32."""
+
     def __init__(self, dtype: torch.dtype, sum_elements: int) -> None:
         self.dtype, self._sum_elements = dtype, sum_elements
 
     def size(self, elements: int) -> int:
         return elements
 
-    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: Workspace) -> None:
+    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: PackingBuffers) -> None:
         torch.cat(list(pieces), out=out[: sum(p.numel() for p in pieces)])
 
     def sum(
@@ -75,11 +78,11 @@ class Plain(Packing):
         out: torch.Tensor,
         stage: int,
         hop: int,
-        workspace: Workspace,
+        workspace: PackingBuffers,
     ) -> None:
         self.unpack(rows, out[: sum(lengths)], workspace)
 
-    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: Workspace) -> None:
+    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: PackingBuffers) -> None:
         narrow = dtype_name(out.dtype) in NARROW
         total = workspace.take(self._sum_elements, torch.float32)[: out.numel()] if narrow else out
         total.copy_(rows[0])
@@ -90,10 +93,17 @@ class Plain(Packing):
 
 
 @final
-class Encoded(Packing):
-    """`kept`: what is rounded away before each hop, if it is kept: [stages, pieces, longest piece]; added the next
-    time, so that in the long run nothing is lost. `seed`: of stochastic rounding; another one on every member, whose
-    errors would else add up."""
+class EncodedPacking(Packing):
+    """Pieces encoded by a codec, with optional error feedback.
+
+    Args:
+        codec: The codec.
+        device: The device of the pieces.
+        sum_elements: The number of elements of the buffer for sums.
+        kept: For each hop, the rounding errors that are added before the next encoding, or None without error feedback.
+            Their shape is [stages, pieces, longest piece].
+        seed: The seed of stochastic rounding. Members need different seeds, or their errors would add up.
+    """
 
     dtype = torch.uint8
 
@@ -106,12 +116,12 @@ class Encoded(Packing):
         seed: int,
     ) -> None:
         self._codec, self._kernels, self._sum_elements = codec, kernels_for(device), sum_elements
-        self.kept, self.draws = kept, Draws(seed)
+        self.kept, self.seeds = kept, RoundingSeeds(seed)
 
     def size(self, elements: int) -> int:
         return self._codec.encoded_bytes(elements)
 
-    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: Workspace) -> None:
+    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: PackingBuffers) -> None:
         for number, place in enumerate(self._places([p.numel() for p in pieces])):
             self._encode(pieces[number], out[place], self._error(stage, 0, number), workspace)
 
@@ -122,7 +132,7 @@ class Encoded(Packing):
         out: torch.Tensor,
         stage: int,
         hop: int,
-        workspace: Workspace,
+        workspace: PackingBuffers,
     ) -> None:
         kernels = watched(self._kernels, workspace.watch)
         for number, (place, elements) in enumerate(zip(self._places(lengths), lengths, strict=True)):
@@ -130,13 +140,13 @@ class Encoded(Packing):
             if elements == 0:
                 continue
             if error is None:
-                kernels.decode_sum_encode(self._codec, arrived, elements, out[place], self._next_seed())
+                kernels.decode_sum_encode(self._codec, arrived, elements, out[place], self.seeds.next())
             else:
                 total = workspace.take(self._sum_elements, torch.float32)[:elements]
                 kernels.decode_sum(self._codec, arrived, total)
                 self._encode(total, out[place], error, workspace)
 
-    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: Workspace) -> None:
+    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: PackingBuffers) -> None:
         if out.numel():
             sent = [row[: self.size(out.numel())] for row in rows]
             watched(self._kernels, workspace.watch).decode_sum(self._codec, sent, out)
@@ -150,30 +160,27 @@ class Encoded(Packing):
         return None if kept is None else kept[stage, number]
 
     def _encode(
-        self, values: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None, workspace: Workspace
+        self, values: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None, workspace: PackingBuffers
     ) -> None:
         n = values.numel()
         if n == 0:
             return
         kernels = watched(self._kernels, workspace.watch)
         if error is None:
-            kernels.encode(self._codec, values, out, self._next_seed())
+            kernels.encode(self._codec, values, out, self.seeds.next())
             return
         total, decoded = workspace.take(self._sum_elements, torch.float32).view(2, -1)[:, :n]
         error = error[:n]
         torch.add(values, error, out=total)  # `values` may be `total`
-        kernels.encode(self._codec, total, out, self._next_seed())
+        kernels.encode(self._codec, total, out, self.seeds.next())
         kernels.decode(self._codec, out, decoded)
         total.sub_(decoded)
-        # A block that overflowed says nothing of what was rounded away: the error before it stays.
+        # A block that overflowed has no useful rounding error, so the previous error is kept.
         torch.where(total.isfinite(), total, error, out=error)
 
-    def _next_seed(self) -> int:
-        return self.draws.next()
 
-
-class Draws:
-    """The seeds of stochastic rounding: every message has its own."""
+class RoundingSeeds:
+    """The seeds of stochastic rounding. Each message has a new one."""
 
     __slots__ = ("seed",)
 
@@ -181,5 +188,6 @@ class Draws:
         self.seed = seed
 
     def next(self) -> int:
+        """Return the seed of the next message."""
         self.seed = (self.seed * 0x9E3779B1 + 0x7FEB352D) & 0xFFFFFFFF
         return self.seed

@@ -25,7 +25,7 @@ from typing import final
 
 import torch
 
-from towpath.codecs.packing import Draws, Encoded, Packing, Plain
+from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import Message, Posted, post
 from towpath.core.routes import AllToAll, Piece, hops_of, piece_bounds
@@ -92,21 +92,21 @@ class AllToAllReduceScatter(Collective):
     def _make_packing(self, device: torch.device) -> Packing:
         buffers, codec = self._buffers, self._transfer.transport.encoding
         if codec is None:
-            return Plain(getattr(torch, self._transfer.dtype), buffers.sum_elements)
+            return PlainPacking(getattr(torch, self._transfer.dtype), buffers.sum_elements)
         kept = [torch.zeros(n, device=device) if n else None for n in self._transfer.kept_elements]
         shaped = [k if k is None else k.view(buffers.stages, -1, buffers.cell) for k in kept]
-        return Encoded(codec, device, buffers.sum_elements, shaped, self._members.position)
+        return EncodedPacking(codec, device, buffers.sum_elements, shaped, self._members.position)
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
         """The error feedback of each hop that keeps any."""
-        kept = self._packing.kept if isinstance(self._packing, Encoded) else ()
+        kept = self._packing.kept if isinstance(self._packing, EncodedPacking) else ()
         return tuple(k for k in kept if k is not None)
 
     @property
-    def draws(self) -> tuple[Draws, ...]:
+    def seeds(self) -> tuple[RoundingSeeds, ...]:
         """The seeds of stochastic rounding, if there is a codec."""
-        return (self._packing.draws,) if isinstance(self._packing, Encoded) else ()
+        return (self._packing.seeds,) if isinstance(self._packing, EncodedPacking) else ()
 
     def _stage(self, part: int) -> _Stage:
         members, grid, transfer = self._members, self._members.grid, self._transfer

@@ -11,8 +11,8 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.packing import Draws
-from towpath.codecs.watched import Watch
+from towpath.codecs.kernels import Watch
+from towpath.codecs.packing import RoundingSeeds
 from towpath.core.routes import Grid, Group
 from towpath.core.transfer import Transfer
 
@@ -160,7 +160,7 @@ class Collective(ABC):
             kept.zero_()
 
     @property
-    def draws(self) -> tuple[Draws, ...]:
+    def seeds(self) -> tuple[RoundingSeeds, ...]:
         """The seeds of stochastic rounding, which change in each run."""
         return ()
 

@@ -11,9 +11,8 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.kernels.dispatch import kernels_for
-from towpath.codecs.packing import Draws
-from towpath.codecs.watched import watched
+from towpath.codecs.kernels import kernels_for, watched
+from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.core.formats import Codec
 from towpath.core.routes import encoded_slice
@@ -114,9 +113,9 @@ class ReduceThenGather(Collective):
         return self.reduce.state
 
     @property
-    def draws(self) -> tuple[Draws, ...]:
+    def seeds(self) -> tuple[RoundingSeeds, ...]:
         """The seeds of stochastic rounding of both collectives."""
-        return (*self.reduce.draws, *self.gather.draws)
+        return (*self.reduce.seeds, *self.gather.seeds)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Sum the region over all members, in place."""
@@ -143,13 +142,13 @@ class EncodedAllGather(Collective):
         count = len(members.group.ranks)
         self._bytes = encoded_slice(self._codec, transfer.elements, count)
         self._bounds = [transfer.bounds(slot) for slot in range(count)]
-        self._draws = Draws(members.slot)
+        self._seeds = RoundingSeeds(members.slot)
         self._begun: torch.Tensor | None = None  # the messages between `begin` and `run`, with this member's encoded
 
     @property
-    def draws(self) -> tuple[Draws, ...]:
+    def seeds(self) -> tuple[RoundingSeeds, ...]:
         """The seeds of stochastic rounding, unless slices are stored encoded."""
-        return () if self._rests else (self._draws,)
+        return () if self._rests else (self._seeds,)
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Encode this member's slice, and begin to gather."""
@@ -162,7 +161,7 @@ class EncodedAllGather(Collective):
             self._mine(messages)[: shard.numel()].copy_(shard)
         elif shard.numel():
             place = self._mine(messages)[: self._codec.encoded_bytes(shard.numel())]
-            watched(self._kernels, workspace.watch).encode(self._codec, shard, place, self._draws.next())
+            watched(self._kernels, workspace.watch).encode(self._codec, shard, place, self._seeds.next())
         return messages
 
     def _mine(self, messages: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,7 @@ from typing import final
 
 import torch
 
-from towpath.codecs.kernels.dispatch import kernels_for
-from towpath.codecs.watched import watched
+from towpath.codecs.kernels import kernels_for, watched
 from towpath.collectives.collective import GroupRank, Workspace
 from towpath.collectives.point_to_point import Message, post
 from towpath.core.formats import item_bytes

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from towpath.codecs.packing import Draws
+from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective
 from towpath.core.strategy import SAVED_NAMES, TransferKind
 from towpath.engine.executor import Engine
@@ -26,7 +26,7 @@ def codec_state(engine: Engine) -> dict[str, torch.Tensor]:
     The tensors are those in use, not copies. Only the seeds are copied.
     """
     found = {f"{name}/{i}": kept for name, keeper in _keepers(engine) for i, kept in enumerate(keeper.state)}
-    seeds = [draws.seed for draws in _draws(engine)]
+    seeds = [rounding.seed for rounding in _rounding_seeds(engine)]
     return {**found, _SEEDS: torch.tensor(seeds, dtype=torch.int64)} if seeds else found
 
 
@@ -37,9 +37,9 @@ def load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> None
     for name, value in values.items():
         if name != _SEEDS:
             mine[name].copy_(value)
-    draws = _draws(engine)
-    for draw, seed in zip(draws, values[_SEEDS].tolist() if draws else [], strict=True):
-        draw.seed = seed
+    seeds = _rounding_seeds(engine)
+    for rounding, seed in zip(seeds, values[_SEEDS].tolist() if seeds else [], strict=True):
+        rounding.seed = seed
 
 
 def reset_codec_state(engine: Engine) -> None:
@@ -72,5 +72,5 @@ def _keepers(engine: Engine) -> Iterator[tuple[str, Collective | LowRankSync]]:
                 yield f"{unit.name or 'root'}/{number}/{saved}/{rest}", keeper
 
 
-def _draws(engine: Engine) -> list[Draws]:
-    return [draws for _, keeper in _keepers(engine) for draws in keeper.draws]
+def _rounding_seeds(engine: Engine) -> list[RoundingSeeds]:
+    return [seeds for _, keeper in _keepers(engine) for seeds in keeper.seeds]

@@ -1,17 +1,17 @@
-"""Towpath inside the frameworks that people train with: one module for each, and importing it imports the framework.
+"""Integrations: Towpath in training frameworks. Importing a module of this package imports its framework.
 
     from towpath.integrations.accelerate import Accelerator        # Accelerator(strategy="mics")
     from towpath.integrations.transformers import Trainer          # Trainer(…, strategy="mics")
     import towpath.integrations.lightning                          # lightning.Trainer(strategy="towpath")
 
-Each takes the name of a strategy, a `towpath.Strategy`, or a `Sharding`, which says the rest of what `shard()` takes.
+Each takes a strategy's name, a `towpath.Strategy`, or a `Sharding` with more arguments of `towpath.shard()`.
 May import: checkpoint, api, and everything below.
 """
 
 import importlib
 from typing import Any
 
-from towpath.integrations.sharding import Sharding
+from towpath.integrations.common import Sharding
 
 __all__ = ["Sharding"]
 

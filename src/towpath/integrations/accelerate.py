@@ -3,9 +3,9 @@
     accelerator = Accelerator(strategy="mics")
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-All else is as with `accelerate.Accelerator`, launched by `torchrun` or `accelerate launch`: `accumulate`,
-`clip_grad_norm_`, `save_state` and `load_state` (under another strategy, on another number of ranks),
-`get_state_dict`, `save_model`. Several models may be prepared; each optimizer steps one of them.
+Start the script with `torchrun` or `accelerate launch`. `accumulate`, `clip_grad_norm_`, `save_state`, `load_state`,
+`get_state_dict` and `save_model` work as with `accelerate.Accelerator`. A state can be loaded under another strategy
+and on another number of ranks. Several models may be prepared, and each optimizer steps one of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ from towpath.checkpoint.state_dicts import get_model_state_dict
 from towpath.core.strategy import Strategy
 from towpath.engine.build import agree
 from towpath.errors import CheckpointError, ShardError, TopologyError
-from towpath.integrations.saved_states import FOLDER, load_from, save_into
-from towpath.integrations.sharding import Sharding, is_sharded, need_process_group, not_installed, take_over
+from towpath.integrations.common import (
+    FOLDER,
+    Sharding,
+    ensure_process_group,
+    is_sharded,
+    load_from,
+    not_installed,
+    prepare_for_shards,
+    save_into,
+)
 from towpath.sharded_module import admit_accelerate
 from towpath.topology.groups import Groups
 
@@ -39,7 +47,7 @@ except ModuleNotFoundError as error:
     raise not_installed(error, "accelerate") from None
 
 _KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-# What Accelerate itself would shard the model with. On CPU ranks it ignores these settings.
+# The plugins with which Accelerate would shard the model itself. On CPU ranks it ignores these settings.
 _PLUGINS = {
     "ACCELERATE_USE_FSDP": DistributedType.FSDP,
     "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED,
@@ -49,10 +57,19 @@ _CPU_RANKS = "start CPU ranks with torchrun --nproc-per-node, and pass cpu=True 
 
 
 class Accelerator(accelerate.Accelerator):
-    """`strategy`: a preset's name, a `towpath.Strategy`, or a `Sharding`. The rest goes to `accelerate.Accelerator`.
+    """An `accelerate.Accelerator` whose `prepare` shards models.
 
-    With `mixed_precision="bf16"` or "fp16" the weights travel and compute in it, and gradients travel in float32, as
-    under FSDP; `Sharding(…, precision=…)` says otherwise.
+    With `mixed_precision="bf16"` or "fp16", weights are gathered and used in that dtype, and gradients are reduced in
+    float32, as under FSDP. Pass `Sharding(…, precision=…)` for other dtypes.
+
+    Args:
+        *args: Arguments of `accelerate.Accelerator`.
+        strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+        **kwargs: Arguments of `accelerate.Accelerator`.
+
+    Raises:
+        ShardError: Accelerate is configured to shard the model itself, or for an unknown precision.
+        TopologyError: Accelerate counts other ranks than the launcher started.
     """
 
     def __init__(self, *args: Any, strategy: str | Strategy | Sharding, **kwargs: Any) -> None:
@@ -61,7 +78,15 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def adopt(cls, accelerator: accelerate.Accelerator, strategy: str | Strategy | Sharding) -> Accelerator:
-        """Make one of these of an Accelerator that a framework made, before it has prepared anything."""
+        """Turn an Accelerator that a framework made into one that shards. It must not have prepared anything.
+
+        Args:
+            accelerator: The Accelerator, which is changed in place.
+            strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+
+        Returns:
+            The same Accelerator.
+        """
         accelerator.__class__ = cls
         assert isinstance(accelerator, Accelerator)
         accelerator._begin(Sharding.of(strategy))
@@ -81,14 +106,14 @@ class Accelerator(accelerate.Accelerator):
         self._check_world()
         if self.parallelism_config is not None and self.parallelism_config.total_size > 1:
             raise ShardError(
-                "parallelism_config= is not known here: shard over the data-parallel ranks with "
+                "parallelism_config= is not supported: shard over the data-parallel ranks with "
                 "Sharding(…, mesh=mesh[…]), or call towpath.shard() yourself."
             )
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ShardError(f'mixed_precision={self.mixed_precision!r}: expected "no", "bf16" or "fp16".')
 
     def _check_world(self) -> None:
-        """Refuse ranks that Accelerate does not count: it would give each of them the batches of all."""
+        """Raise if Accelerate does not count all ranks. It would give each of them all batches."""
         if dist.is_initialized():
             world, rank = dist.get_world_size(), dist.get_rank()
         else:
@@ -112,7 +137,7 @@ class Accelerator(accelerate.Accelerator):
                 f"{_CPU_RANKS}. To train in one process, start the script with python."
             )
 
-    # prepare ------------------------------------------------------------------------------------------------------
+    # --- prepare ------------------------------------------------------------------------------------------------------
 
     def shard_model(self, model: nn.Module, device_placement: bool | None = None) -> None:
         """Shard `model` in place, and give its new parameters to the optimizers that were prepared before.
@@ -130,8 +155,10 @@ class Accelerator(accelerate.Accelerator):
         if is_sharded(model):
             return
         if getattr(model, "_is_accelerate_prepared", False):
-            raise ShardError("the model was prepared for evaluation: build it anew to train it.")
-        need_process_group()
+            raise ShardError(
+                "the model was prepared for evaluation, and cannot be sharded. Build it again to train it."
+            )
+        ensure_process_group()
         failure: TopologyError | None = None
         try:
             self._check_world()
@@ -142,12 +169,21 @@ class Accelerator(accelerate.Accelerator):
             model.to(self.device)
         self.sharding.apply(model, self.mixed_precision)
         for optimizer in self._optimizers:
-            take_over(_plain(optimizer), model)
+            prepare_for_shards(_plain(optimizer), model)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As it was, but that the model is sharded in place of being wrapped; in `evaluation_mode` it is neither."""
+        """Shard a model, instead of wrapping it. `prepare` calls this. With `evaluation_mode`, it is not sharded.
+
+        Args:
+            model: The model, on any device.
+            device_placement: Whether to move the model to the Accelerator's device first.
+            evaluation_mode: Whether the model is only evaluated.
+
+        Returns:
+            The model.
+        """
         if not evaluation_mode:
             self.shard_model(model, device_placement)
         placement = device_placement
@@ -157,30 +193,62 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        take_over(_plain(optimizer))
+        """Prepare an optimizer for the sharded parameters that it has. `prepare` calls this.
+
+        Args:
+            optimizer: The optimizer.
+            device_placement: Passed to `accelerate.Accelerator`.
+
+        Returns:
+            The optimizer, wrapped by Accelerate.
+        """
+        prepare_for_shards(_plain(optimizer))
         return super().prepare_optimizer(optimizer, device_placement)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Check the arguments, and do nothing else: sharded models have `join` for uneven inputs.
+
+        Args:
+            joinables: Not used.
+            even_batches: Passed to `accelerate.Accelerator`. False raises ShardError.
+        """
         if even_batches is False:
             raise ShardError(
-                "join_uneven_inputs(even_batches=False) knows DistributedDataParallel only: write "
+                "join_uneven_inputs(even_batches=False) only works with DistributedDataParallel: write "
                 "`for batch in model.join(loader)`, or leave even_batches as it is."
             )
         return super().join_uneven_inputs([], even_batches)
 
-    # states -------------------------------------------------------------------------------------------------------
+    # --- states -------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Whole tensors, in the CPU's memory of rank 0; the others get an empty dict. Every rank must call it."""
+        """Gather the model's full tensors on the CPU of rank 0. Every rank must call it.
+
+        Args:
+            model: The model.
+            unwrap: Passed to `accelerate.Accelerator` for models that are not sharded.
+
+        Returns:
+            The state dict on rank 0, and an empty dict on other ranks.
+        """
         plain = self._bare(model)
         if not is_sharded(plain):
             return super().get_state_dict(model, unwrap)
-        if self._is_saving:  # save_state: they go into a checkpoint of ours
+        if self._is_saving:  # `save_state` writes the tensors into our own checkpoint
             return {}
         return get_model_state_dict(plain, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As it was, with sharded models and their optimizers in a checkpoint of Towpath's, in the folder `towpath`."""
+        """Save the state as Accelerate does, with sharded models and their optimizers in the folder `towpath`.
+
+        Args:
+            output_dir: The folder.
+            safe_serialization: Whether models that are not sharded are saved as safetensors.
+            **kwargs: Passed to `accelerate.Accelerator`.
+
+        Raises:
+            CheckpointError: An optimizer steps several sharded models, or a model has several optimizers.
+        """
         pairs, others = self._pairs(), self._unsharded()
 
         def save(_: Any, weights: list[Any], folder: str) -> None:
@@ -189,14 +257,24 @@ class Accelerator(accelerate.Accelerator):
                 save_into(Path(folder, FOLDER, str(number)), model, optimizer)
 
         models = [self._bare(model) for model in self._models]
-        hook = self.register_save_state_pre_hook(save)  # the last: those of users find as many weights as models
+        # Our hook runs last, so that the user's hooks find as many weights as models.
+        hook = self.register_save_state_pre_hook(save)
         with _taking_away(hook), self._optimizers_hidden(others):
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """What `save_state` saved, under this strategy and on these ranks, whatever it was saved by."""
+        """Load what `save_state` saved, under any strategy and on any number of ranks.
+
+        Args:
+            input_dir: The folder.
+            load_kwargs: Passed to `accelerate.Accelerator`.
+            **kwargs: Passed to `accelerate.Accelerator`.
+
+        Raises:
+            CheckpointError: The folder has no checkpoint of these models.
+        """
         pairs, others = self._pairs(), self._unsharded()
 
         def load(models: list[Any], folder: str) -> None:
@@ -209,7 +287,7 @@ class Accelerator(accelerate.Accelerator):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def _pairs(self) -> list[tuple[nn.Module, Optimizer | None]]:
-        """The sharded models, each with its optimizer."""
+        """Return the sharded models, each with its optimizer."""
         models = [self._bare(model) for model in self._models]
         owner = {id(p): number for number, model in enumerate(models) for p in model.parameters()}
         found: dict[int, list[Optimizer]] = {n: [] for n, model in enumerate(models) if is_sharded(model)}
@@ -227,7 +305,7 @@ class Accelerator(accelerate.Accelerator):
         return [(models[n], optimizers[0] if optimizers else None) for n, optimizers in found.items()]
 
     def _unsharded(self) -> list[Any]:
-        """The optimizers of models that are not sharded."""
+        """Return the optimizers of models that are not sharded."""
         sharded = {id(optimizer) for _, optimizer in self._pairs()}
         return [optimizer for optimizer in self._optimizers if id(_plain(optimizer)) not in sharded]
 
@@ -236,7 +314,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _optimizers_hidden(self, shown: list[Any]) -> Generator[None]:
-        """Accelerate would save and load the states of all of them itself."""
+        """Show Accelerate only the optimizers `shown`, because it would save and load the states of all of them."""
         everyone, self._optimizers, self._is_saving = self._optimizers, shown, True
         try:
             yield

@@ -1,12 +1,12 @@
-"""Lightning: the strategies "towpath" and "towpath_mics", "towpath_paro-iig", … of its registry.
+"""Lightning: the strategies "towpath", "towpath_mics", "towpath_paro-iig", … in its registry.
 
     import towpath.integrations.lightning                      # registers them
     trainer = lightning.Trainer(strategy="towpath")            # zero3
     trainer = lightning.Trainer(strategy=TowpathStrategy(Sharding("mics", units=[Block])))
 
-The module is sharded before `configure_optimizers` is called. `ModelCheckpoint` saves folders that go on under any of
-them and on any number of ranks; with `single_file=True`, files as Lightning itself writes them, which
-`load_from_checkpoint` reads. A run resumes from either.
+The module is sharded before `configure_optimizers` is called. `ModelCheckpoint` saves folders, which load under any of
+these strategies and on any number of ranks. With `single_file=True` it saves files as Lightning does, which
+`load_from_checkpoint` reads. A run resumes from both.
 """
 
 from __future__ import annotations
@@ -25,8 +25,16 @@ from towpath.checkpoint.state_dicts import get_model_state_dict, get_optimizer_s
 from towpath.core import presets
 from towpath.core.strategy import Strategy
 from towpath.errors import CheckpointError, ShardError
-from towpath.integrations.saved_states import FOLDER, load_from, load_whole, numbered, save_into
-from towpath.integrations.sharding import Sharding, is_sharded, not_installed
+from towpath.integrations.common import (
+    FOLDER,
+    Sharding,
+    is_sharded,
+    load_from,
+    load_full,
+    not_installed,
+    numbered_state,
+    save_into,
+)
 
 try:
     import lightning.pytorch as pl
@@ -43,9 +51,16 @@ _MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 class TowpathStrategy(DDPStrategy):
-    """`sharding`: a preset's name, a `towpath.Strategy`, or a `Sharding`. The rest is as in Lightning's DDPStrategy.
+    """A Lightning strategy that shards the module.
 
-    `single_file`: checkpoints are files that Lightning's own strategies read, gathered on rank 0.
+    Args:
+        sharding: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+        single_file: Whether checkpoints are files that Lightning's own strategies read, gathered on rank 0. By default,
+            they are folders to which each rank writes its part.
+        **kwargs: Arguments of Lightning's DDPStrategy, except those for DDP itself.
+
+    Raises:
+        ShardError: An argument is for DDP.
     """
 
     strategy_name = "towpath"
@@ -59,6 +74,11 @@ class TowpathStrategy(DDPStrategy):
         self.sharding, self._single_file = Sharding.of(sharding), single_file
 
     def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the module, and set up the optimizers.
+
+        Args:
+            trainer: The trainer.
+        """
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -69,7 +89,10 @@ class TowpathStrategy(DDPStrategy):
             self.model_to_device()
             mixed = _MIXED.get(str(self.precision_plugin.precision), "no")
             if mixed == "no" and isinstance(self.precision_plugin, MixedPrecision):
-                raise ShardError(f"precision={self.precision_plugin.precision!r} is not known to Towpath.")
+                raise ShardError(
+                    f"precision={self.precision_plugin.precision!r} is not supported: Towpath's mixed precisions are "
+                    "bf16-mixed and 16-mixed."
+                )
             self.sharding.apply(self.model, mixed)
         if fits:
             self.setup_optimizers(trainer)
@@ -77,7 +100,7 @@ class TowpathStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """For the micro-steps before the last."""
+        """Skip the reduction of gradients, in micro-batches before the last."""
         with self._sharded.no_sync():
             yield
 
@@ -85,30 +108,46 @@ class TowpathStrategy(DDPStrategy):
     def _sharded(self) -> Any:
         return self.model
 
-    # Checkpoints --------------------------------------------------------------------------------------------------
+    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
+        """Whether Lightning loads checkpoints after `setup`. Always true."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """It is restored with the model."""
+        """Whether Lightning restores the optimizer itself. Always false: it is restored with the model."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors on rank 0, for a single file; else what this rank holds."""
+        """Return full tensors on rank 0 for a single file, or else what this rank holds."""
         if self._single_file:
             return get_model_state_dict(self._sharded, options=_ON_RANK_0)
         return self._sharded.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's full state on rank 0 for a single file, or else an empty dict.
+
+        Args:
+            optimizer: The optimizer.
+        """
         plain = _plain(optimizer)
         if not self._single_file:
             return {}
-        return numbered(self._sharded, plain, get_optimizer_state_dict(self._sharded, plain, options=_ON_RANK_0))
+        return numbered_state(self._sharded, plain, get_optimizer_state_dict(self._sharded, plain, options=_ON_RANK_0))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint: a folder, or a file with `single_file`. Every rank must call it.
+
+        Args:
+            checkpoint: What Lightning saves.
+            filepath: The path.
+            storage_options: Passed to Lightning with `single_file`, and refused otherwise.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be written.
+        """
         path = Path(self.broadcast(str(filepath)))
         if self._single_file:
             if self.is_global_zero and path.is_dir():
@@ -116,7 +155,9 @@ class TowpathStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         if storage_options is not None:
-            raise CheckpointError("storage_options= goes with single_file=True: else a checkpoint is a local folder.")
+            raise CheckpointError(
+                "storage_options= needs single_file=True: other checkpoints are local folders. Leave it out."
+            )
         if self.is_global_zero and path.is_file():
             path.unlink()
         self.barrier()
@@ -127,6 +168,18 @@ class TowpathStrategy(DDPStrategy):
             torch.save({**checkpoint, "optimizer_states": []}, path / _REST)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint, a folder or a file. Every rank must call it.
+
+        Args:
+            checkpoint_path: The path.
+            weights_only: Passed to Lightning.
+
+        Returns:
+            What Lightning saved. The model's and optimizers' states are loaded already.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read.
+        """
         path = Path(self.broadcast(str(checkpoint_path)))
         optimizers: list[Any] = [*map(_plain, self.optimizers)] if self.optimizers else [None]
         if (path / FOLDER).is_dir():
@@ -135,20 +188,34 @@ class TowpathStrategy(DDPStrategy):
             return {**super().load_checkpoint(path / _REST, weights_only), "state_dict": {}}
         checkpoint = super().load_checkpoint(path, weights_only)
         strict = self.lightning_module is None or self.lightning_module.strict_loading
-        load_whole(self._sharded, lambda: checkpoint["state_dict"], None, None, strict=strict)
+        load_full(self._sharded, lambda: checkpoint["state_dict"], None, None, strict=strict)
         for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
             if optimizer is not None:
-                load_whole(self._sharded, None, optimizer, lambda state=state: state)
+                load_full(self._sharded, None, optimizer, lambda state=state: state)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has filled the model."""
+        """Do nothing: `load_checkpoint` has loaded the model.
+
+        Args:
+            checkpoint: Not used.
+            strict: Not used.
+        """
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing, as for the model."""
+        """Do nothing: `load_checkpoint` has loaded the optimizers.
+
+        Args:
+            checkpoint: Not used.
+        """
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register "towpath" and one name for each preset.
+
+        Args:
+            strategy_registry: Lightning's registry.
+        """
         strategy_registry.register(cls.strategy_name, cls, description="Towpath, zero3")
         for name in presets.strategies():
             strategy_registry.register(

@@ -1,11 +1,11 @@
-"""Hugging Face Transformers: a `Trainer` that shards its model; and the same for Trainers of others.
+"""Hugging Face Transformers: a `Trainer` that shards its model, and a mixin for other Trainers.
 
-    trainer = Trainer(model, args, strategy="mics", train_dataset=…)      # else as transformers.Trainer
+    trainer = Trainer(model, args, strategy="mics", train_dataset=…)      # as transformers.Trainer
 
     class ShardedSFTTrainer(ShardedTrainer, SFTTrainer): ...              # TRL's, or one of your own
 
-Its checkpoints hold what `from_pretrained` loads, and beside that, in `towpath`, what goes on under any strategy and on
-any number of ranks. What a Trainer without us has saved, it resumes as well.
+Its checkpoints hold what `from_pretrained` loads. Their folder `towpath` holds the state to resume from, under any
+strategy and on any number of ranks. It also resumes from checkpoints that a plain Trainer saved.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ from torch import nn
 from towpath.core.strategy import Strategy
 from towpath.errors import ShardError
 from towpath.integrations.accelerate import Accelerator
-from towpath.integrations.saved_states import FOLDER, load_from, load_whole, on_cpu, save_into
-from towpath.integrations.sharding import Sharding, needs_owner_stepped, not_installed
+from towpath.integrations.common import (
+    FOLDER,
+    Sharding,
+    load_from,
+    load_full,
+    needs_owner_stepped,
+    not_installed,
+    read_on_cpu,
+    save_into,
+)
 from towpath.optim import owner_stepped
 
 try:
@@ -30,9 +38,9 @@ try:
 except ModuleNotFoundError as error:
     raise not_installed(error, "accelerate") from None
 
-# Parts of names that TrainingArguments(optim=…) takes: the optimizers of bitsandbytes, torchao, galore_torch,
-# apollo_torch and lomo_optim. They quantize, project or step parameters in kernels or hooks of their own, which know
-# nothing of slices.
+# Parts of names that TrainingArguments(optim=…) takes, of the optimizers of bitsandbytes, torchao, galore_torch,
+# apollo_torch and lomo_optim. These quantize, project or step parameters in their own kernels or hooks, which do not
+# support slices.
 _REFUSED = ("4bit", "8bit", "bnb", "paged", "lion", "ademamix", "galore", "apollo", "lomo")
 
 if TYPE_CHECKING:
@@ -42,7 +50,16 @@ else:
 
 
 class ShardedTrainer(_Base):
-    """To be inherited before a Trainer. `strategy`: a preset's name, a `towpath.Strategy`, or a `Sharding`."""
+    """A mixin that shards the model of a Trainer. Inherit from it before the Trainer.
+
+    Args:
+        *args: Arguments of the Trainer.
+        strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+        **kwargs: Arguments of the Trainer.
+
+    Raises:
+        ShardError: The arguments shard the model themselves, or name an optimizer that cannot step slices.
+    """
 
     accelerator: Accelerator
     model: Any
@@ -57,23 +74,32 @@ class ShardedTrainer(_Base):
             _check_named(OptimizerNames(self.args.optim).value)
 
     def create_accelerator_and_postprocess(self) -> None:
+        """Create an Accelerator that shards. The Trainer calls this."""
         if self.args.fsdp or self.args.deepspeed:
             raise ShardError("TrainingArguments(fsdp=…, deepspeed=…) shard the model themselves: leave them out.")
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator.adopt(self.accelerator, self._sharding)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Make the optimizer that the arguments name, from the sharded parameters. Adafactor steps whole matrices."""
+        """Create the optimizer that the arguments name, for the sharded parameters. The Trainer calls this.
+
+        Args:
+            *args: Passed to the Trainer.
+            **kwargs: Passed to the Trainer.
+
+        Returns:
+            The optimizer. Adafactor is wrapped by `towpath.optim.owner_stepped`.
+        """
         if self.optimizer is None:
-            self.accelerator.shard_model(self.model)  # first, since Adagrad makes its states at once
+            self.accelerator.shard_model(self.model)  # first, as Adagrad creates its states in the constructor
             made = super().create_optimizer(*args, **kwargs)
             self.optimizer = owner_stepped(made) if needs_owner_stepped(made) else made
         return self.optimizer
 
-    # Saving -------------------------------------------------------------------------------------------------------
+    # --- saving -------------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None:  # every rank gathers; one writes
+        if state_dict is None:  # every rank gathers, and one writes
             state_dict = self.accelerator.get_state_dict(self.model)
         super()._save(output_dir, state_dict)
 
@@ -82,10 +108,10 @@ class ShardedTrainer(_Base):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
-    # Resuming -----------------------------------------------------------------------------------------------------
+    # --- resuming -----------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """It comes before the model is sharded: the values in a checkpoint of ours are loaded with the optimizer's."""
+        """Skip our own checkpoints. The model is not sharded yet, and they are loaded together with the optimizer."""
         if not Path(resume_from_checkpoint, FOLDER).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -97,7 +123,7 @@ class ShardedTrainer(_Base):
             load_from(folder / FOLDER, self._sharded_model(), _bare(self.optimizer))
         elif (folder / OPTIMIZER_NAME).is_file():
             model, optimizer = self._sharded_model(), _bare(self.optimizer)
-            load_whole(model, None, optimizer, lambda: on_cpu(folder / OPTIMIZER_NAME))
+            load_full(model, None, optimizer, lambda: read_on_cpu(folder / OPTIMIZER_NAME))
         if (folder / SCHEDULER_NAME).is_file():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
@@ -111,29 +137,47 @@ class ShardedTrainer(_Base):
     def _sharded_model(self) -> nn.Module:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
-    # Evaluating ---------------------------------------------------------------------------------------------------
+    # --- evaluating ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        self.accelerator.shard_model(self.model)  # evaluated whole, it could not be trained afterwards
+        """Shard the model if it is not sharded yet, and evaluate it. An unsharded one could not be trained afterwards.
+
+        Args:
+            *args: Passed to the Trainer.
+            **kwargs: Passed to the Trainer.
+
+        Returns:
+            The Trainer's metrics.
+        """
+        self.accelerator.shard_model(self.model)
         return super().evaluate(*args, **self._generating(kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Shard the model if it is not sharded yet, and predict.
+
+        Args:
+            *args: Passed to the Trainer.
+            **kwargs: Passed to the Trainer.
+
+        Returns:
+            The Trainer's predictions.
+        """
         self.accelerator.shard_model(self.model)
         return super().predict(*args, **self._generating(kwargs))
 
     def _generating(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Ranks whose texts end sooner go on until the last is through, for all of them gather."""
+        """Let all ranks generate until the last one is done, because every rank takes part in gathers."""
         if isinstance(self, transformers.Seq2SeqTrainer):
             kwargs.setdefault("synced_gpus", True)
         return kwargs
 
 
 class Trainer(ShardedTrainer, transformers.Trainer):
-    """`transformers.Trainer`, with `strategy=`."""
+    """A `transformers.Trainer` that shards its model, with the argument `strategy`."""
 
 
 class Seq2SeqTrainer(ShardedTrainer, transformers.Seq2SeqTrainer):
-    """`transformers.Seq2SeqTrainer`, with `strategy=`."""
+    """A `transformers.Seq2SeqTrainer` that shards its model, with the argument `strategy`."""
 
 
 def _check_named(optim: str) -> None:

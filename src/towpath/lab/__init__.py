@@ -1,17 +1,17 @@
-"""The laboratory: a cluster of network namespaces with shaped cables on one Linux machine, and the kernel as its judge.
+"""The lab: a cluster of network namespaces with shaped cables on one Linux machine. The kernel counts its bytes.
 
-    lab.py          Lab: what pytest, the command and the benchmarks use       (the owner's process)
-    launch.py       what is started on the nodes    run.py   until it has ended
-    keeper.py       the process that holds the namespaces                      (the keeper's process)
-    namespaces.py   from the kernel    shaping.py   the wires    processes.py   what runs    ranks.py   warm ranks
-    counters.py     what the wires carried
+    lab.py         Lab, for pytest, the command and the benchmarks    (in the owner's process)
+    runs.py        scripts and calls on the nodes                     (in the owner's process)
+    protocol.py    the requests between owner and keeper
+    keeper.py      the process that holds the namespaces              (in the keeper's process)
+    processes.py   the processes on the nodes
+    links.py       cables, rates, byte counters    namespaces.py  system calls
 
-May import: core, topology, errors; torch only inside a rank.
+May import: core, topology, errors. Only ranks import torch.
 """
 
-from towpath.lab.counters import LinkBytes, link_counters
 from towpath.lab.lab import PRELOAD, Lab, available
-from towpath.lab.run import Result, Run
-from towpath.lab.shaping import Rate, window_bytes
+from towpath.lab.links import LinkBytes, Rate, link_counters, window_bytes
+from towpath.lab.runs import LabResult, LabRun
 
-__all__ = ["PRELOAD", "Lab", "LinkBytes", "Rate", "Result", "Run", "available", "link_counters", "window_bytes"]
+__all__ = ["PRELOAD", "Lab", "LabResult", "LabRun", "LinkBytes", "Rate", "available", "link_counters", "window_bytes"]

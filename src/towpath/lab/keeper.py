@@ -1,12 +1,12 @@
-"""The process that holds a lab together: it makes the nodes, starts what runs on them, and takes all of it along.
+"""The process that holds a lab together. It creates the nodes, starts processes on them, and takes them with it.
 
     owner ── guard ── keeper, the first process of a pid namespace ──┬── a run (processes.py)
-                                                                     └── server of ranks ── a call
+                                                                     └── rank server ── a call
 
-The owner (pytest, the command, a benchmark) never changes namespaces itself: it starts a guard, which enters those of
-the lab and forks the keeper. The keeper answers requests until the owner lets go of the socket or ends, by whatever
-death. When the keeper ends, so does every process of the lab, and with the last of them namespaces, bridge and cables;
-only then does the guard, which has a folder to remove. Were the guard killed, the keeper would die with it.
+The owner (pytest, the command, a benchmark) never changes namespaces itself. It starts a guard, which enters those of
+the lab and forks the keeper. The keeper answers requests until the owner closes the socket or ends, in whatever way.
+When the keeper ends, the kernel ends all processes of the lab, and with the last of them namespaces, bridge and cables.
+The guard waits for this and then removes the lab's folder. If the guard is killed, the keeper dies with it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,30 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from towpath.errors import LabError, TowpathError
-from towpath.lab import counters, shaping
-from towpath.lab.messages import Answer, Count, End, Plug, Raise, Refusal, Request, Shape, Start, Warm
-from towpath.lab.namespaces import Space, cover_file, fork_first_process, leave_the_host, new_node
-from towpath.lab.processes import Runs, receive_descriptor
+from towpath.lab import links
+from towpath.lab.namespaces import Namespaces, cover_file, fork_first_process, leave_the_host, new_node
+from towpath.lab.processes import ProcessTable, receive_descriptor
+from towpath.lab.protocol import (
+    Answer,
+    CreateNodes,
+    EndProcesses,
+    PlugCable,
+    ReadCounters,
+    Refusal,
+    Request,
+    ShapeLinks,
+    StartProcesses,
+    StartServer,
+)
 
 
 def main(control_descriptor: int) -> None:
-    """The guard."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the owner's to handle
-    signal.signal(signal.SIGTERM, _leave)
+    """Run as the guard."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles Ctrl-C
+    signal.signal(signal.SIGTERM, _exit)
     control = Connection(control_descriptor)
     request = control.recv()
-    assert isinstance(request, Raise), request
+    assert isinstance(request, CreateNodes), request
     try:
         owner = os.pidfd_open(request.owner)
         if os.getppid() != request.owner:
@@ -54,8 +65,8 @@ def main(control_descriptor: int) -> None:
         shutil.rmtree(request.folder, ignore_errors=True)
 
 
-def _keep(request: Raise, bridge: Space, control: Connection, owner: int) -> None:
-    """The keeper: never returns."""
+def _keep(request: CreateNodes, bridge: Namespaces, control: Connection, owner: int) -> None:
+    """Run as the keeper. It never returns."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
@@ -70,39 +81,38 @@ def _keep(request: Raise, bridge: Space, control: Connection, owner: int) -> Non
 
 
 class Keeper:
-    """A raised cluster."""
+    """The nodes of a lab and their links. It answers the owner's requests."""
 
-    def __init__(self, request: Raise, bridge: Space) -> None:
+    def __init__(self, request: CreateNodes, bridge: Namespaces) -> None:
         hosts = Path(request.folder, "hosts")
-        # Torch's store listens on IPv6 where it can, and so looks for names by the second form.
-        names = [
-            f"{form}{shaping.address(node)} node{node}" for form in ("", "::ffff:") for node in range(request.nodes)
-        ]
+        # Torch's store listens on IPv6 where it can, and then looks up names in the second form.
+        names = [f"{form}{links.address(node)} node{node}" for form in ("", "::ffff:") for node in range(request.nodes)]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         cover_file("/etc/hosts", hosts)
         self._bridge = bridge
         self._nodes = [new_node(f"node{node}", bridge) for node in range(request.nodes)]
-        shaping.lay_cables(self._nodes, bridge, request.inter, request.intra)
-        self._runs = Runs(self._nodes)
+        links.lay_cables(self._nodes, bridge, request.inter, request.intra)
+        self._processes = ProcessTable(self._nodes)
 
     def answer(self, request: Request, control: Connection) -> Answer:
+        """Carry out a request. Its descriptors follow on `control`."""
         match request:
-            case Start():
-                return self._runs.start(request, control)
-            case End():
-                return self._runs.end(request)
-            case Count():
-                return tuple(counters.read_descriptor(node.counters) for node in self._nodes)
-            case Plug():
-                return shaping.plug(request.node, request.connected)
-            case Shape():
-                return shaping.shape_links(self._nodes, self._bridge, request.inter, request.intra)
-            case Warm():
-                return self._warm(request, receive_descriptor(control), control)
-            case Raise():
-                raise AssertionError("a keeper raises one cluster")
+            case StartProcesses():
+                return self._processes.start(request, control)
+            case EndProcesses():
+                return self._processes.end(request)
+            case ReadCounters():
+                return tuple(links.read_descriptor(node.counters) for node in self._nodes)
+            case PlugCable():
+                return links.plug(request.node, request.connected)
+            case ShapeLinks():
+                return links.shape_links(self._nodes, self._bridge, request.inter, request.intra)
+            case StartServer():
+                return self._start_server(request, receive_descriptor(control), control)
+            case CreateNodes():
+                raise AssertionError("a keeper creates its nodes once")
 
-    def _warm(self, request: Warm, descriptor: int, control: Connection) -> None:
+    def _start_server(self, request: StartServer, descriptor: int, control: Connection) -> None:
         if os.fork() == 0:
             status = 1
             try:
@@ -114,21 +124,21 @@ class Keeper:
         os.close(descriptor)
 
 
-def _serve_ranks(request: Warm, nodes: Sequence[Space], control: Connection) -> None:
-    """The server of ranks: a child of the keeper that imports torch once, for all the ranks it will fork."""
-    runs = Runs(nodes)
+def _serve_ranks(request: StartServer, nodes: Sequence[Namespaces], control: Connection) -> None:
+    """Run as the rank server, a child of the keeper. It imports torch once for all ranks that it forks."""
+    processes = ProcessTable(nodes)
 
     def answer(request: Request, control: Connection) -> Answer:
         match request:
-            case Start():
-                return runs.start(request, control)
-            case End():
-                return runs.end(request)
+            case StartProcesses():
+                return processes.start(request, control)
+            case EndProcesses():
+                return processes.end(request)
             case _:
                 raise AssertionError(request)
 
     try:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, not later
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it only when it is loaded
         for module in request.preload:
             importlib.import_module(module)
     except BaseException as error:
@@ -139,7 +149,10 @@ def _serve_ranks(request: Warm, nodes: Sequence[Space], control: Connection) -> 
 
 
 def _answer_all(control: Connection, owner: int | None, answer: Callable[[Request, Connection], Answer]) -> None:
-    """Until the owner lets go, or ends: its other children may hold copies of the socket open."""
+    """Answer requests until the owner closes the socket or ends.
+
+    Waiting for the end of the socket is not enough, because other children of the owner may hold copies of it.
+    """
     while True:
         ready = wait([control] if owner is None else [control, owner])
         if owner in ready:
@@ -156,7 +169,7 @@ def _answer_all(control: Connection, owner: int | None, answer: Callable[[Reques
             control.send(given)
 
 
-def _leave(*_: object) -> None:
+def _exit(*_: object) -> None:
     sys.exit(0)
 
 

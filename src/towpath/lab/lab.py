@@ -1,4 +1,4 @@
-"""A cluster on this machine: raised, used and taken down by one object."""
+"""`Lab`: a cluster on this machine, in the process that owns it."""
 
 from __future__ import annotations
 
@@ -6,38 +6,58 @@ import functools
 import itertools
 import os
 import pickle
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from towpath.errors import LabError
-from towpath.lab import folders
-from towpath.lab.counters import LinkBytes
-from towpath.lab.launch import LAUNCHERS, PORT, Launcher, calls, check_script
-from towpath.lab.line import Line, pair
-from towpath.lab.messages import Count, Plug, Raise, Shape, Warm
-from towpath.lab.run import Members, Result, Run, describe
-from towpath.lab.shaping import Rate
+from towpath.lab.links import LinkBytes, Rate
+from towpath.lab.protocol import Client, CreateNodes, PlugCable, ReadCounters, ShapeLinks, StartServer, socket_pair
+from towpath.lab.runs import (
+    LAUNCHERS,
+    PORT,
+    LabResult,
+    LabRun,
+    Launcher,
+    ProcessSet,
+    check_script,
+    describe_exit,
+    rank_calls,
+)
 from towpath.topology.cluster import Topology
 
-# A rank ends itself when its time is up; only one that cannot makes the owner wait longer.
+# A rank ends itself after its timeout. The owner waits this much longer for ranks that cannot.
 _GRACE_SECONDS = 10.0
-_LAST_WORDS_SECONDS = 2.0
+_LATE_FAILURE_SECONDS = 2.0
 _CLOSE_SECONDS = 10.0
 
-# What ranks that train would otherwise each import for themselves; optimizers import the last at their first step.
+# Modules that each rank would otherwise import itself. Optimizers import the last one in their first step.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 
 
 class Lab:
-    """`topology` as network namespaces, joined by cables of rate `inter`, with loopbacks of rate `intra`.
+    """A cluster of network namespaces on this machine, joined by cables with a limited rate.
 
-    A rate is text such as '200mbit', a `Rate`, or None for as fast as the machine goes. One run or call at a time.
-    `preload` names what the server of ranks behind `call()` imports, once, before the first call.
+    A lab does one run or call at a time. Close it, or use it in a `with` statement.
+
+    Args:
+        topology: The nodes and the ranks on each.
+        inter: The rate of each node's cable, each way: text such as '200mbit', or a `Rate`. None does not limit it.
+        intra: The rate of each node's loopback. None does not limit it.
+        preload: Modules that the rank server imports once, before the first `call()`. They must not use a GPU, because
+            ranks are forked.
+
+    Raises:
+        LabError: The lab cannot be set up. The message names the setting or the tool that is missing.
     """
 
     def __init__(
@@ -53,12 +73,12 @@ class Lab:
         self.intra = _rate(intra)
         self._preload = tuple(preload)
         self._ports = itertools.count(PORT)
-        self._run: Run | None = None
-        self._server: Line | None = None
-        folders.sweep()
-        self._folder = folders.make()
-        connection, descriptor = pair()
-        self._line = Line(connection)
+        self._run: LabRun | None = None
+        self._server: Client | None = None
+        sweep_folders()
+        self._folder = make_folder()
+        connection, descriptor = socket_pair()
+        self._client = Client(connection)
         try:
             self._guard = _start_guard(descriptor, self._folder.name)
         except BaseException:
@@ -68,8 +88,9 @@ class Lab:
         finally:
             os.close(descriptor)
         try:
-            folders.note_guard(self._folder, self._guard.pid)
-            self._line.ask(Raise(os.getpid(), topology.nodes, self.inter, self.intra, str(self._folder)))
+            pid = self._guard.pid
+            (self._folder / _GUARD).write_text(f"{pid} {_start_time(pid)}")
+            self._client.ask(CreateNodes(os.getpid(), topology.nodes, self.inter, self.intra, str(self._folder)))
         except BaseException:
             self.close()
             raise
@@ -82,8 +103,22 @@ class Lab:
         timeout_seconds: float | None = None,
         capture: bool = False,
         launcher: Launcher = "torchrun",
-    ) -> Result:
-        """Run a script and its arguments on every rank, to its end. `capture` keeps the output of all of them."""
+    ) -> LabResult:
+        """Run a script on every rank, and wait until it has ended.
+
+        Args:
+            argv: The script and its arguments, or "-m" and a module.
+            env: Environment variables for the ranks, in addition to this process's.
+            timeout_seconds: How long the run may take. Default: without limit.
+            capture: Whether to keep the output of all ranks. Default: they write to this process's stdout and stderr.
+            launcher: "torchrun" starts one torchrun on each node. "direct" starts the ranks without it, faster.
+
+        Returns:
+            The return code, the output, the seconds, and the bytes on each node's links.
+
+        Raises:
+            LabError: There is no such script, the lab is busy or lost its processes, or the time is up.
+        """
         with self.start(argv, env=env, capture=capture, launcher=launcher) as run:
             return run.wait(timeout_seconds)
 
@@ -94,26 +129,50 @@ class Lab:
         env: Mapping[str, str] | None = None,
         capture: bool = False,
         launcher: Launcher = "torchrun",
-    ) -> Run:
-        """Start a script on every rank and return at once."""
+    ) -> LabRun:
+        """Start a script on every rank and return at once.
+
+        Args:
+            argv: The script and its arguments, or "-m" and a module.
+            env: Environment variables for the ranks, in addition to this process's.
+            capture: Whether to keep the output of all ranks.
+            launcher: "torchrun" or "direct", as for `run`.
+
+        Returns:
+            The run, to wait for, to signal or to end.
+
+        Raises:
+            LabError: There is no such script, or the lab is busy.
+        """
         check_script(argv)
         self._check_idle()
-        self._run = Run(self._line, LAUNCHERS[launcher](argv, self.topology, env), self.counters, capture)
+        self._run = LabRun(self._client, LAUNCHERS[launcher](argv, self.topology, env), self.counters, capture)
         return self._run
 
     def call(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
-        """`fn(rank, world, *args)` on every rank, in a gloo group: what each returned, by rank.
+        """Call `fn(rank, world, *args)` on every rank, in a gloo group.
 
-        The ranks are new processes, forked from one that has torch loaded. A rank that raises, dies or hangs ends the
-        call: a LabError tells its rank and traceback, and the others are killed.
+        The ranks are new processes, forked from a process that has loaded torch. If one raises, dies or hangs, the
+        others are killed.
+
+        Args:
+            fn: A function of a module. It cannot be a lambda or a function inside a function.
+            *args: More arguments, which are pickled.
+            timeout_seconds: How long the call may take.
+
+        Returns:
+            What each rank returned, by rank.
+
+        Raises:
+            LabError: A rank raised, died or hung. The message has its number and traceback.
         """
         self._check_idle()
-        members = calls(fn, args, self.topology, next(self._ports), timeout_seconds, self._folder)
+        members = rank_calls(fn, args, self.topology, next(self._ports), timeout_seconds, self._folder)
         pipes = [os.pipe() for _ in members]
         readers = [Connection(reader, writable=False) for reader, _ in pipes]
         try:
             try:
-                started = Members(self._warm(), members, (1, 2), [writer for _, writer in pipes])
+                started = ProcessSet(self._rank_server(), members, (1, 2), [writer for _, writer in pipes])
             finally:
                 for _, writer in pipes:
                     os.close(writer)
@@ -126,36 +185,49 @@ class Lab:
                 reader.close()
 
     def counters(self) -> tuple[LinkBytes, ...]:
-        """What each node's links have carried since the lab was raised; also while something runs."""
-        answer = self._line.ask(Count())
+        """Return what each node's links have carried since the lab was created. It also works during a run."""
+        answer = self._client.ask(ReadCounters())
         assert isinstance(answer, tuple), answer
         return answer
 
     def cut(self, node: int) -> None:
-        """Pull the node's cable; also while something runs."""
+        """Disconnect a node's cable. It also works during a run.
+
+        Args:
+            node: The number of the node.
+        """
         self._plug(node, connected=False)
 
     def mend(self, node: int) -> None:
-        """Put the node's cable back."""
+        """Connect a node's cable again.
+
+        Args:
+            node: The number of the node.
+        """
         self._plug(node, connected=True)
 
     def shape(self, *, inter: str | Rate | None = None, intra: str | Rate | None = None) -> None:
-        """Give the cables and loopbacks other rates, as when the lab was raised; also while something runs."""
+        """Change the rates of the links. It also works during a run.
+
+        Args:
+            inter: The rate of the cables, each way. None does not limit it.
+            intra: The rate of the loopbacks. None does not limit it.
+        """
         rates = _rate(inter), _rate(intra)
-        self._line.ask(Shape(*rates))
+        self._client.ask(ShapeLinks(*rates))
         self.inter, self.intra = rates
 
     def close(self) -> None:
-        """Take the lab down: its processes are gone when this returns."""
+        """Take the lab down. Its processes are gone when this returns."""
         if self._server is not None:
             self._server.close()
-        self._line.close()
+        self._client.close()
         try:
             self._guard.wait(_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            self._guard.kill()  # the keeper dies with it, and with that the lab
+            self._guard.kill()  # the keeper and the lab die with it
             self._guard.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -168,29 +240,29 @@ class Lab:
     def _plug(self, node: int, *, connected: bool) -> None:
         if node not in range(self.topology.nodes):
             raise LabError(f"there is no node {node!r}: this lab has nodes 0 to {self.topology.nodes - 1}.")
-        self._line.ask(Plug(node, connected))
+        self._client.ask(PlugCable(node, connected))
 
     def _check_idle(self) -> None:
         if self._run is not None and self._run.running:
-            raise LabError("this lab is busy with a run: wait() for it or kill() it first, or raise another lab.")
+            raise LabError("this lab is busy with a run: wait() for it or kill() it first, or create another lab.")
 
-    def _warm(self) -> Line:
+    def _rank_server(self) -> Client:
         if self._server is None:
-            connection, descriptor = pair()
-            server = Line(connection)
+            connection, descriptor = socket_pair()
+            server = Client(connection)
             try:
-                self._line.ask(Warm(self._preload), (descriptor,))
+                self._client.ask(StartServer(self._preload), (descriptor,))
             finally:
                 os.close(descriptor)
             try:
-                server.receive()  # it has imported what it should
+                server.receive()  # it answers when it has imported the modules
             except BaseException:
                 server.close()
                 raise
             self._server = server
         return self._server
 
-    def _collect(self, members: Members, readers: list[Connection], timeout_seconds: float) -> list[Any]:
+    def _collect(self, processes: ProcessSet, readers: list[Connection], timeout_seconds: float) -> list[Any]:
         results: dict[int, Any] = {}
         waiting = {reader: rank for rank, reader in enumerate(readers)}
         deadline = time.monotonic() + timeout_seconds + _GRACE_SECONDS
@@ -201,27 +273,27 @@ class Lab:
             answers = _take(ready, waiting)
             if not all(done for done, _ in answers.values()):
                 rank, value = _guilty(answers, waiting)
-                told = self._last_words(members, rank, timeout_seconds) if value is None else value
-                raise LabError(f"{self._names([rank])} of {self.topology.world} failed:\n{told}")
+                reason = self._why_silent(processes, rank, timeout_seconds) if value is None else value
+                raise LabError(f"{self._names([rank])} of {self.topology.world} failed:\n{reason}")
             results |= {rank: value for rank, (_, value) in answers.items()}
         return [results[rank] for rank in range(self.topology.world)]
 
     def _names(self, ranks: Iterable[int]) -> str:
         return ", ".join(f"rank {rank} (node {self.topology.node_of(rank)})" for rank in ranks)
 
-    def _last_words(self, members: Members, rank: int, timeout_seconds: float) -> str:
+    def _why_silent(self, processes: ProcessSet, rank: int, timeout_seconds: float) -> str:
         stack = (self._folder / f"stack{rank}").read_text()
         if stack:
             return f"it hung for {timeout_seconds:g} s:\n{stack}"
         deadline = time.monotonic() + _GRACE_SECONDS
-        while (ended := members.next_exit(deadline)) is not None:
+        while (ended := processes.next_exit(deadline)) is not None:
             if ended[0] == rank:
-                return f"it ended without an answer ({describe(ended[1])})."
+                return f"it ended without an answer ({describe_exit(ended[1])})."
         return "it closed its answer and lives on."
 
 
 def _take(ready: Iterable[object], waiting: dict[Connection, int]) -> dict[int, tuple[bool, Any]]:
-    """By rank, the answers that have come: (returned, value), (raised, traceback) or (died, None)."""
+    """Return the answers so far, by rank: (True, value), (False, traceback), or (False, None) if the rank died."""
     answers: dict[int, tuple[bool, Any]] = {}
     for reader in [reader for reader in waiting if reader in ready]:
         try:
@@ -233,9 +305,9 @@ def _take(ready: Iterable[object], waiting: dict[Connection, int]) -> dict[int, 
 
 
 def _guilty(answers: dict[int, tuple[bool, Any]], waiting: dict[Connection, int]) -> tuple[int, str | None]:
-    """The rank to tell of. One that dies breaks its peers' connections, and their complaints may come first."""
+    """Return the failed rank to report. A rank that dies breaks its peers' connections, whose errors may come first."""
     failures = {rank: value for rank, (done, value) in answers.items() if not done}
-    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    deadline = time.monotonic() + _LATE_FAILURE_SECONDS
     while waiting and all(value is not None and "onnection" in value for value in failures.values()):
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -246,7 +318,7 @@ def _guilty(answers: dict[int, tuple[bool, Any]], waiting: dict[Connection, int]
 
 @functools.cache
 def available() -> str | None:
-    """None if a lab can be raised here, else the reason why not. Found out by raising the smallest one, once."""
+    """Return None if a lab can be created here, or the reason why not. The first call tries it with a small lab."""
     if not sys.platform.startswith("linux"):
         return f"the lab needs Linux's network namespaces; this is {sys.platform}."
     try:
@@ -261,12 +333,78 @@ def _rate(given: str | Rate | None) -> Rate | None:
 
 
 def _start_guard(descriptor: int, name: str) -> subprocess.Popen[bytes]:
-    # -P and the owner's own path: it finds the same modules as the owner, wherever it was started.
+    # With -P and the owner's path, it finds the same modules as the owner, in whatever folder it starts.
     program = f"import sys; sys.path[:] = {sys.path!r}; from towpath.lab.keeper import main; main({descriptor})"
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", program, name],  # the name is for those who read a list of processes
+        [sys.executable, "-P", "-c", program, name],  # the name identifies it in a list of processes
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=(descriptor,),
-        start_new_session=True,  # a terminal's Ctrl-C goes to the owner alone
+        start_new_session=True,  # only the owner receives the terminal's Ctrl-C
     )
+
+
+# --- the folder on the host -------------------------------------------------------------------------------------------
+#
+# A running lab has a small folder on the host, and nothing else. Its name identifies the owner:
+#
+#     towpath-lab-<pid namespace>-<owner's pid>-<owner's start time>-<number>
+#
+# The guard removes the folder as it ends (keeper.py). It only stays if owner and guard are both killed. The next lab of
+# the same user removes it, if no process with that pid and start time lives.
+
+_NAME = re.compile(r"towpath-lab-(\d+)-(\d+)-(\d+)-\d+")
+_NUMBERS = itertools.count()
+_GUARD = "guard"
+
+
+def make_folder() -> Path:
+    """Make the folder of a new lab of this process."""
+    owner = os.getpid()
+    while True:
+        name = f"towpath-lab-{_pid_namespace()}-{owner}-{_start_time(owner)}-{next(_NUMBERS)}"
+        folder = Path(tempfile.gettempdir(), name)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+            return folder
+
+
+def sweep_folders() -> None:
+    """Remove the folders of labs whose owners are dead."""
+    for folder in Path(tempfile.gettempdir()).glob("towpath-lab-*"):
+        match = _NAME.fullmatch(folder.name)
+        with suppress(FileNotFoundError):  # another sweep, or the guard, was faster
+            # Pids of another container mean nothing here, and another user's folder is not ours.
+            if match is None or int(match[1]) != _pid_namespace() or folder.stat().st_uid != os.getuid():
+                continue
+            if _start_time(int(match[2])) == int(match[3]):
+                continue
+            _kill_guard(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill_guard(folder: Path) -> None:
+    """Kill the guard of a dead owner. A guard normally ends moments after its owner, unless it is stopped or stuck."""
+    with suppress(FileNotFoundError, ValueError, ProcessLookupError):
+        pid, start = map(int, (folder / _GUARD).read_text().split())
+        descriptor = os.pidfd_open(pid)
+        try:
+            if _start_time(pid) == start:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 (the link's target, not the link)
+
+
+def _start_time(pid: int) -> int | None:
+    """Return when a process started, in ticks since boot, or None if it does not exist. A pid with it is unique."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The name, in parentheses, may hold spaces and parentheses.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,7 +1,7 @@
-"""What the kernel lends the lab: a network of its own for every node, and sets of processes that end together.
+"""Linux namespaces: a network of its own for each node, and sets of processes that end together.
 
-Nothing here has a name on the host: a namespace lives as long as a process or an open descriptor holds it, so a lab
-whose keeper dies, however it dies, is gone. Only Linux is asked, by the system calls that Python 3.11 does not wrap.
+Namespaces have no name on the host. A namespace lives as long as a process or an open descriptor holds it, so a lab is
+gone when its keeper dies, in whatever way. This file makes the system calls that Python 3.11 does not wrap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOUNT_PRIVATE = 0x4_4000  # MS_PRIVATE | MS_REC
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
-# What forbids namespaces to ordinary users, and the value with which it does.
+# Settings that can forbid namespaces to ordinary users, and the value with which they do.
 _LOCKS = (
     ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1"),
     ("/proc/sys/kernel/unprivileged_userns_clone", "0"),
@@ -38,70 +38,78 @@ _LOCKS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
-    """A network and a host name, held open by descriptors; `counters` is its own /proc/net/dev."""
+class Namespaces:
+    """A network and a host name, held open by descriptors. `counters` is the network's /proc/net/dev."""
 
     network: int
     hostname: int
     counters: int
 
     def enter(self) -> None:
-        """Move the calling thread here; what it forks starts here."""
+        """Move the calling thread into these namespaces. Its children start there."""
         _setns(self.network, _NEW_NETWORK)
         _setns(self.hostname, _NEW_HOSTNAME)
 
     @staticmethod
-    def current() -> Space:
+    def current() -> Namespaces:
+        """Return the namespaces of the calling thread."""
         own = Path("/proc/thread-self")
-        return Space(*(os.open(own / name, os.O_RDONLY) for name in ("ns/net", "ns/uts", "net/dev")))
+        return Namespaces(*(os.open(own / name, os.O_RDONLY) for name in ("ns/net", "ns/uts", "net/dev")))
 
 
 @contextmanager
-def inside(space: Space, home: Space) -> Generator[None]:
-    """The calling thread in `space` for a while, then back in `home`."""
-    space.enter()
+def inside(spaces: Namespaces, home: Namespaces) -> Generator[None]:
+    """Run the block in `spaces`, then return to `home`. Only the calling thread moves."""
+    spaces.enter()
     try:
         yield
     finally:
         home.enter()
 
 
-def leave_the_host() -> Space:
-    """Move this (single-threaded) process to a network and mounts of its own, as root or in a user namespace."""
+def leave_the_host() -> Namespaces:
+    """Move this single-threaded process to a network and mounts of its own, as root or in a user namespace.
+
+    Raises:
+        LabError: The kernel refuses. The message names the setting that forbids it.
+    """
     flags = _NEW_NETWORK | _NEW_MOUNTS | _NEW_HOSTNAME
     try:
         try:
             _unshare(flags)
         except PermissionError:
-            _become_root_of_a_user_namespace()
+            _enter_user_namespace()
             _unshare(flags)
         _mount("none", "/", None, _MOUNT_PRIVATE)
     except OSError as error:
         raise LabError(_refusal(error)) from None
-    return Space.current()
+    return Namespaces.current()
 
 
-def new_node(hostname: str, home: Space) -> Space:
-    """A network with nothing in it but a loopback that is down."""
+def new_node(hostname: str, home: Namespaces) -> Namespaces:
+    """Return a new network with a host name. It only has a loopback, which is down."""
     _unshare(_NEW_NETWORK | _NEW_HOSTNAME)
     try:
         socket.sethostname(hostname)
-        return Space.current()
+        return Namespaces.current()
     finally:
         home.enter()
 
 
 def cover_file(target: str, source: Path) -> None:
-    """Processes of the lab read `source` where they open `target`."""
+    """Mount `source` over `target`, for the processes of the lab."""
     if Path(target).exists():
         _mount(str(source), target, None, _MOUNT_BIND)
 
 
 def fork_first_process(*, last: bool = False) -> int:
-    """`os.fork()`, but the child is the first process of new process and mount namespaces.
+    """Fork a child that is the first process of new pid and mount namespaces. Return as `os.fork()` does.
 
-    When it ends, the kernel kills every process it leaves behind, and only then does waiting for it return; when its
-    parent ends, it ends. `last`: the parent forks nothing any more.
+    When the child ends, the kernel kills all its descendants. Waiting for it returns only after that. The child dies
+    with its parent.
+
+    Args:
+        last: Whether the parent forks nothing afterwards.
     """
     home = os.open("/proc/self/ns/pid", os.O_RDONLY)
     try:
@@ -110,22 +118,23 @@ def fork_first_process(*, last: bool = False) -> int:
         if pid == 0:
             _check(_libc().prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0), "prctl")
             _unshare(_NEW_MOUNTS)
-            # A masked /proc (containers) cannot be mounted anew; the outer one still answers for /proc/self.
+            # Containers mask /proc, and it cannot be mounted again. The outer one still has /proc/self.
             with suppress(OSError):
                 _mount("proc", "/proc", "proc", 0)
             return 0
-        if not last:  # a user namespace could not even go back to the host's
+        if not last:  # a process in a user namespace could not return to the host's pid namespace
             _setns(home, _NEW_PIDS)
         return pid
     finally:
         os.close(home)
 
 
-def _become_root_of_a_user_namespace() -> None:
+def _enter_user_namespace() -> None:
+    """Enter a new user namespace, as its root."""
     user, group = os.getuid(), os.getgid()
     _unshare(_NEW_USER)
     own = Path("/proc/self")
-    (own / "setgroups").write_text("deny")  # without it gid_map is refused
+    (own / "setgroups").write_text("deny")  # the kernel refuses gid_map otherwise
     (own / "uid_map").write_text(f"0 {user} 1")
     (own / "gid_map").write_text(f"0 {group} 1")
 

@@ -28,7 +28,7 @@ from towpath.engine.executor import engine_of
 from towpath.engine.parameters.initialise import Values
 from towpath.errors import ShardError
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups, even_out, new_group
+from towpath.topology.groups import Groups, align_group_counts, new_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class TiedEmbeddings:
         self.ends, self.fused, self._pipeline = ends, fused, Groups(mesh["pp"].get_group())
         self.module: nn.Module | None = None
         self._between: dist.ProcessGroup | None = None
-        even_out(*(mesh[name].get_group() for name in mesh.mesh_dim_names or ()))
+        align_group_counts(*(mesh[name].get_group() for name in mesh.mesh_dim_names or ()))
         within = mesh["dp"].get_group()
         if not ends.coincide:
             parts = [ends.both] if fused else ends.pairs

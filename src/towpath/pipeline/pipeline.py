@@ -65,7 +65,7 @@ from towpath.pipeline.stage import BackwardPasses, TowpathStage, can_be_halved, 
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
-from towpath.topology.noticeboard import StatusStore
+from towpath.topology.store import StatusStore
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -405,7 +405,7 @@ class Pipeline(Observable):
             ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self.owners)
             kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
             first_line = str(error).partition("\n")[0]
-            reports = self._reports.meet(f"walk {self._walks}", f"{kind}{first_line}", _REPORT_SECONDS)
+            reports = self._reports.exchange(f"walk {self._walks}", f"{kind}{first_line}", _REPORT_SECONDS)
             lines: list[str] = []
             for place, rank in enumerate(ranks):
                 stages = ", ".join(str(index) for index, owner in enumerate(self.owners) if owner == place)

@@ -26,7 +26,7 @@ from torch.distributed.pipelining._backward import (  # pyright: ignore[reportMi
 )
 from torch.utils._pytree import tree_map_only
 
-from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.kernels import kernels_for
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
 from towpath.core.pipeline import Compression

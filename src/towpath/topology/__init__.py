@@ -1,4 +1,7 @@
-"""Who is where: the shape of the cluster (`cluster`, without torch) and its process groups (`groups`).
+"""The shape of the cluster (`cluster`, without torch), its process groups, and how a rank joins them.
+
+    cluster.py  Topology, Extent          groups.py  process groups, and the launcher's environment
+    store.py    rendezvous, StatusStore   init.py    `towpath.init()`, and checks of devices
 
 May import: errors.
 """

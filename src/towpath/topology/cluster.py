@@ -1,4 +1,4 @@
-"""The shape of a cluster, and how far one copy of something is spread over it. No torch here."""
+"""The shape of a cluster, and the ranks over which one copy is sharded. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from towpath.errors import TopologyError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """Over how many ranks one full copy is spread: `local` ranks of a node, on `nodes` nodes."""
+    """The group of ranks that hold one full copy of something in shards.
+
+    Attributes:
+        local: The number of ranks on each node.
+        nodes: The number of nodes.
+    """
 
     local: int
     nodes: int = 1
@@ -21,9 +26,11 @@ class Extent:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return self.local * self.nodes
 
     def divides(self, other: Extent) -> bool:
+        """Return whether `other` consists of a whole number of groups of this extent, on nodes and in nodes."""
         return other.local % self.local == 0 and other.nodes % self.nodes == 0
 
     def __str__(self) -> str:
@@ -32,9 +39,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`nodes` nodes of `ranks_per_node` ranks; global rank = node · ranks_per_node + local rank.
+    """The nodes of a job and the ranks on each. The global rank is node · ranks_per_node + local rank.
 
-    A node is any group of ranks whose inner links are the faster ones.
+    A node is any group of ranks whose links to each other are faster than their links to other groups.
+
+    Attributes:
+        nodes: The number of nodes.
+        ranks_per_node: The number of ranks on each node.
     """
 
     nodes: int
@@ -47,6 +58,7 @@ class Topology:
 
     @property
     def world(self) -> int:
+        """The number of ranks of the job."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -55,18 +67,23 @@ class Topology:
         return Extent(self.ranks_per_node, self.nodes)
 
     def node_of(self, rank: int) -> int:
+        """Return the node of a global rank."""
         return rank // self.ranks_per_node
 
     def local_of(self, rank: int) -> int:
+        """Return the local rank of a global rank."""
         return rank % self.ranks_per_node
 
     @staticmethod
     def detect() -> Topology:
-        """The topology of the running job: its nodes as the launcher placed them, or a world of one.
+        """Return the topology of the running job, as the launcher placed its ranks on nodes.
 
-        Needs every rank of the job, like any collective, once `init_process_group` was called.
+        Without a process group, it is a world of one. With one, every rank must call it, as it is a collective.
+
+        Raises:
+            TopologyError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
         """
-        from towpath.topology import groups  # torch stays out of planning
+        from towpath.topology import groups  # imports torch, which planning does not need
 
         return Topology(*groups.detect_shape())
 

@@ -1,4 +1,4 @@
-"""The only maker of process groups, and the only reader of the launcher's environment."""
+"""Process groups, and the launcher's environment. No other file creates groups or reads these variables."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from towpath.errors import TopologyError
-from towpath.topology.meeting import gather_through
+from towpath.topology.store import gather_through_store
 
 Partition = tuple[tuple[int, ...], ...]
 Shared = TypeVar("Shared")
 
 # What all models over one process group share, by that group. A group has threads and connections of its own, and
-# cannot be given back while others may use it: a model made anew takes those of the one before it.
+# cannot be destroyed while other models may use it. A new model reuses the groups of the model before it.
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = WeakKeyDictionary()
 _SHARED_ALONE: dict[Any, Any] = {}
 
@@ -32,10 +32,10 @@ def _wait(work: Any) -> None:
 
 
 class Groups:
-    """The process groups inside `parent` (default: the whole world), made on demand and shared by all its models.
+    """The process groups inside `parent` (default: the whole world), created on demand and shared by all its models.
 
-    Ranks are counted inside the parent. Every rank must ask for the same groups in the same order. A new group needs no
-    rank but its own, and its members connect to one another at once: see `new_group` and `connect`.
+    Ranks are counted inside the parent. Every rank must ask for the same groups in the same order. Only the members of
+    a new group take part in its creation, and they connect at once: see `new_group` and `connect`.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
@@ -45,49 +45,51 @@ class Groups:
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = self.shared("process groups", dict)
 
     def shared(self, what: str, make: Callable[[], Shared]) -> Shared:
-        """What all models over this process group have in common; made by who asks for it first."""
+        """Return what all models over this process group share as `what`. The first call makes it."""
         if what not in self._shared:
             self._shared[what] = make()
         return self._shared[what]
 
     def describe_made(self) -> str:
-        """The groups so far, in words that are alike on every rank which made the same ones in the same order."""
+        """Describe the groups so far. The text is the same on all ranks that made the same groups in the same order."""
         return ", ".join(f"{purpose} of {len(ranks)}" for ranks, purpose in self._made) or "none"
 
     @property
     def parent(self) -> dist.ProcessGroup | None:
-        """Of all ranks; none in a world of one that was never initialised."""
+        """The group of all ranks, or None in a world of one that was never initialized."""
         return self._parent
 
     @property
     def rank(self) -> int:
+        """This rank, as the parent counts."""
         return 0 if self._alone else dist.get_rank(self._parent)
 
     @property
     def world(self) -> int:
+        """The number of ranks of the parent."""
         return 1 if self._alone else dist.get_world_size(self._parent)
 
     @property
     def members(self) -> list[int]:
-        """The ranks of this group, as the whole job counts them."""
+        """The global ranks of the parent."""
         return [0] if self._alone else dist.get_process_group_ranks(self._parent)
 
     def backend(self, device: torch.device) -> str:
-        """Return the backend that carries tensors on `device`: 'gloo', 'nccl', or 'none'."""
+        """Return the backend that sends tensors on `device`: 'gloo', 'nccl', or 'none'."""
         return "none" if self._parent is None else backends_of(self._parent).get(device.type, "none")
 
     @property
     def device(self) -> torch.device:
-        """The current GPU if this group carries tensors there (or a rank is alone, with a GPU); else the CPU."""
+        """The current GPU if the parent sends tensors there, or if this rank is alone with a GPU. Otherwise the CPU."""
         gpu = torch.device("cuda")
         on_gpu = torch.cuda.is_available() if self._parent is None else self.backend(gpu) not in ("none", "gloo")
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def of(self, partition: Partition, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
-        """Return this rank's group of `partition`, which is made when it is first asked for.
+        """Return this rank's group of `partition`. The first call creates it.
 
-        Every rank of the parent must call it, at the same point among its calls. Each purpose (a queue, say) has groups
-        of its own, so that they overlap.
+        Every rank of the parent must call it, in the same order among its calls. Each purpose (such as a queue) has
+        groups of its own, so that transfers for different purposes overlap.
 
         Args:
             partition: Every rank of the parent once. A rank that communicates with no other stands alone.
@@ -100,33 +102,33 @@ class Groups:
             assert self._parent is not None, "a world of one communicates nothing"
             assert sorted(chain(*partition)) == list(range(self.world)), f"not a partition of the ranks: {partition}"
             members = [dist.get_global_rank(self._parent, r) for r in mine]
-            even_out(self._parent)
+            align_group_counts(self._parent)
             self._made[key] = new_group(members, purpose, timeout=self._timeout(), backend=backend)
         return self._made[key]
 
     def control_on_host(self) -> dist.ProcessGroup:
-        """Of all ranks, for what the host itself has to know: its tensors are on the CPU, and wait for no device."""
+        """Return the group of all ranks for tensors on the CPU, which do not wait for the device."""
         return self.on_host((tuple(range(self.world)),))
 
     def on_host(self, partition: Partition) -> dist.ProcessGroup:
-        """This rank's group of a partition, for what lies in the host's memory."""
+        """Return this rank's group of a partition, for tensors in host memory."""
         if self.backend(torch.device("cpu")) == "gloo":
             return self.of(partition, "control")
         return self.of(partition, "control on the host", backend="gloo")
 
     def leave(self, group: dist.ProcessGroup) -> None:
-        """Close this rank's connections in it, so that whoever waits for this rank there learns that it is gone."""
+        """Close this rank's connections in `group`. Peers that wait for this rank there then fail."""
         for key in [key for key, made in self._made.items() if made is group]:
             del self._made[key]
         dist.destroy_process_group(group)
 
     def abort(self) -> None:
-        """End what is under way on the device, in all groups; none of them can be used afterwards."""
+        """Abort the running transfers on the device, in all groups. No group can be used afterwards."""
         backends: list[Any] = []
         for group in filter(None, [self._parent, *self._made.values()]):
-            with suppress(RuntimeError):  # it has none
+            with suppress(RuntimeError):  # it has no backend for GPUs
                 backends.append(group._get_backend(torch.device("cuda")))
-        # As one NCCL call: else the abort of one communicator may wait for a kernel of another one.
+        # One NCCL call aborts all of them. In separate calls, an abort could wait for a kernel of another communicator.
         if backends and hasattr(backends[0], "_group_start"):
             backends[0]._group_start()
         for backend in backends:
@@ -135,29 +137,29 @@ class Groups:
             backends[0]._group_end()
 
     def describe_backends(self) -> str:
-        """Return the devices that this group carries tensors of, and by what: 'cpu:gloo, cuda:nccl'."""
+        """Return the devices that the parent has backends for, such as 'cpu:gloo, cuda:nccl'."""
         named = {} if self._parent is None else backends_of(self._parent)
         return ", ".join(f"{device}:{backend}" for device, backend in named.items())
 
     def connect(self) -> None:
-        """Connect the parent. Every rank must call it, before some of them send messages to one another."""
+        """Connect the parent. Every rank must call it before any of them send messages to each other."""
         if self._parent is not None:
             connect(self._parent)
 
     def gather_before_connecting(self, value: Any) -> list[Any]:
         """Return the JSON value of every rank, by rank, even if NCCL cannot connect the ranks.
 
-        Where tensors on the host cannot travel, the values go through the store at which the ranks met.
+        Without a backend for tensors on the host, the values are sent through the store of the rendezvous.
         """
         if self._parent is None or self.backend(torch.device("cpu")) != "none":
             return self.gather_objects(value)
         number: int = next(self.shared("gathered through the store", count))
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        patience = timedelta(seconds=self.timeout_seconds)
-        return gather_through(store, f"{self.name}/{number}", self.rank, self.world, value, patience)
+        timeout = timedelta(seconds=self.timeout_seconds)
+        return gather_through_store(store, f"{self.name}/{number}", self.rank, self.world, value, timeout)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The value of every rank, by rank."""
+        """Return the value of every rank, by rank."""
         if self._alone:
             return [value]
         out: list[Any] = [None] * self.world
@@ -165,7 +167,7 @@ class Groups:
         return out
 
     def collect_objects(self, value: Any) -> list[Any]:
-        """On rank 0 the value of every rank, by rank; elsewhere nothing."""
+        """Return the value of every rank, by rank, on rank 0. Return an empty list on other ranks."""
         if self._alone:
             return [value]
         out: list[Any] | None = [None] * self.world if self.rank == 0 else None
@@ -173,9 +175,11 @@ class Groups:
         return out or []
 
     def gather_rows(self, row: torch.Tensor, wait: Callable[[Any], None] = _wait) -> torch.Tensor:
-        """The row of every rank, on the host: [ranks, ...]. Every rank's has the same shape and dtype.
+        """Return the row of every rank, stacked: [ranks, ...]. Rows are in host memory, of one shape and dtype.
 
-        `wait`: for the collective, as `Program.wait` does.
+        Args:
+            row: This rank's row.
+            wait: A function that waits for the collective, such as `Program.wait`.
         """
         if self._alone:
             return row[None]
@@ -184,17 +188,17 @@ class Groups:
         return torch.stack(rows)
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Wait until every rank has called it."""
         if self.world > 1:
             dist.barrier(group=self._parent)
 
     def broadcast(self, tensor: torch.Tensor, rank: int = 0) -> None:
-        """Overwrite every rank's `tensor` with that of `rank`. It may be on the host under NCCL, and of any dtype."""
+        """Overwrite every rank's `tensor` with that of `rank`. It may be on the host under NCCL, and have any dtype."""
         if self.world == 1:
             return
         carried = self.backend(tensor.device) != "none"
         values = tensor.detach().contiguous()
-        # As bytes: NCCL has no type for some integers, and a broadcast computes nothing.
+        # It is sent as bytes, because NCCL has no type for some integers.
         octets = values.reshape(-1).view(torch.uint8)
         dist.broadcast(octets, group=self._parent if carried else self.control_on_host(), group_src=rank)
         if not tensor.is_contiguous():
@@ -202,7 +206,7 @@ class Groups:
 
     @property
     def name(self) -> str:
-        """The same on all its ranks, and no other group's."""
+        """The parent's name. It is the same on all its ranks, and unique among groups."""
         return "alone" if self._parent is None else self._parent.group_name
 
     @property
@@ -212,7 +216,7 @@ class Groups:
         return (timeout or timedelta(minutes=30)).total_seconds()
 
     def _timeout(self) -> timedelta | None:
-        """New groups would take the default timeout, not the one the user gave theirs."""
+        """Return the timeout that the user gave the parent. New groups would otherwise have PyTorch's default."""
         assert self._parent is not None
         for device in ("cpu", "cuda"):
             try:
@@ -223,21 +227,20 @@ class Groups:
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend of each type of device that `group` carries tensors of, such as {'cuda': 'nccl'}."""
+    """Return the backend of each type of device that `group` serves, such as {'cuda': 'nccl'}."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
 def new_group(ranks: list[int], purpose: str, backend: str | None = None, **options: Any) -> dist.ProcessGroup:
-    """Return a new process group of these ranks of the job, connected. Each of them must call it, and no other rank.
+    """Return a new, connected process group of these global ranks. Its members must call it, and no other rank.
 
-    So a thousand ranks make one group each, not a thousand. PyTorch names a group by its ranks, and by how many groups
-    a rank has had: that must be the same on all of them (`even_out`).
+    So each of a thousand ranks creates one group, instead of a thousand. PyTorch names a group after its ranks and the
+    number of groups that a rank has had. That number must be the same on all members (`align_group_counts`).
     """
     world = dist.group.WORLD
     assert world is not None
-    # With a bound device, PyTorch splits the NCCL communicator of all ranks of the job for each new group. A split
-    # waits for all of them, also for ranks that have no part in the group and never come here. Unbound, the members
-    # connect among themselves.
+    # With a bound device, PyTorch splits the NCCL communicator of all ranks of the job for each new group. The split
+    # waits for all of them, but ranks outside the group never call it. Without a bound device, only members connect.
     bound, world.bound_device_id = world.bound_device_id, None
     try:
         made = dist.new_group(
@@ -257,31 +260,33 @@ def new_group(ranks: list[int], purpose: str, backend: str | None = None, **opti
 
 
 def connect(group: dist.ProcessGroup) -> None:
-    """Let all ranks of `group` make its first call on the GPU together. Every rank of it must call this.
+    """Make the first call of `group` on the GPU, by all its ranks together. Every rank of it must call this.
 
-    NCCL connects in the first call, and then waits for all ranks: messages between some of them would hang. A group
-    with a bound device is connected already. One without a backend for GPUs, or with gloo for them, needs nothing.
+    NCCL connects in the first call, and waits for all ranks there. Messages between some of the ranks would hang.
+    Groups with a bound device are connected already. Groups on gloo, or without a backend for GPUs, need nothing.
     """
     backend = backends_of(group).get("cuda", "gloo")
     if backend != "gloo" and group.bound_device_id is None and group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
 
 
-def even_out(*parents: dist.ProcessGroup) -> None:
-    """Ranks of `parents`, if they have had fewer groups than others (a pipeline's stages differ), make groups of their
-    own until they have had as many: else those that are to meet in the next one would look for it under other names,
-    and wait for each other until their time is over. Every rank must call it."""
+def align_group_counts(*parents: dist.ProcessGroup) -> None:
+    """Create groups of one on ranks that have had fewer groups than others. Every rank of `parents` must call it.
+
+    PyTorch names a group by how many groups a rank has had, and ranks of different pipeline stages have had different
+    numbers. Members of the next group would look for it under different names, and wait until the timeout.
+    """
     here = most = len(dist.distributed_c10d._world.pg_names)  # pyright: ignore[reportPrivateUsage]
     for parent in parents:
-        told: list[Any] = [None] * dist.get_world_size(parent)
-        dist.all_gather_object(told, most, group=parent)
-        most = max(told)
+        counts: list[Any] = [None] * dist.get_world_size(parent)
+        dist.all_gather_object(counts, most, group=parent)
+        most = max(counts)
     for _ in range(most - here):
         new_group([dist.get_rank()], "as many as others have", backend="gloo")
 
 
 def check_process_group() -> None:
-    """Refuse to take one of several ranks for a world of its own: each would train alone, and none would notice."""
+    """Raise if a launcher started several ranks and there is no process group. Each rank would train alone."""
     started = int(os.environ.get("WORLD_SIZE", "1")) if launched() else 1
     if started > 1 and not (dist.is_available() and dist.is_initialized()):
         raise TopologyError(
@@ -291,28 +296,28 @@ def check_process_group() -> None:
 
 
 def launched() -> bool:
-    """Whether a launcher has placed this process as a rank among others."""
+    """Return whether a launcher has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def local_rank() -> int:
-    """Which of its node's ranks this one is."""
+    """Return the rank of this process on its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def meeting_point() -> str:
-    """Where the launcher told the ranks to meet."""
+def rendezvous_address() -> str:
+    """Return the address of the launcher's store, as host:port."""
     return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '29500')}"
 
 
 def launcher_run() -> str:
-    """Return the name that the launcher gave this run, the same after each restart; empty if it gave none."""
+    """Return the launcher's name of this run, which restarts keep, or an empty string if it has none."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return "" if name == "none" else name
 
 
 def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
-    """The variables that make a process this rank of one node, whose ranks meet at a store that listens already."""
+    """Return the environment variables of a rank on one node. The ranks use a store that listens already."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -326,14 +331,18 @@ def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def detect_shape(groups: Groups | None = None) -> tuple[int, int]:
-    """Nodes, and ranks on each, as the launcher placed them (or by host name); or why they do not form a topology."""
+    """Return the number of nodes and of ranks on each, by the launcher's GROUP_RANK or else by host name.
+
+    Raises:
+        TopologyError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
+    """
     groups = groups or Groups()
     homes = groups.gather_objects(os.environ.get("GROUP_RANK") or socket.gethostname())
     sizes = Counter(homes)
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{home!r} has {n}" for home, n in sizes.items())
+        counts = ", ".join(f"{home!r} has {n}" for home, n in sizes.items())
         raise TopologyError(
-            f"uneven nodes: {told} ranks. Towpath needs as many ranks on each node: start equal numbers, or pass a "
+            f"uneven nodes: {counts} ranks. Towpath needs as many ranks on each node: start equal numbers, or pass a "
             "topology of your own (any equal groups whose inner links are the faster ones)."
         )
     ranks = next(iter(sizes.values()))

@@ -1,8 +1,10 @@
-"""Puts this process into the job: its device, and the process group of all ranks."""
+"""`towpath.init()`: the device of a rank and the process group of all ranks; and checks of devices."""
 
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -10,12 +12,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from towpath.errors import TopologyError, TrainError
-from towpath.topology.devices import check_shared, gpu_of
-from towpath.topology.groups import launched, local_rank, meeting_point
-from towpath.topology.meeting import PATIENCE, gather_through, meet
+from towpath.topology.groups import Groups, launched, local_rank, rendezvous_address
+from towpath.topology.store import DEFAULT_TIMEOUT, gather_through_store, join_store
 
 # A launcher sets all of these for every rank.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_REMEDY = "Start the script with device = towpath.init() in place of init_process_group(), and shard model.to(device)."
 # Launchers that set none of the above say here how many processes they started.
 _OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -30,10 +32,10 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
 
     Under a launcher such as torchrun, the device is the GPU with the index `LOCAL_RANK`, which becomes PyTorch's
     current device. Where PyTorch sees no GPU, the device is the CPU. Set `CUDA_VISIBLE_DEVICES=` to train on the CPU of
-    a machine with GPUs. The process group carries tensors on the CPU by gloo and tensors on GPUs by NCCL.
+    a machine with GPUs. The process group sends tensors on the CPU over gloo and tensors on GPUs over NCCL.
 
-    Without a launcher, this process becomes a group of one rank. A process group that exists already is left as it is:
-    `init` then only checks it and returns its device. So it may be called more than once.
+    Without a launcher, this process becomes a group of one rank. `init` only checks a process group that exists
+    already, and returns its device. So it may be called more than once.
 
     Args:
         timeout: How long a collective waits for the other ranks. The default is PyTorch's: 30 minutes on gloo, 10
@@ -53,14 +55,14 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
     # Small agreements between ranks go over the CPU, so that they do not wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
-        store, rank, world = (HashStore(), 0, 1) if alone() else meet(timeout)
-        if on_gpu:  # before NCCL connects, whose error would not name the cause
-            check_shared(gather_through(store, "GPUs", rank, world, gpu_of(device), timeout or PATIENCE))
+        store, rank, world = (HashStore(), 0, 1) if alone() else join_store(timeout)
+        if on_gpu:  # NCCL would fail with an error that does not name the cause
+            check_shared(gather_through_store(store, "GPUs", rank, world, gpu_of(device), timeout or DEFAULT_TIMEOUT))
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if on_gpu else None
         )
     except dist.DistError as error:
-        where = meeting_point()
+        where = rendezvous_address()
         if "EADDRINUSE" in str(error) or "in use" in str(error):
             raise TopologyError(
                 f"port in use: the ranks are to meet at {where}, where another program listens. Give the launcher "
@@ -70,7 +72,7 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
     except RuntimeError as error:  # gloo raises nothing more specific when another rank has died
         if "gloo" not in str(error):
             raise
-        raise TrainError(f"the ranks could not meet at {meeting_point()}: {_first_line(error)}") from error
+        raise TrainError(f"the ranks could not meet at {rendezvous_address()}: {_first_line(error)}") from error
     return device
 
 
@@ -96,7 +98,7 @@ def device_of_rank() -> torch.device:
 
 
 def _device_of_group() -> torch.device:
-    """Return the device that the process group serves. Raise if the launcher started another number of ranks."""
+    """Return the device of the existing process group. Raise if the launcher started another number of ranks."""
     world = dist.get_world_size()
     if launched() and int(os.environ["WORLD_SIZE"]) != world:
         raise TopologyError(
@@ -138,3 +140,65 @@ def alone() -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".") + "."
+
+
+# --- checks of devices ------------------------------------------------------------------------------------------------
+
+
+def check_devices(groups: Groups, device: torch.device) -> None:
+    """Raise on every rank if `groups` cannot send tensors on some rank's `device`, or if two ranks share a GPU.
+
+    Every rank must call it. NCCL itself would fail with an error that does not name the cause, or hang.
+    """
+    if groups.world == 1:
+        return
+    gpu = gpu_of(device) if device.type == "cuda" else None
+    found: list[tuple[str | None, str | None]] = groups.gather_before_connecting((_problem(groups, device), gpu))
+    problems = [problem for problem, _ in found if problem is not None]
+    if problems:
+        raise TopologyError(problems[0])
+    check_shared([gpu for _, gpu in found])
+
+
+def _problem(groups: Groups, device: torch.device) -> str | None:
+    """Return why this rank's tensors on `device` cannot be sent, or None if they can."""
+    backend = groups.backend(device)
+    if backend == "none":
+        return (
+            f"rank {groups.rank}: the model is on {device}, but the process group carries no tensors there, only those "
+            f"of {groups.describe_backends()}. {_REMEDY}"
+        )
+    if device.type != "cuda":
+        return None
+    if backend == "gloo":
+        return (
+            f"rank {groups.rank}: the model is on {device}, but the process group carries tensors on GPUs by gloo, "
+            f"which cannot exchange them as sharding needs. {_REMEDY}"
+        )
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):
+        return (
+            f"rank {groups.rank}: the model is on {device}, but the current device is cuda:{current}, where NCCL and "
+            f"kernels would run. {_REMEDY}"
+        )
+    return None
+
+
+def gpu_of(device: torch.device) -> str:
+    """Return a name of the GPU. Two ranks have the same name only if NCCL would refuse them as sharing a GPU."""
+    # NCCL takes ranks with different host IDs for ranks on different hosts, and lets them share a GPU. NCCL 2.30 also
+    # has a switch for it.
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    rank = f" of process {os.getpid()}" if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else ""
+    return f"GPU {torch.cuda.get_device_properties(device).uuid} on {host}{rank}"
+
+
+def check_shared(gpus: Sequence[str | None]) -> None:
+    """Raise if two ranks have the same GPU by `gpu_of`."""
+    first: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu is not None and first.setdefault(gpu, rank) != rank:
+            raise TopologyError(
+                f"ranks {first[gpu]} and {rank} share a GPU ({gpu}), which NCCL refuses. Start as many ranks on a node "
+                "as it has GPUs, and let device = towpath.init() choose each rank's, by LOCAL_RANK."
+            )

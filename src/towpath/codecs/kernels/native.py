@@ -1,6 +1,6 @@
-"""The codecs in C++, for tensors on the CPU: equal to `reference` to the bit, on one thread.
+"""The codecs in C++, for tensors on the CPU. They equal `reference` to the bit, and run on one thread.
 
-Importing it fails where the extension was not built; `dispatch` then falls back to the oracle, and says so.
+Importing this file fails where the extension was not built. `kernels_for` then uses the reference, and logs it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from towpath.codecs.kernels import _native
 from towpath.core.formats import Codec, dtype_name
 
-# Levels of processor that the extension was compiled for and that this one runs, best first.
+# The processor levels that the extension was compiled for and that this processor runs, best first.
 LEVELS = tuple(_native.levels())
 
 
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-    """As the oracle's; elements that do not lie side by side are copied first."""
+    """Encode as `reference.encode` does. Tensors that are not contiguous are copied first."""
     x = x.contiguous()
     _check(x)
     _check_message(codec, out, x.numel())
@@ -26,10 +26,12 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode as `reference.decode` does."""
     decode_sum(codec, (data,), out)
 
 
 def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Decode and sum as `reference.decode_sum` does."""
     _check(out)
     for row in rows:
         _check_message(codec, row, out.numel())
@@ -40,6 +42,7 @@ def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) ->
 def decode_sum_encode(
     codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
 ) -> None:
+    """Decode, sum and encode as `reference.decode_sum_encode` does."""
     for message in (*rows, out):
         _check_message(codec, message, elements)
     addresses = [row.data_ptr() for row in rows]
@@ -57,5 +60,5 @@ def _check_message(codec: Codec, message: torch.Tensor, elements: int) -> None:
 
 
 def _check(tensor: torch.Tensor) -> None:
-    """The extension gets an address alone: anything else would read or write elsewhere."""
+    """Check the layout. The extension only gets an address, so another layout would access other memory."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), (tensor.device, tensor.shape, tensor.stride())

@@ -1,8 +1,8 @@
-"""The codecs in plain torch: slow, readable, and the oracle that every other back end equals to the bit.
+"""The codecs in plain torch, slow and readable. All other back ends equal this reference to the bit.
 
 Everything is computed in float32, with IEEE division and without fused multiply-add. Rows are summed in their order.
-A block that holds a NaN or an Inf has the scale NaN and codes of zero: all of it decodes to NaN. A scale is never below
-the smallest normal number: a denormal one could flush to zero, and codes would be infinite.
+A block that holds a NaN or an Inf has the scale NaN and codes of zero, so all of it decodes to NaN. Scales are at least
+the smallest normal number. A denormal scale could flush to zero, and the codes would be infinite.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-    """`x` (float32, bfloat16 or float16, n elements) → `out` (uint8, `codec.encoded_bytes(n)` of them).
+    """Encode `x` into the message `out`.
 
-    `seed`: for stochastic rounding; the same seed, the same bytes.
+    Args:
+        codec: The codec.
+        x: n elements of float32, bfloat16 or float16.
+        out: `codec.encoded_bytes(n)` bytes (uint8).
+        seed: The seed of stochastic rounding. The same seed gives the same bytes.
     """
     n, largest = x.numel(), codec.largest
     if largest is None:
@@ -28,7 +32,8 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
         return
     values = rotated(x.float()) if codec.hadamard else x.float()
     blocks = _in_blocks(codec, values)
-    # By a tensor: on a GPU torch multiplies by the inverse of a plain number instead, which may be off by a last bit.
+    # The divisor is a tensor. On a GPU, torch would multiply by the inverse of a Python number, which may change the
+    # last bit.
     top = torch.full((), largest, device=x.device)
     scales = (blocks.abs().amax(1) / top).clamp_min(_SMALLEST_NORMAL)
     finite = scales.isfinite()
@@ -40,24 +45,24 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
-    """The inverse of `encode`, up to what was rounded away; `out` says how many elements and of which dtype."""
+    """Decode the message `data` into `out`, which has the number of elements and the dtype."""
     out.copy_(_decoded(codec, data, out.numel()))
 
 
 def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The sum of what the rows decode to, in float32 and in their order."""
+    """Decode the messages `rows` and sum them into `out`, in float32 and in their order."""
     out.copy_(_sum(codec, rows, out.numel()))
 
 
 def decode_sum_encode(
     codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
 ) -> None:
-    """The sum of what the rows decode to, encoded anew."""
+    """Decode and sum the messages `rows`, and encode the sum into `out`."""
     encode(codec, _sum(codec, rows, elements), out, seed)
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Each 32 elements times the orthonormal Hadamard matrix, which is its own inverse; a shorter rest as it is."""
+    """Multiply each 32 elements by the orthonormal Hadamard matrix, its own inverse. A shorter rest is unchanged."""
     whole = x.numel() // ROTATED * ROTATED
     turned = x[:whole].view(-1, ROTATED)
     half = 1
@@ -69,7 +74,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(count: int, seed: int, device: torch.device | None = None) -> torch.Tensor:
-    """Numbers in [0, 1): a 32-bit mix of each index and the seed, its upper 24 bits."""
+    """Return numbers in [0, 1): the upper 24 bits of a 32-bit mix of each index and the seed."""
     mixed = torch.arange(count, dtype=torch.int64, device=device)
     mixed = (mixed * 0x9E3779B1 + seed) & 0xFFFFFFFF
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
@@ -95,7 +100,7 @@ def _decoded(codec: Codec, data: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _in_blocks(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """A row a block, the last one filled up with zeros."""
+    """Return one block per row. The last one is padded with zeros."""
     n = x.numel()
     size = codec.block or max(n, 1)
     return torch.nn.functional.pad(x, (0, codec.scales(n) * size - n)).view(-1, size)

@@ -1,6 +1,6 @@
-"""Codecs that a user registers: two functions of their own between the blocks of a message and its bytes.
+"""Codecs that a user registers: two functions that turn blocks of values into codes, and back.
 
-Padding the last block, rotation, packing codes into bytes, and values that are not finite are seen to here. As with
+This file pads the last block, rotates values, packs codes into bytes, and handles values that are not finite. As with
 every codec, a block that holds a NaN or an Inf decodes to NaN.
 """
 
@@ -31,21 +31,28 @@ _functions: dict[str, _Functions] = {}
 
 
 def register(name: str, *, bits: int, encode: EncodeBlocks, decode: DecodeBlocks) -> None:
-    """Make `name` a codec, as "int8" is one: `gradients="sign"`, `Transport("two-hop", "sign:64+hadamard")`.
+    """Register a codec, for use like "int8": `gradients="sign"` or `Transport("two-hop", "sign:64+hadamard")`.
 
-    `encode` is given blocks of float32, [blocks, elements], and returns a float32 scale for each block, [blocks], and
-    a uint8 code for each element, [blocks, elements], below 2 to the power of `bits` (1, 2, 4 or 8). `decode` makes
-    values of both. They run on the device of what is sent. The last block of a message may be filled up with zeros.
+    Register on every rank, before you make the strategy. The functions run on the device of the tensors that are sent.
+    Registering a name again, with the same number of bits, replaces its functions.
 
-    Register on every rank, before the strategy is made. Who registers a name again, with as many bits, replaces its
-    functions.
+    Args:
+        name: The codec's name.
+        bits: The number of bits of a code: 1, 2, 4 or 8.
+        encode: A function that takes blocks of float32, [blocks, elements]. It returns a float32 scale for each block,
+            [blocks], and a uint8 code below 2 to the power of `bits` for each element, [blocks, elements]. The last
+            block of a message may be padded with zeros.
+        decode: A function that takes the scales and the codes, and returns the values, [blocks, elements].
+
+    Raises:
+        StrategyError: The name or the number of bits is not allowed, or the name is registered with other bits.
     """
     add_format(name, bits)
     _functions[name] = _Functions(encode, decode)
 
 
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-    """As `reference.encode`."""
+    """Encode as `reference.encode` does, with the registered function."""
     n = x.numel()
     values = rotated(x.float()) if codec.hadamard else x.float()
     size = codec.block or max(n, 1)
@@ -60,19 +67,19 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
-    """As `reference.decode`."""
+    """Decode as `reference.decode` does."""
     out.copy_(_decoded(codec, data, out.numel()))
 
 
 def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """As `reference.decode_sum`."""
+    """Decode and sum as `reference.decode_sum` does."""
     out.copy_(_sum(codec, rows, out.numel()))
 
 
 def decode_sum_encode(
     codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
 ) -> None:
-    """As `reference.decode_sum_encode`."""
+    """Decode, sum and encode as `reference.decode_sum_encode` does."""
     encode(codec, _sum(codec, rows, elements), out, seed)
 
 
@@ -85,9 +92,11 @@ def _sum(codec: Codec, rows: Sequence[torch.Tensor], elements: int) -> torch.Ten
 
 def _decoded(codec: Codec, data: torch.Tensor, n: int) -> torch.Tensor:
     split = SCALE_BYTES * codec.scales(n)
-    scales = data[:split].clone().view(torch.float32)  # a copy: views of other dtypes must be aligned
+    scales = data[:split].clone().view(torch.float32)  # copied, since views of other dtypes must be aligned
     size = codec.block or max(n, 1)
-    codes = torch.nn.functional.pad(_unpacked(data[split:], codec.bits, n), (0, codec.scales(n) * size - n))
+    shifts = torch.arange(0, 8, codec.bits, dtype=torch.uint8, device=data.device)
+    unpacked = ((data[split:, None] >> shifts) & ((1 << codec.bits) - 1)).flatten()[:n]
+    codes = torch.nn.functional.pad(unpacked, (0, codec.scales(n) * size - n))
     blocks = _functions[codec.name].decode(scales, codes.view(-1, size))
     _check(codec, "values", blocks, torch.float32, (len(scales), size))
     values = blocks.where(scales.isfinite()[:, None], torch.nan).flatten()[:n]
@@ -95,18 +104,13 @@ def _decoded(codec: Codec, data: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of `bits` bits, the first of a byte in its lowest ones."""
+    """Pack codes of `bits` bits into bytes. The first code of a byte is in its lowest bits."""
     each = 8 // bits
     groups = torch.nn.functional.pad(codes, (0, -codes.numel() % each)).view(-1, each)
     packed = groups[:, 0].clone()
     for place in range(1, each):
         packed |= groups[:, place] << (place * bits)
     return packed
-
-
-def _unpacked(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return ((packed[:, None] >> shifts) & ((1 << bits) - 1)).flatten()[:n]
 
 
 def _check(codec: Codec, what: str, got: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -1,21 +1,21 @@
-"""The codecs in Triton, for GPUs: memory is read once and written once, and the bits are the oracle's (`reference.py`).
+"""The codecs in Triton, for GPUs. They equal `reference` to the bit, and read and write memory once.
 
-A program works on a tile: as many whole blocks as make up 2,048 elements. Only a scale for a whole message takes a pass
-of its own, for the largest value. What would cost bits, and how it is kept out:
+A program works on a tile of whole blocks, 2,048 elements in total. Only a codec with one scale per message needs a
+separate pass, which finds the largest value. How the kernels keep the bits of the reference:
 
     division         `div_rn`: Triton's `/` of float32 is approximate on GPUs
-    a * b + c        launched without fusion: a fused multiply-add rounds once where the oracle rounds twice
-    rounding         by adding a number so large that the sum's last bit is a code's last bit, or on a float's own bits:
-                     conversions differ among devices, sums do not
-    denormals        nothing from libdevice, `tl.floor` among it: that flushes them
-    the largest      of the absolute values' bits, as integers: they order as the values do, then Inf, then NaN
-    addresses        a message may start at any byte: scales and bfloat16 are read and written byte by byte
+    a * b + c        launched without fusion: a fused multiply-add rounds once where the reference rounds twice
+    rounding         adds a number so large that the sum's last bit is a code's last bit, or works on a float's bits:
+                     conversions differ between devices, sums do not
+    denormals        no functions of libdevice, such as `tl.floor`, which flush denormals
+    largest value    compares the bits of absolute values as integers: they order as the values do, then Inf, then NaN
+    addresses        reads and writes scales and bfloat16 byte by byte, since a message may start at any byte
 
-What it needs: messages and outputs that are contiguous, all on one device, which is the current one.
+Messages and outputs must be contiguous and on the current device.
 """
 
-# Triton's functions are compiled from their source: what their Python types are is not for a type checker, nor is
-# Triton there on every machine where the sources are checked.
+# Triton compiles these functions from their source, so Python types mean nothing to it. Triton is also not installed on
+# every machine that checks the types.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 
@@ -37,20 +37,17 @@ _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-    """`x` (float32, bfloat16 or float16, n elements) → `out` (uint8, `codec.encoded_bytes(n)` of them).
-
-    `seed`: for stochastic rounding; the same seed, the same bytes.
-    """
+    """Encode as `reference.encode` does."""
     _encode(codec, (x.contiguous(), 0, 0), x.numel(), out, seed)
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
-    """The inverse of `encode`, up to what was rounded away; `out` says how many elements and of which dtype."""
+    """Decode as `reference.decode` does."""
     decode_sum(codec, [data], out)
 
 
 def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The sum of what the rows decode to, in float32 and in their order."""
+    """Decode and sum as `reference.decode_sum` does."""
     n = out.numel()
     if n:
         grid, sizes, constants = _shape(codec, n)
@@ -60,11 +57,11 @@ def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) ->
 def decode_sum_encode(
     codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
 ) -> None:
-    """The sum of what the rows decode to, encoded anew."""
+    """Decode, sum and encode as `reference.decode_sum_encode` does."""
     _encode(codec, _equally_spaced(rows), elements, out, seed)
 
 
-# Where a kernel's values come from: a tensor, the bytes from one row to the next, and how many rows (0: plain numbers).
+# The input of a kernel: a tensor, the bytes from one row to the next, and the number of rows (0: not encoded).
 Source = tuple[torch.Tensor, int, int]
 
 
@@ -77,7 +74,8 @@ def _encode(codec: Codec, source: Source, n: int, out: torch.Tensor, seed: int) 
     if constants["whole"]:
         largest = torch.zeros(1, dtype=torch.int32, device=out.device)
         _largest_kernel[grid](*source, largest, *sizes, **constants)
-    signed_seed = (seed & 0xFFFFFFFF ^ 0x80000000) - 0x80000000  # its lower 32 bits, of one type whatever their value
+    # The lower 32 bits as a signed number: Triton compiles a kernel for each integer type.
+    signed_seed = (seed & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
     _encode_kernel[grid](
         *source,
         largest,
@@ -91,7 +89,7 @@ def _encode(codec: Codec, source: Source, n: int, out: torch.Tensor, seed: int) 
 
 
 def _shape(codec: Codec, n: int) -> tuple[tuple[int], tuple[int, int, int], dict[str, Any]]:
-    """The grid; the elements, and the bytes of a message's scales and of all of it; what kernels are compiled for."""
+    """Return the grid, the sizes (elements, bytes of scales, bytes of the message), and compile-time constants."""
     whole = codec.largest is not None and codec.block == 0
     tile = max(_TILE, codec.block)
     constants = {"codec": codec.name, "block": codec.block or tile, "whole": whole, "hadamard": codec.hadamard}
@@ -106,7 +104,7 @@ def _contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def _equally_spaced(rows: Sequence[torch.Tensor]) -> Source:
-    """The rows where they lie if they are equally spaced in one piece of memory, as a message's are; or else a copy."""
+    """Return the rows without a copy if they are equally spaced in one storage. Otherwise copy them."""
     starts = [_contiguous(row).data_ptr() for row in rows]
     step = starts[1] - starts[0] if len(rows) > 1 else 0
     together = len({row.untyped_storage().data_ptr() for row in rows}) == 1
@@ -122,7 +120,7 @@ def _largest_kernel(
     codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, tile: tl.constexpr,
     encoded: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest absolute value of a message with one scale."""
+    """Store the bits of the largest absolute value of a message that has one scale."""
     first = tl.program_id(0).to(tl.int64) * tile
     values = _values(source, stride, rows, first, n, split, size, codec, block, whole, hadamard, tile, encoded)
     if hadamard:
@@ -164,7 +162,7 @@ def _values(
     codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, tile: tl.constexpr,
     encoded: tl.constexpr,
 ):  # fmt: skip
-    """A tile of plain numbers, or of the sum of what the rows decode to."""
+    """Return a tile of the numbers, or of the sum of the decoded rows."""
     at = first + tl.arange(0, tile)
     if encoded:
         total = tl.zeros([tile], tl.float32)
@@ -176,7 +174,7 @@ def _values(
                 values = _decoded(message, first, n, split, size, codec, block, whole, tile)
             if hadamard:
                 values = _rotated(values, at, n, tile)
-            total = tl.where(row == 0, values, total + values)  # 0 + -0 would be 0
+            total = tl.where(row == 0, values, total + values)  # starting from 0 would turn -0 into 0
             message += stride
     else:
         total = _widened(tl.load(source + at, mask=at < n, other=0.0))
@@ -189,14 +187,14 @@ def _store_blocks(
     codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, tile: tl.constexpr,
     top: tl.constexpr, stochastic: tl.constexpr,
 ):  # fmt: skip
-    """A tile's scales and codes."""
+    """Store the scales and codes of a tile."""
     at = first + tl.arange(0, tile)
     blocks: tl.constexpr = tile // block
     in_blocks = tl.reshape(values, [blocks, block])
     if whole:
         top_bits = tl.load(largest + tl.arange(0, 1))
         first_scale = first * 0
-        written = tl.where(first == 0, split, 0)  # by one program
+        written = tl.where(first == 0, split, 0)  # one program writes it
     else:
         top_bits = tl.max(_magnitude(in_blocks).to(tl.int32), axis=1)
         first_scale = first // block
@@ -253,7 +251,7 @@ def _decoded(
 
 @triton.jit
 def _rotated(x, at, n, tile: tl.constexpr):
-    """The oracle's butterfly: the same sums in the same order."""
+    """Rotate with the reference's butterfly: the same sums in the same order."""
     turned = x
     for stage in tl.static_range(5):
         pairs = tl.reshape(turned, [tile // (2 << stage), 2, 1 << stage])
@@ -264,7 +262,7 @@ def _rotated(x, at, n, tile: tl.constexpr):
 
 @triton.jit
 def _uniform(at, seed):
-    """The oracle's numbers in [0, 1)."""
+    """Return the reference's numbers in [0, 1)."""
     mixed = at.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32, bitcast=True)
     mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D
     mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B
@@ -273,26 +271,26 @@ def _uniform(at, seed):
 
 @triton.jit
 def _magnitude(x):
-    """The bits of |x|."""
+    """Return the bits of |x|."""
     return x.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _rounded(x):
-    """To the nearest integer, half to even: at 1.5 * 2**23 a float's last bit is worth 1."""
+    """Round to the nearest integer, half to even. At 1.5 * 2**23, a float's last bit is worth 1."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _floor(x):
-    """Without `tl.floor`, which flushes denormals: a negative one's floor is -1."""
+    """Round down. `tl.floor` would flush denormals, but the floor of a negative one is -1."""
     nearest = _rounded(x)
     return tl.where(nearest > x, nearest - 1.0, nearest)
 
 
 @triton.jit
 def _without_last(bits, dropped: tl.constexpr):
-    """Rounded to the nearest, half to even, by the bits that are dropped."""
+    """Drop the last bits, rounding to the nearest, half to even."""
     return (bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)) >> dropped
 
 
@@ -304,7 +302,7 @@ def _bfloat16_code(x):
 
 @triton.jit
 def _widened(x):
-    """To float32. bfloat16 by its bits, here and below: Triton's interpreter is wrong on denormals and on ties."""
+    """Convert to float32. bfloat16 is converted by its bits, as Triton's interpreter mishandles denormals and ties."""
     if x.dtype == tl.bfloat16:
         wide = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -323,9 +321,9 @@ def _narrowed(x, dtype: tl.constexpr):
 
 @triton.jit
 def _float8_code(x, mantissa: tl.constexpr, top: tl.constexpr):
-    """A sign, 7 - mantissa bits of exponent, a mantissa; `top` at most."""
+    """Return the code: a sign bit, 7 - mantissa bits of exponent, and the mantissa. Values are clamped to `top`."""
     bias: tl.constexpr = (1 << (6 - mantissa)) - 1
-    small: tl.constexpr = 2.0 ** (1 - bias)  # below it, the codes are as far apart as just above it
+    small: tl.constexpr = 2.0 ** (1 - bias)  # codes below it are as far apart as the codes just above it
     sum_of_small: tl.constexpr = small * 2.0 ** (23 - mantissa)  # where a float's last bit is worth that distance
     positive = tl.minimum(tl.abs(x), top)
     above = _without_last(_magnitude(positive), 23 - mantissa) - ((127 - bias) << mantissa)
@@ -342,18 +340,18 @@ def _float8_value(code, mantissa: tl.constexpr):
     above = ((size + ((127 - bias) << mantissa)) << (23 - mantissa)).to(tl.float32, bitcast=True)
     below = size.to(tl.int32).to(tl.float32) * small
     value = tl.where(size < (1 << mantissa), below, above)
-    # Codes that no encoder writes: e4m3 knows no Inf, and one NaN; e5m2 is as IEEE has it.
+    # No encoder writes these codes. e4m3 has one NaN and no Inf. e5m2 follows IEEE.
     if mantissa == 3:
         value = tl.where(size == 127, float("nan"), value)
     else:
         value = tl.where(size == 124, float("inf"), tl.where(size > 124, float("nan"), value))
-    sign = (code & 128) << 24  # by its bit: Triton's minus may make 0 - 0 of -0
+    sign = (code & 128) << 24  # set as a bit, because Triton's minus may turn -0 into 0 - 0
     return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _store_bytes(out, start, end, words, width: tl.constexpr, count: tl.constexpr):
-    """Words of `width` bytes, the lowest first, from the byte `start` on, and none from `end` on."""
+    """Store words of `width` bytes, lowest byte first, from byte `start`, but nothing from byte `end` on."""
     shifts = (8 * tl.arange(0, width)).to(tl.uint32)[None, :]
     written = tl.reshape(((words[:, None] >> shifts) & 255).to(tl.uint8), [count * width])
     place = start + tl.arange(0, count * width)
@@ -362,6 +360,7 @@ def _store_bytes(out, start, end, words, width: tl.constexpr, count: tl.constexp
 
 @triton.jit
 def _load_bytes(data, start, end, width: tl.constexpr, count: tl.constexpr):
+    """Load words of `width` bytes, lowest byte first, from byte `start`. Bytes from `end` on are 0."""
     shifts = (8 * tl.arange(0, width)).to(tl.uint32)[None, :]
     place = start + tl.arange(0, count * width)
     loaded = tl.load(data + place, mask=place < end, other=0).to(tl.uint32)

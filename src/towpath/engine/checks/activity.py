@@ -38,8 +38,8 @@ from towpath.core.strategy import Strategy
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
 from towpath.logs import logger
-from towpath.topology.groups import Groups, meeting_point
-from towpath.topology.noticeboard import StatusStore
+from towpath.topology.groups import Groups, rendezvous_address
+from towpath.topology.store import StatusStore
 
 # --- presence ---------------------------------------------------------------------------------------------------------
 #
@@ -70,7 +70,7 @@ class Neighbour:
         self._connection: socket.socket | None = None
         self._from_previous: socket.socket | None = None  # kept open, so that it closes with this process
         with socket.create_server(("", 0), backlog=1) as listener:
-            host, _, _ = meeting_point().rpartition(":")
+            host, _, _ = rendezvous_address().rpartition(":")
             addresses = groups.gather_objects((_own_address(host), listener.getsockname()[1]))
             try:
                 self._connection = _watched(socket.create_connection(addresses[self.rank], _PATIENCE_SECONDS))
@@ -263,7 +263,7 @@ class StallMonitor:
         self.patience_seconds = groups.timeout_seconds
         # A launcher may keep its store over restarts. A new name hides what the ranks of an earlier start left there.
         new_name: str = groups.gather_objects(uuid.uuid4().hex)[0]
-        self.noticeboard = StatusStore(f"{groups.name}/{new_name}", groups.rank, groups.world)
+        self.status_store = StatusStore(f"{groups.name}/{new_name}", groups.rank, groups.world)
         if self.world > 1:
             stop = threading.Event()
             reporter = threading.Thread(
@@ -314,7 +314,7 @@ class StallMonitor:
         step_log = self._step_log()
         step_log_json = None if step_log is None else step_log.to_json()
         note = [self.activity.describe(), step_log_json, self.activity.meeting, self._ended_peer()]
-        self.noticeboard.post(json.dumps(note) if silent else "")
+        self.status_store.post(json.dumps(note) if silent else "")
 
     def tell(self, failure: str) -> None:
         """Post the error of a call that only this rank may have made. Peers that wait for this rank quote it."""
@@ -341,7 +341,7 @@ class StallMonitor:
         self.activity.meets(call)
         event, patience = f"call {self.activity.meetings}", self.patience_seconds
         try:
-            came = self.noticeboard.meet(event, call, patience, self.raise_if_diverged)
+            came = self.status_store.exchange(event, call, patience, self.raise_if_diverged)
         finally:
             self.activity.met()
         other = next((rank for rank, theirs in came.items() if theirs != call), None)
@@ -415,7 +415,7 @@ class StallMonitor:
             self._groups.abort()
 
     def _read(self, ranks: Sequence[int]) -> dict[int, _Note | None]:
-        notes = self.noticeboard.read(ranks)
+        notes = self.status_store.read(ranks)
         return {rank: _Note.parsed(note) if note else None for rank, note in notes.items()}
 
 
@@ -551,7 +551,7 @@ class FailedPasses:
         event = f"failed pass {self._agreements} of model {self._log.model}"
         self._agreements += 1
         mine = self._log.encoded().hex()
-        came = self._peers.noticeboard.meet(event, mine, self._peers.patience_seconds)
+        came = self._peers.status_store.exchange(event, mine, self._peers.patience_seconds)
         self._peers.activity.failed("")
         missing = [rank for rank in range(self._groups.world) if rank not in came]
         if missing:

@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
-from towpath.codecs.packing import Draws
+from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Workspace
 from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.formats import wide
@@ -45,7 +45,7 @@ class LowRankSync:
         return (self._factors, self._errors) if self._errors.numel() else (self._factors,)
 
     @property
-    def draws(self) -> tuple[Draws, ...]:
+    def seeds(self) -> tuple[RoundingSeeds, ...]:
         """No random draws: low rank does not round stochastically."""
         return ()
 

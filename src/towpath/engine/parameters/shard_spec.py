@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.kernels import kernels_for
 from towpath.collectives.native import all_gather_single
 from towpath.core.formats import SCALE_BYTES, Codec
 from towpath.core.units import overlap

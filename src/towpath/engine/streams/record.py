@@ -16,7 +16,7 @@ from typing import final
 
 from torch.autograd import profiler
 
-from towpath.codecs.watched import Watch
+from towpath.codecs.kernels import Watch
 from towpath.core.formats import Codec
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer

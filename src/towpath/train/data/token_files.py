@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from towpath.durable import sync_folder
 from towpath.errors import ConfigError
+from towpath.files import sync_folder
 
 MANIFEST = "tokens.json"
 Progress = Callable[[int, int], None]

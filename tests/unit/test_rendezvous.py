@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from towpath.errors import TopologyError
-from towpath.topology.meeting import agreed_name
+from towpath.topology.store import agree_on_name
 
 PATIENCE = timedelta(seconds=30)
 
@@ -18,7 +18,7 @@ def _names(store: Store, ranks: range, world: int) -> list[str]:
     names: dict[int, str] = {}
 
     def come(rank: int) -> None:
-        names[rank] = agreed_name(store, rank, world, PATIENCE)
+        names[rank] = agree_on_name(store, rank, world, PATIENCE)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in ranks]
     for thread in threads:
@@ -41,10 +41,10 @@ def test_what_dead_ranks_said_is_answered_and_nobody_is_taken_for_them() -> None
     for rank in range(3):
         store.set(f"towpath/hello/{rank}", f"dead {rank}")
     with pytest.raises(TopologyError, match="ranks \\[1, 2\\] did not come"):  # rank 0 alone, and it dies too
-        agreed_name(store, 0, 3, timedelta(seconds=0.05))
+        agree_on_name(store, 0, 3, timedelta(seconds=0.05))
     assert len(set(_names(store, range(3), 3))) == 1
 
 
 def test_a_rank_whose_first_does_not_come_says_so() -> None:
     with pytest.raises(TopologyError, match="rank 0 did not come"):
-        agreed_name(HashStore(), 1, 2, timedelta(seconds=0.05))
+        agree_on_name(HashStore(), 1, 2, timedelta(seconds=0.05))

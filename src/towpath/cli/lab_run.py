@@ -1,4 +1,4 @@
-"""`towpath lab`: scripts on a shaped cluster of network namespaces."""
+"""`towpath lab`: run a script on a cluster of network namespaces with shaped cables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.commands import Commands
-from towpath.errors import LabError
-from towpath.lab import Lab, Rate, Result
-from towpath.lab.launch import check_script
-from towpath.lab.run import describe
-from towpath.output_file import check_output_file
+from towpath.cli.terminal import Commands
+from towpath.files import check_output_file, write_output_file
+from towpath.lab import Lab, LabResult, Rate
+from towpath.lab.runs import check_script, describe_exit
 from towpath.topology.cluster import Topology
 from towpath.train.progress import size
 
@@ -25,7 +23,7 @@ app = Commands()
 
 @app.callback()
 def group() -> None:
-    """A cluster on this machine: network namespaces as nodes, with cables of the speed you ask for.
+    """Emulate a cluster on this machine: network namespaces as nodes, joined by cables of a chosen rate.
 
     Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py`
     """
@@ -36,23 +34,31 @@ def run(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="SCRIPT [ARGS]", help="A Python script, or -m MODULE, and what it takes. Write -- before it."
+            metavar="SCRIPT [ARGS]", help="A Python script or -m MODULE, and its arguments. Write -- before it."
         ),
     ],
-    nodes: Annotated[int, typer.Option(min=1, help="How many nodes.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks on each node.")],
-    inter: Annotated[str, typer.Option(metavar="RATE", help="Rate of each node's cable, each way: 200mbit, 1gbit.")],
-    intra: Annotated[str | None, typer.Option(metavar="RATE", help="Rate of each node's loopback.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the table here, for machines.")
+    nodes: Annotated[int, typer.Option(metavar="N", min=1, help="The number of nodes.")],
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, help="The number of ranks on each node.")],
+    inter: Annotated[
+        str, typer.Option(metavar="RATE", help="The rate of each node's cable, each way: 200mbit, 1gbit.")
+    ],
+    intra: Annotated[
+        str | None, typer.Option(metavar="RATE", help="The rate of each node's loopback.", show_default="unlimited")
     ] = None,
-    direct: Annotated[bool, typer.Option("--direct", help="Start the ranks without torchrun: sooner.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the table to this file, as JSON.")
+    ] = None,
+    direct: Annotated[
+        bool, typer.Option("--direct", help="Start the ranks without torchrun, which is faster.")
+    ] = False,
 ) -> None:
-    """Run a script under torchrun on a shaped cluster, and print what each link carried.
+    """Run a script under torchrun on an emulated cluster, and print how many bytes each link carried.
 
     Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py --steps 20`
 
-    Exit code: 0; 1 if the script failed; 2 if it could not be run.
+    It runs on Linux and needs network namespaces (root, or unprivileged user namespaces) and iproute2.
+
+    Exit code: 0, or 1 if the script failed, or 2 if it could not be run.
     """
     cable, loopback = Rate.parse(inter), Rate.parse(intra) if intra is not None else None
     check_script(command)
@@ -67,21 +73,13 @@ def run(
     out = Console(highlight=False)
     out.print(f"\nWhat each link carried in {result.seconds:.1f} s ({shaped}; % of the rate, on average)", style="bold")
     out.print(_table(result, cable, loopback))
-    if json_file is not None:
-        _write(json_file, _record(result, lab))
+    write_output_file("--json", json_file, json.dumps(_record(result, lab), indent=2) + "\n")
     if result.returncode != 0:
-        progress.print(f"towpath: {command[0]} failed: {describe(result.returncode)}", style="bold red")
+        progress.print(f"towpath: {command[0]} failed: {describe_exit(result.returncode)}", style="bold red")
         raise typer.Exit(1)
 
 
-def _write(json_file: Path, record: dict[str, Any]) -> None:
-    try:
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise LabError(f"--json {json_file}: {error.strerror}.") from None
-
-
-def _table(result: Result, inter: Rate, intra: Rate | None) -> Table:
+def _table(result: LabResult, inter: Rate, intra: Rate | None) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="")
     for heading in ("node", "cable sent", "cable received", "loopback"):
         table.add_column(heading, justify="right")
@@ -100,7 +98,7 @@ def _carried(count_bytes: int, seconds: float, rate: Rate | None) -> str:
     return text if rate is None else f"{text} {count_bytes / seconds / rate.bytes_per_second:5.1%}"
 
 
-def _record(result: Result, lab: Lab) -> dict[str, Any]:
+def _record(result: LabResult, lab: Lab) -> dict[str, Any]:
     return {
         "nodes": lab.topology.nodes,
         "ranks_per_node": lab.topology.ranks_per_node,

@@ -1,0 +1,262 @@
+"""Code that the integrations share: shard a model that has an optimizer already, and save and load both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from towpath.api import shard
+from towpath.checkpoint import Saver, State, latest, load
+from towpath.checkpoint.folders import step_of
+from towpath.checkpoint.rank_contents import described
+from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
+from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.presets import Preset
+from towpath.core.strategy import Offload, Strategy
+from towpath.engine.checks.optimizers import adopt
+from towpath.engine.executor import engine_of, engine_with
+from towpath.engine.layout import UnitChoice
+from towpath.engine.parameters.unit import CHECK_EVERY
+from towpath.errors import CheckpointError, ShardError
+from towpath.logs import logger
+from towpath.optim import members_of, whole_of
+from towpath.planner.request import Workload
+from towpath.sharded_module import ShardedModule
+from towpath.topology.cluster import Topology
+
+# The names of frameworks for mixed precision. As under FSDP, gradients are reduced in float32.
+_MIXED: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# The folder of our checkpoints in a framework's own checkpoint.
+FOLDER = "towpath"
+_LOG = logger("integrations")
+_FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+# --- sharding ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The arguments with which an integration calls `towpath.shard()`.
+
+    Attributes:
+        strategy: A preset's name, a `towpath.Strategy`, or "auto".
+        topology: The nodes and ranks. Detected by default.
+        units: Module classes or modules to gather separately.
+        precision: The dtype to compute in. By default, the framework's own setting.
+        mesh: A DeviceMesh of the data-parallel ranks. By default, all ranks.
+        workload: What a step computes. Required by "auto".
+        offload: "optimizer" keeps the optimizer's states in the host's memory.
+        check_every: The number of optimizer steps between two comparisons of parameters.
+
+    Raises:
+        ShardError: The strategy is "auto", and there is no `workload`.
+    """
+
+    strategy: Preset | Literal["auto"] | str | Strategy
+    topology: Topology | None = None
+    units: UnitChoice | None = None
+    precision: Precision | Dtype | MixedPrecisionPolicy | None = None
+    mesh: DeviceMesh | None = None
+    workload: Workload | None = None
+    offload: Offload | None = None
+    check_every: int = CHECK_EVERY
+
+    def __post_init__(self) -> None:
+        if self.strategy == "auto" and self.workload is None:
+            raise ShardError(
+                'strategy="auto" needs a workload: it must know what a step computes. Pass strategy=Sharding("auto", '
+                "workload=towpath.Workload(tokens=…)), with the tokens of one rank's forward pass, and micro_steps=, "
+                "optimizer= and memory= as they are. Import Sharding from towpath.integrations."
+            )
+
+    @staticmethod
+    def of(strategy: str | Strategy | Sharding) -> Sharding:
+        """Return `strategy` as a `Sharding`.
+
+        Args:
+            strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+        """
+        return strategy if isinstance(strategy, Sharding) else Sharding(strategy)
+
+    def apply(self, model: nn.Module, mixed: str = "no") -> None:
+        """Shard `model` in place.
+
+        Args:
+            model: The model.
+            mixed: The framework's mixed precision: "no", "bf16" or "fp16". It has no effect if `precision` is set.
+
+        Raises:
+            ShardError: The mixed precision is unknown, or `towpath.shard()` raises.
+        """
+        precision = self.precision
+        if precision is None and mixed != "no":
+            if mixed not in _MIXED:
+                raise ShardError(
+                    f'mixed precision {mixed!r}: expected "no", "bf16" or "fp16". For other dtypes, pass '
+                    "Sharding(…, precision=towpath.Precision(…))."
+                )
+            precision = Precision(params=_MIXED[mixed], reduce=torch.float32)
+        shard(
+            model,
+            self.strategy,
+            topology=self.topology,
+            units=self.units,
+            precision=precision,
+            mesh=self.mesh,
+            workload=self.workload,
+            offload=self.offload,
+            check_every=self.check_every,
+        )
+
+
+def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> None:
+    """Prepare an optimizer for the sharded parameters that it has, also if it was made before the model was sharded.
+
+    Args:
+        optimizer: The optimizer. Nothing is done if it has no sharded parameters.
+        model: A sharded model. Nothing is done if the optimizer has none of its parameters. By default, any model.
+
+    Raises:
+        ShardError: The optimizer has stepped already, or needs full matrices and is not wrapped.
+    """
+    adopt(optimizer)
+    engines = {engine_with(p) for group in optimizer.param_groups for p in group["params"]} - {None}
+    if not engines or (model is not None and engine_of(model) not in engines):
+        return
+    for member in members_of(optimizer):
+        if needs_owner_stepped(member):
+            name = type(member).__name__
+            raise ShardError(
+                f"{name} computes with full matrices, but each rank holds a slice of them. Pass "
+                f"towpath.optim.owner_stepped({name}(…)) instead, or towpath.optim.chain() of it and others."
+            )
+    for wrapped in whole_of(optimizer):
+        wrapped.share_out()
+
+
+def needs_owner_stepped(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` is an Adafactor or a Muon, of PyTorch or of another package, that is not wrapped."""
+    return any(kind.__name__ in ("Adafactor", "Muon") for kind in type(optimizer).__mro__)
+
+
+def is_sharded(model: nn.Module) -> TypeGuard[ShardedModule]:
+    """Return whether `model` is sharded."""
+    return isinstance(model, ShardedModule)
+
+
+def ensure_process_group() -> None:
+    """Make a process group of one rank if there is none, so that a script also runs without a launcher."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+def not_installed(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
+    """Return an error that names the extra to install."""
+    return ModuleNotFoundError(f"{error.name} is not installed: pip install 'towpath[{extra}]'.", name=error.name)
+
+
+# --- saving and loading -----------------------------------------------------------------------------------------------
+
+
+def save_into(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Replace the checkpoint in `folder`. Every rank must call it, and every rank raises if it fails."""
+    state = State(model, optimizer)
+    newest = _on_rank_0(model, lambda: latest(folder, quiet=True))
+    step = 0 if newest is None else step_of(newest) + 1
+    saver = Saver(folder, state, keep_last=1, background=False, lane="checkpoint at once")
+    outcome = saver.save(step).outcome()
+    saver.close()
+    if outcome.failure is not None:
+        raise CheckpointError(outcome.failure)
+
+
+def load_from(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Load what `save_into` saved, under any strategy and on any number of ranks. Every rank must call it."""
+    loaded = load(folder, State(model, optimizer))
+    if loaded is None:
+        raise CheckpointError(
+            f"{folder}: no checkpoint of a sharded model. Expected what Towpath's integration saved. Check the path."
+        )
+    for note in loaded.notes if engine_of(model).comm.groups.rank == 0 else ():
+        _LOG.warning("%s", note)
+
+
+def load_full(
+    model: nn.Module,
+    read_model: Callable[[], Mapping[str, Any]] | None,
+    optimizer: Optimizer | None,
+    read_optimizer: Callable[[], Mapping[str, Any]] | None,
+    *,
+    strict: bool = True,
+) -> None:
+    """Load ordinary state dicts of full tensors, which rank 0 reads. Every rank must call it."""
+    if read_model is not None:
+        found = _on_rank_0(model, read_model, share=False)
+        set_model_state_dict(model, dict(found or {}), options=replace(_FROM_RANK_0, strict=strict))
+    if optimizer is not None and read_optimizer is not None:
+        stepped, read = optimizer, read_optimizer
+        found = _on_rank_0(model, lambda: _by_name(model, stepped, read()), share=False)
+        set_optimizer_state_dict(model, optimizer, found or {}, options=_FROM_RANK_0)
+
+
+def _by_name(model: nn.Module, optimizer: Optimizer, numbered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's own state dict, which numbers the parameters, with their names as keys."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    ours = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    theirs = [list(group["params"]) for group in numbered["param_groups"]]
+    if [*map(len, ours)] != [*map(len, theirs)]:
+        raise CheckpointError(
+            f"the optimizer that was saved has groups of {[*map(len, theirs)]} parameters; this one of "
+            f"{[*map(len, ours)]}. Make the optimizer as it was when it was saved."
+        )
+    order = {
+        number: name for group, own in zip(theirs, ours, strict=True) for number, name in zip(group, own, strict=True)
+    }
+    return {
+        "state": {order[number]: state for number, state in numbered["state"].items()},
+        "param_groups": [{**group, "params": own} for group, own in zip(numbered["param_groups"], ours, strict=True)],
+    }
+
+
+def numbered_state(model: nn.Module, optimizer: Optimizer, by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with numbers as keys, as an optimizer of full parameters would. It reverses `_by_name`."""
+    if not by_name:  # ranks other than rank 0
+        return {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    number = {name: place for place, name in enumerate(order)}
+    return {
+        "state": {number[name]: state for name, state in by_name["state"].items()},
+        "param_groups": [{**g, "params": [number[name] for name in g["params"]]} for g in by_name["param_groups"]],
+    }
+
+
+def _on_rank_0(model: nn.Module, work: Callable[[], Any], share: bool = True) -> Any:
+    """Call `work` on rank 0 and return its result, on all ranks if `share`. If it fails, every rank raises."""
+    groups = engine_of(model).comm.groups
+    found, problem = None, None
+    if groups.rank == 0:
+        try:
+            found = work()
+        except Exception as error:  # of any kind, because the other ranks wait for an answer
+            problem = described(error)
+    shared, problem = groups.gather_objects((found if share else None, problem))[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    return shared if share else found
+
+
+def read_on_cpu(path: str | Path) -> Any:
+    """Return the tensors of a file of `torch.save`, on the CPU."""
+    return torch.load(path, map_location="cpu", weights_only=True)
