@@ -25,8 +25,8 @@ from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 from towpath.topology.cluster import Extent, Topology
+from towpath.tracing import simulated_intervals
 from towpath.train.report import draw_timelines, standalone_svg
-from towpath.train.trace import simulated_intervals
 
 PAGES = Path(__file__).parent / "concepts" / "systems"
 CLUSTER = load_cluster("ethernet-10g")

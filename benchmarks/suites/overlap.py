@@ -32,7 +32,7 @@ from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.schedule import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval, intervals_of_ranks
-from towpath.train.trace import write_trace
+from towpath.tracing import write_trace
 
 # A step against its parts ---------------------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ def _rank(rank: int, world: int, folder: str, case: TimelineCase, trace: str | N
 
     train(WARM_UP)
     before = towpath.stats(model)
-    with towpath.tracing(model) as traced:
+    with towpath.tracing.trace(model) as traced:
         train(STEPS)
     done = towpath.stats(model).since(before)
     everyones = intervals_of_ranks(model, traced)

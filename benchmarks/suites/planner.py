@@ -38,7 +38,7 @@ from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
 from towpath.planner.solver import Batching, Ranking, Solver
 from towpath.sim.timeline import Event, Timeline
-from towpath.train.trace import simulated_intervals
+from towpath.tracing import simulated_intervals
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")
 LOSSY = ("zero++", "ddp gradients=int8", "mics gradients=int4:64", "zero3 weights=int8 gradients=int8")
@@ -231,7 +231,7 @@ class TracedStep:
         """Return the intervals of some steps."""
         found: list[Sequence[Interval]] = []
         for _ in range(TRACED_STEPS):
-            with towpath.tracing(self._model) as trace:
+            with towpath.tracing.trace(self._model) as trace:
                 self._work()
             found.append(trace.intervals)
         return found

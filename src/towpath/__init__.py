@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from towpath import optim as optim
     from towpath import pipeline as pipeline
     from towpath import planning as planning
+    from towpath import tracing as tracing
     from towpath.api import (
         broadcast_buffers,
         full_parameters,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from towpath.engine.parameters.shard_tensor import ShardTensor
     from towpath.engine.saved_activations import offload_activations
     from towpath.errors import TowpathError
-    from towpath.observing import Stats, stats, tracing
+    from towpath.observing import Stats, stats
     from towpath.planner.request import Workload
     from towpath.topology.cluster import Extent, Topology
     from towpath.topology.init import init
@@ -74,12 +75,11 @@ __all__ = [
     "stats",
     "strategies",
     "strategy",
-    "tracing",
     "unshard",
 ]
 
 # Modules that are attributes after `import towpath` alone.
-_MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "pipeline", "planning")
+_MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "pipeline", "planning", "tracing")
 
 _HOMES = {
     "Extent": "topology.cluster",
@@ -99,7 +99,6 @@ _HOMES = {
     "stats": "observing",
     "strategies": "core.presets",
     "strategy": "core.presets",
-    "tracing": "observing",
 }
 
 

@@ -1,6 +1,6 @@
-"""Counts, times and traces of a sharded model: `stats`, `sums` and `tracing`.
+"""Counts, times and traces of a sharded model: `stats`, `sums` and `trace`.
 
-Use `stats` for bytes and seconds per transfer, and for memory. Use `tracing` to see when each transfer runs.
+Use `stats` for bytes and seconds per transfer, and for memory. Use `trace` to see when each transfer runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "running_trace",
     "stats",
     "sums",
-    "tracing",
+    "trace",
 ]
 
 
@@ -134,10 +134,10 @@ class Observable(ABC):
     @property
     @abstractmethod
     def running_trace(self) -> Trace | None:
-        """The trace of the `tracing` context that is active, or None."""
+        """The trace of the `trace` context that is active, or None."""
 
     @abstractmethod
-    def tracing(self) -> AbstractContextManager[Trace]:
+    def trace(self) -> AbstractContextManager[Trace]:
         """Record this rank's stages for the duration of a context. Yield the trace."""
 
     @abstractmethod
@@ -181,7 +181,7 @@ def sums(model: nn.Module | Observable) -> Sums:
 
 
 def running_trace(model: nn.Module | Observable) -> Trace | None:
-    """Return the trace of the `tracing` context that is active for `model`, or None.
+    """Return the trace of the `trace` context that is active for `model`, or None.
 
     Raises:
         ShardError: The model is not sharded.
@@ -192,7 +192,7 @@ def running_trace(model: nn.Module | Observable) -> Trace | None:
 
 
 @contextmanager
-def tracing(model: nn.Module | Observable) -> Generator[Trace]:
+def trace(model: nn.Module | Observable) -> Generator[Trace]:
     """Record the steps of a sharded model for the duration of a context. Yield the trace.
 
     After the context the trace's `intervals` hold the computation, the transfers and the codecs over time. Every rank
@@ -206,12 +206,12 @@ def tracing(model: nn.Module | Observable) -> Generator[Trace]:
         StepError: A trace of the model is active already.
     """
     if isinstance(model, Observable):
-        with model.tracing() as trace:
-            yield trace
+        with model.trace() as recorded:
+            yield recorded
         return
     engine = engine_of(model)
-    with traced([engine], [engine.comm.groups]) as trace:
-        yield trace
+    with traced([engine], [engine.comm.groups]) as recorded:
+        yield recorded
 
 
 @contextmanager
@@ -219,7 +219,7 @@ def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Tra
     """Record several engines of this rank in one trace. All ranks synchronize through the groups in `meshes` first."""
     records = [engine.comm.record for engine in engines]
     if any(record.trace is not None for record in records):
-        raise StepError("tracing: this model is being traced already. Leave the first `with tracing(...)` before.")
+        raise StepError("trace: this model is being traced already. Leave the first `with tracing.trace(...)` before.")
     for engine in engines:
         engine.comm.queues.finish()
     # The barriers run twice. Ranks may leave the first ones at different times, depending on when they arrived. All
@@ -246,7 +246,7 @@ def intervals_of_ranks(model: nn.Module | Observable, trace: Trace) -> dict[int,
 
     Args:
         model: A model that `shard` returned, or a `Pipeline`.
-        trace: This rank's trace, after its `tracing` context has ended.
+        trace: This rank's trace, after its `trace` context has ended.
 
     Raises:
         ShardError: The model is not sharded.

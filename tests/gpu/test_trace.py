@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import towpath
-from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING, tracing
+from towpath import tracing
+from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -19,7 +20,7 @@ def test_a_step_of_one_rank_is_traced_in_the_order_of_its_stream() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(4096, 2048, device="cuda")
     for _ in range(3):
-        with tracing(model) as trace:
+        with tracing.trace(model) as trace:
             model(x).square().mean().backward()
             with trace.phase("optimizer"):
                 optimizer.step()

@@ -149,7 +149,7 @@ def _traced(schedule: str) -> tuple[dict[str, list[str]], int, int]:
     pipeline = _pipeline(2, 2, schedule, "zero1", 4)
     x, y = _batch(0, dist.get_rank() % 2, 4)
     pipeline.step(x, target=y)
-    with towpath.tracing(pipeline) as trace:
+    with towpath.tracing.trace(pipeline) as trace:
         pipeline.step(x, target=y)
     assert intervals_of_ranks(pipeline, trace).keys() == (set() if dist.get_rank() else {0, 1, 2, 3})
     tracks: dict[str, list[str]] = {}

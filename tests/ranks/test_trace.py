@@ -19,6 +19,7 @@ import towpath
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, strategy_of
+from towpath import tracing
 from towpath.errors import StepError
 from towpath.observing import (
     BETWEEN,
@@ -29,9 +30,8 @@ from towpath.observing import (
     intervals_of_ranks,
     running_trace,
     sums,
-    tracing,
 )
-from towpath.train.trace import write_trace
+from towpath.tracing import write_trace
 
 Worlds = Callable[[int], World]
 
@@ -48,7 +48,7 @@ def test_the_tracks_of_the_links_add_up_to_stats(world: Worlds, label: str) -> N
 def _compare_sums(label: str) -> None:
     model, optimizer = _model(label)
     _train(model, optimizer, steps=2)
-    with tracing(model) as trace:
+    with tracing.trace(model) as trace:
         before, sums_before = towpath.stats(model), sums(model)
         _train(model, optimizer, steps=2)
         done = towpath.stats(model).since(before)
@@ -74,7 +74,7 @@ def test_micro_steps_units_and_codecs_are_told_apart(world: Worlds) -> None:
 def _look_at_args() -> None:
     model, optimizer = _model("zero++")
     _train(model, optimizer, steps=2)
-    with tracing(model) as trace:
+    with tracing.trace(model) as trace:
         _train(model, optimizer, steps=1)
     between = [i.args for i in trace.intervals if i.track == BETWEEN]
     found = {(args["kind"], args["unit"], args["micro_step"]) for args in between}
@@ -105,7 +105,7 @@ def test_compute_is_in_the_order_of_the_units_with_holes_where_it_waited(world: 
 def _look_at_compute() -> None:
     model, optimizer = _model("zero3")
     _train(model, optimizer, steps=2)
-    with tracing(model) as trace, trace.phase("the step"):
+    with tracing.trace(model) as trace, trace.phase("the step"):
         _train(model, optimizer, steps=1)
     computed = [i for i in trace.intervals if i.track == COMPUTE]
     names = [i.name for i in computed]
@@ -141,7 +141,7 @@ def _look_at_recomputation() -> None:
     model: Any = towpath.shard(Checkpointed(), strategy_of("zero3", SHAPE))
     optimizer = torch.optim.AdamW(model.parameters())
     _train(model, optimizer, steps=1)
-    with tracing(model) as trace:
+    with tracing.trace(model) as trace:
         _train(model, optimizer, steps=1)
     names = [i.name for i in trace.intervals if i.track == COMPUTE]
     order = list(dict.fromkeys(n for n in names if n.endswith(("blocks.0", "blocks.1"))))
@@ -156,11 +156,11 @@ def test_a_model_is_traced_once_at_a_time_and_not_beyond(world: Worlds) -> None:
 
 def _trace_twice() -> None:
     model, optimizer = _model("ddp")
-    with tracing(model), pytest.raises(StepError, match="being traced already"), tracing(model):
+    with tracing.trace(model), pytest.raises(StepError, match="being traced already"), tracing.trace(model):
         raise AssertionError("not reached")
-    with pytest.raises(KeyError), tracing(model):
+    with pytest.raises(KeyError), tracing.trace(model):
         raise KeyError
-    with tracing(model) as trace:
+    with tracing.trace(model) as trace:
         _train(model, optimizer, steps=1)
     found = trace.intervals
     _train(model, optimizer, steps=1)
@@ -186,7 +186,7 @@ def test_the_file_is_what_perfetto_opens_and_adds_up_to_stats(world: Worlds, tmp
 def _write(path: Path) -> tuple[int, int]:
     model, optimizer = _model("zero++")
     _train(model, optimizer, steps=2)
-    with tracing(model) as trace:
+    with tracing.trace(model) as trace:
         before = towpath.stats(model)
         _train(model, optimizer, steps=1)
         done = towpath.stats(model).since(before)

@@ -468,7 +468,7 @@ def _what_would_fit(found: Infeasible, solver: Solver, more_hints: Sequence[str]
 def _write_trace(
     path: Path, solver: Solver, strategy: Strategy, batching: Batching, say: Callable[[int, int], None]
 ) -> None:
-    from towpath.train.trace import simulated_intervals, write_trace  # imports torch
+    from towpath.tracing import simulated_intervals, write_trace  # imports torch
 
     intervals = simulated_intervals(solver.timeline(strategy, batching, say).events)
     write_trace(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})
@@ -524,7 +524,7 @@ def _simulate_pipeline(
     pipelines = _pipelines(solver, name, length, (layout.schedule,))
     pipelines.check(layout, batching)
     if trace is not None:
-        from towpath.train.trace import simulated_intervals, write_trace  # imports torch
+        from towpath.tracing import simulated_intervals, write_trace  # imports torch
 
         timeline = pipelines.replay(layout, batching)
         ranks = {rank: simulated_intervals(each.events) for rank, each in enumerate(timeline.ranks)}

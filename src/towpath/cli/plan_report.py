@@ -15,6 +15,7 @@ from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.solver import Batching, Prediction, Ranking, Solver
+from towpath.tracing import simulated_intervals
 from towpath.train.report import (
     COLORS,
     Curve,
@@ -28,7 +29,6 @@ from towpath.train.report import (
     table_html,
     write_page,
 )
-from towpath.train.trace import simulated_intervals
 
 # The presets drawn over link rates and numbers of nodes: the lossless ones that differ most.
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")

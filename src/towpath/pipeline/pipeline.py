@@ -76,7 +76,7 @@ _REPORT_SECONDS = 2.0
 class Pipeline(Observable):
     """A model in stages, sharded and trained by a schedule of `torch.distributed.pipelining`.
 
-    Gradients are means over all micro-batches and data-parallel ranks. `towpath.stats`, `towpath.tracing` and
+    Gradients are means over all micro-batches and data-parallel ranks. `towpath.stats`, `towpath.tracing.trace` and
     `towpath.checkpoint.State` take a pipeline in place of a model.
 
     Args:
@@ -486,7 +486,7 @@ class Pipeline(Observable):
         """
         return self._counter.sums()
 
-    def tracing(self) -> AbstractContextManager[Trace]:
+    def trace(self) -> AbstractContextManager[Trace]:
         """Record this rank's stages for the duration of a context. Every rank must trace the same steps.
 
         Raises:
@@ -500,14 +500,14 @@ class Pipeline(Observable):
 
     @property
     def running_trace(self) -> Trace | None:
-        """The trace of the `tracing` context that is active, or None."""
+        """The trace of the `trace` context that is active, or None."""
         return self._trace.trace
 
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
         """Return the intervals of all ranks' traces by rank, on rank 0. Every rank must call it.
 
         Args:
-            trace: This rank's trace, after its `tracing` context has ended.
+            trace: This rank's trace, after its `trace` context has ended.
         """
         found = dict(zip(self._everyone.members, self._everyone.gather_objects(trace.intervals), strict=True))
         return {} if dist.get_rank() else found

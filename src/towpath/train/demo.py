@@ -15,10 +15,10 @@ from typing import Any
 import torch.multiprocessing
 from torch import distributed as dist
 
-from towpath import lab
+from towpath import lab, tracing
 from towpath.api import schedule
 from towpath.core.strategy import TransferKind
-from towpath.observing import Stats, stats, tracing
+from towpath.observing import Stats, stats
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, as_rank
 from towpath.train.config import Config, DataConfig, ModelConfig, StrategyConfig, TrainConfig
@@ -79,7 +79,7 @@ def trained(rank: int, world: int, config: Config, counted: bool) -> Outcome:
                 seen.append((stats(trainer.model), trainer.timers.besides_passes))
         sent_bytes = _sent_bytes(job.groups, counted) - sent_before
         validation, _ = trainer.evaluate()
-        with tracing(trainer.model) as trace:
+        with tracing.trace(trainer.model) as trace:
             trainer.train_step()
         (warm, host_before), (now, host) = seen
         measured, timed = now.since(warm), steps - _WARM_UP

@@ -22,12 +22,12 @@ from rich.text import Text
 
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError
-from towpath.observing import Stats, Sums, Trace, TransferStats, stats, sums, traced, tracing
+from towpath.observing import Stats, Sums, Trace, TransferStats, stats, sums, traced
+from towpath.tracing import trace, write_trace
 from towpath.train.config import DTYPES, Config, LogConfig, ParallelConfig
 from towpath.train.job import Job
 from towpath.train.metrics import EvaluationRow, JsonLines, Row, StepRow, TensorBoard, WeightsAndBiases, Writer
 from towpath.train.progress import StepProgress, size
-from towpath.train.trace import write_trace
 
 # FLOP/s of dense matrix products as the data sheets state them: in half precision, and in TF32. The first name that is
 # a word of the device's name counts.
@@ -172,12 +172,12 @@ class MetricsLogger:
             return
         recording: AbstractContextManager[Trace]
         if self._parallel.pipeline > 1:
-            recording = tracing(self._model)
+            recording = trace(self._model)
         else:  # all ranks of the job begin together, and not only those that share a copy of the model
             recording = traced([engine_of(self._model)], [self._job.groups])
-        with recording as trace:
+        with recording as recorded:
             yield
-        found = dict(enumerate(self._job.groups.collect_objects(trace.intervals)))
+        found = dict(enumerate(self._job.groups.collect_objects(recorded.intervals)))
         if not found:
             return
         path = Path(self._log.folder, f"trace-step-{step:06}.json")

@@ -1,9 +1,17 @@
-"""Traces of all ranks as a JSON file in Chrome's trace format, which https://ui.perfetto.dev opens.
+"""Record when each transfer and each computation of some steps runs, and write it as a file for Perfetto.
 
-A process of the file is a rank, and its threads are tracks. Intervals of one thread must not overlap. So a track on
-which some overlap gets further rows: "between nodes", "between nodes (2)", and so on.
+    from towpath import tracing
 
-Every rank counts seconds from the end of a barrier (`towpath.tracing`). Ranks leave a barrier at slightly different
+    with tracing.trace(model) as trace:  # on every rank, around the same steps
+        train_one_step()
+    if ranks := tracing.intervals_of_ranks(model, trace):  # on rank 0
+        tracing.write_trace(Path("trace.json"), ranks)
+
+The file has Chrome's trace format, which https://ui.perfetto.dev opens. A process of the file is a rank, and its
+threads are tracks. Intervals of one thread must not overlap. So a track on which some overlap gets further rows:
+"between nodes", "between nodes (2)", and so on.
+
+Every rank counts seconds from the end of a barrier (`trace`). Ranks leave a barrier at slightly different
 times, as long apart as its last messages take on the network. The times of different ranks are comparable up to that.
 """
 
@@ -14,8 +22,34 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
+from towpath.observing import (
+    BETWEEN,
+    CODEC,
+    COMPUTE,
+    INSIDE,
+    WAITING,
+    Interval,
+    Trace,
+    intervals_of_ranks,
+    running_trace,
+    trace,
+)
 from towpath.sim.timeline import Event
+
+__all__ = [
+    "BETWEEN",
+    "CODEC",
+    "COMPUTE",
+    "INSIDE",
+    "WAITING",
+    "Interval",
+    "Trace",
+    "intervals_of_ranks",
+    "running_trace",
+    "simulated_intervals",
+    "trace",
+    "write_trace",
+]
 
 _ORDER = (COMPUTE, WAITING, BETWEEN, INSIDE)  # the tracks of codecs come after these, by name
 _SIMULATED_TRACKS = {"compute": COMPUTE, "waiting": WAITING}
