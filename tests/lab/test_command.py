@@ -115,19 +115,6 @@ def test_without_the_right_to_administer_a_user_namespace_serves() -> None:
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = ["", "demo", "train", "export", "import", "checkpoint", "checkpoint ls", "checkpoint verify"]
-COMMANDS += ["checkpoint show", "data", "data prepare", "data show", "lab", "lab run"]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert _run([*command.split(), "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert f"Example: towpath {command}" in " ".join(printed.split())
-    assert max(map(len, printed.splitlines())) <= 100
-
-
 def test_the_command_does_not_load_torch() -> None:
     program = "import sys, towpath.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -345,7 +345,7 @@ def _safetensors_in(source: Path) -> dict[Path, list[str]]:
         return {source / file: names for file, names in sorted(read_index(source).items())}
     found = sorted(source.glob("*.safetensors"))
     if not found:
-        raise CheckpointError(f"{source}: expected a .safetensors file, or a folder with some; found none.")
+        raise CheckpointError(f"{source}: expected a .safetensors file, or a folder with some; found none. Check it.")
     return {path: [] for path in found}
 
 

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from towpath.cli.terminal import load_torch
 from towpath.errors import ConfigError
 from towpath.files import check_output_file
 from towpath.topology.cluster import Topology
@@ -30,29 +31,41 @@ _MARKS = (
 
 def bench(
     strategies: Annotated[
-        list[str] | None, typer.Argument(metavar="[STRATEGY ...]", help="In place of zero3, mics, paro-ngg and zero++.")
+        list[str] | None,
+        typer.Argument(metavar="STRATEGY", help="Strategies.", show_default="zero3, mics, paro-ngg and zero++"),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="tiny, 125m, 350m, 1b, 3b, 7b, or WIDTHxDEPTH. Default: 125m; lab: tiny.")
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="tiny, 125m, 350m, 1b, 3b, 7b, or WIDTHxDEPTH.", show_default="125m; lab: tiny"
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-step.")] = 4,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence. Default: 1024; lab: 64.")] = None,
-    micro_steps: Annotated[int, typer.Option(min=1, help="Micro-steps per optimizer step.")] = 1,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences per rank and micro-batch.")] = 4,
+    length: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.", show_default="1024; lab: 64")
+    ] = None,
+    micro_steps: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches per optimizer step.")] = 1,
     dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 or float32. Default: bfloat16 on GPUs, float32 on CPUs.")
+        str | None,
+        typer.Option(metavar="DTYPE", help="bfloat16 or float32.", show_default="bfloat16 on GPUs, float32 on CPUs"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements per candidate. An interval at 95 % needs six.")] = 6,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps per measurement.")] = 5,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Measurements per candidate. An interval at 95 % needs six.")
+    ] = 6,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps per measurement.")] = 5,
     peers: Annotated[
-        str, typer.Option(metavar="NAME,…", help="What to compare with.")
+        str, typer.Option(metavar="NAME,…", help="Baselines to compare with.")
     ] = "fsdp2,hsdp,hsdp reshard=no,torch-ddp",
     lab: Annotated[bool, typer.Option("--lab", help="Emulate a cluster on this Linux machine.")] = False,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the lab. Default: 2.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks per node of the lab. Default: 2.")] = None,
-    inter: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Rate of the lab's links between nodes. Default: 200mbit.")
+    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Nodes of the lab.", show_default="2")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks per node of the lab.", show_default="2")
     ] = None,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The page.")] = Path("bench.html"),
+    inter: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="The rate of the lab's links between nodes.", show_default="200mbit"),
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("bench.html"),
 ) -> None:
     """Measure whether Towpath is faster than FSDP2, HSDP and DDP on your network, and with which strategy.
 
@@ -63,13 +76,13 @@ def bench(
     All candidates train the same GPT. Each round measures every candidate once, in a new order, with only one model in
     memory. The result is a table, and a page with every measurement. A candidate that fails is left out.
 
-    Exit code: 0; 1 if no strategy or no peer could be measured; 2 if nothing could start.
+    Exit code: 0, or 1 if no strategy or no baseline could be measured, or 2 if nothing could start.
     """
+    load_torch()
     _check_launcher(lab, {"--nodes": nodes, "--ranks": ranks, "--inter": inter})
     if dtype not in (None, "bfloat16", "float32"):
         raise ConfigError(f"--dtype {dtype}: expected bfloat16 or float32.")
     check_output_file("--output", output)
-    # What follows loads torch.
     from towpath.bench import STRATEGIES, TrainingSetup, check_candidates, compare, parse_model
 
     width, depth, vocabulary = parse_model(model or ("tiny" if lab else "125m"))

@@ -91,7 +91,7 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
-        status: Any = app(arguments, standalone_mode=False)
+        status: Any = app(arguments, prog_name="towpath", standalone_mode=False)
     except (TrainError, PlanError) as error:
         return _complain(str(error), _FAILED)
     except TowpathError as error:

@@ -89,7 +89,8 @@ Memory = Annotated[
     ),
 ]
 PrecisionOption = Annotated[
-    PrecisionName, typer.Option(help="The dtype of computation and transfers. Masters are fp32.")
+    PrecisionName,
+    typer.Option(metavar="bf16|fp32", help="The dtype of computation and transfers. Masters are fp32."),
 ]
 OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}.")]
 MicroBatch = Annotated[
@@ -98,7 +99,9 @@ MicroBatch = Annotated[
 MicroSteps = Annotated[int, typer.Option(metavar="N", parser=_PER_RANK, help="Micro-batches in one optimizer step.")]
 OffloadOption = Annotated[
     OffloadName | None,
-    typer.Option(help="Keep the optimizer's masters and states in host memory.", show_default="nothing"),
+    typer.Option(
+        metavar="optimizer", help="Keep the optimizer's masters and states in host memory.", show_default="nothing"
+    ),
 ]
 Checkpointing = Annotated[bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass.")]
 Batch = Annotated[

@@ -60,11 +60,11 @@ def load_cluster(what: str | Path, nodes: int | None = None) -> Cluster:
         try:
             name, text = path.stem, path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cluster: cannot read {path}: {error}.") from None
+            raise ConfigError(f"cluster: cannot read {path}: {error}. Check the path and its rights.") from None
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cluster {what}: not TOML: {error}.") from None
+        raise ConfigError(f"cluster {what}: not TOML: {error}. Correct it there.") from None
     found = from_table(name, table)
     return found if nodes is None else found.on(nodes)
 
@@ -138,7 +138,7 @@ def model_shape(what: str | Path, length: int | None = None) -> tuple[Transforme
         text = path.read_text(encoding="utf-8")
         table: dict[str, Any] = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model: cannot read {path}: {error}.") from None
+        raise ConfigError(f"model: cannot read {path}: {error}. Correct it there, or name another model.") from None
     usual = table.pop("length", None) if path.suffix == ".toml" else None
     shape = _from_config(table, path) if path.suffix == ".json" else _from_table(table, path)
     length = length or usual or shape.positions or table.get("max_position_embeddings")

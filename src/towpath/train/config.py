@@ -323,7 +323,7 @@ class StrategyConfig:
         try:
             strategy = Strategy.from_toml(self.file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"strategy.name: cannot read {self.file}: {_reason(error)}.") from None
+            raise ConfigError(f"strategy.name: cannot read {self.file}: {_reason(error)}. Check the path.") from None
         return strategy if offload is None else replace(strategy, offload=offload)
 
 
@@ -456,9 +456,9 @@ class Config:
         try:
             table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the configuration {path}: {_reason(error)}.") from None
+            raise ConfigError(f"cannot read the configuration {path}: {_reason(error)}. Check the path.") from None
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not TOML: {error}.") from None
+            raise ConfigError(f"{path} is not TOML: {error}. Correct it there.") from None
         for override in overrides:
             _apply_override(table, override)
         return Config.from_dict(table)

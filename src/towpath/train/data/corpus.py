@@ -90,7 +90,7 @@ class File:
         try:
             status = Path(path).stat()
         except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}.") from None
+            raise ConfigError(f"cannot read {path}: {error.strerror}. Check the path and its rights.") from None
         return File(path=path, size_bytes=status.st_size, changed_ns=status.st_mtime_ns, checked=checked, column=column)
 
     @property
