@@ -295,6 +295,11 @@ def _file(name: str) -> Check:
     return check
 
 
+@cache
+def _box(dims: int) -> Check:
+    return row(offsets=integers(dims), sizes=integers(dims), file=_file_name, start=integer(), crc32=_CRC)
+
+
 def _tensor(value: object) -> StoredTensor:
     found = _TENSOR(value)
     boxes = record(boxes=list_of(_box(len(found["shape"]))))(value)["boxes"]
@@ -303,11 +308,7 @@ def _tensor(value: object) -> StoredTensor:
     return stored
 
 
-@cache
-def _box(dims: int) -> Check:
-    return row(offsets=integers(dims), sizes=integers(dims), file=_file_name, start=integer(), crc32=_CRC)
-
-
+# The schema. Relations between fields are checked by the functions above, and by `_check_files` and `_check_values`.
 _CRC = integer(high=0xFFFFFFFF)
 _FILE = row(
     **{"[0] (bytes)": integer(), "[1] (bytes of its header)": integer(), "[2] (CRC-32 of its header)": _CRC},
