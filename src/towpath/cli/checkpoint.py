@@ -171,6 +171,17 @@ ConfigFile = Annotated[
 ]
 FilesAsJson = Annotated[bool, typer.Option("--json", help="Print the written files as JSON.")]
 
+TokenizerFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="A tokenizer.json, or a folder with one, to copy next to the model."),
+]
+AdapterName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help='Export only this PEFT adapter: "default", unless you named it.', show_default="all"
+    ),
+]
+
 
 def export(
     checkpoint: Annotated[
@@ -189,19 +200,8 @@ def export(
         str | None,
         typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.", show_default="as in the checkpoint"),
     ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A tokenizer.json, or a folder with one, to copy next to the model.",
-        ),
-    ] = None,
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help='Export only this PEFT adapter: "default", unless you named it.', show_default="all"
-        ),
-    ] = None,
+    tokenizer: TokenizerFile = None,
+    adapter: AdapterName = None,
     as_json: FilesAsJson = False,
 ) -> None:
     """Write the model of a checkpoint as Hugging Face safetensors, or as a PyTorch state dict.

@@ -160,6 +160,17 @@ Compressions = Annotated[
     list[str] | None,
     typer.Option("--compression", metavar="NAME", help="Of a pipeline: optimus-cb, … Can be repeated."),
 ]
+ReportFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write an HTML page of plots: which strategy when.")
+]
+TraceFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")]
+Jitter = Annotated[
+    float, typer.Option(metavar="SHARE", help="Standard deviation of the compute time, as a share of it, on all ranks.")
+]
+Stragglers = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RANK:TIMES", help="A rank that computes TIMES as long. Can be repeated."),
+]
 
 
 def plan(
@@ -181,10 +192,7 @@ def plan(
     compression: Compressions = None,
     top: Top = 10,
     output: OutputFile = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write an HTML page of plots: which strategy when."),
-    ] = None,
+    report: ReportFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank all strategies for a model on a cluster by their step time, with memory and bytes.
@@ -217,28 +225,51 @@ def plan(
     if isinstance(found, Infeasible):
         raise PlanError(_what_would_fit(found, solver, [] if stages.pipelines else ["a pipeline (--pipeline 4)"]))
     if report is not None:
-        from towpath.cli.plan_report import write_plan_report  # loads matplotlib, which takes a second
-
-        with progress_bar("Drawing") as say:
-            write_plan_report(report, found, solver, _heading(solver), say)
+        _write_report(report, found, solver)
         found = replace(found, ranked=found.ranked[:top])
     write_output_file("--output", output, found.ranked[0].strategy.to_toml())
     if as_json:
-        facts: dict[str, Any] = {
-            "model": solver.model.name,
-            "parameters": solver.model.parameters,
-            "cluster": solver.cluster.name,
-            "nodes": solver.cluster.topology.nodes,
-            "ranks_per_node": solver.cluster.topology.ranks_per_node,
-            "considered": found.considered,
-            "fitting": found.fitting,
-            "replayed": found.replayed,
-            "proven": found.proven,
-            "plans": [tables.as_json(priced, solver) for priced in found.ranked],
-        }
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(_facts(found, solver), indent=2))
         return
     _show(found, solver, time.monotonic() - began, output, report)
+
+
+def _write_report(report: Path, found: Ranking, solver: Solver) -> None:
+    """Write the page of plots. matplotlib is imported here, because that takes a second."""
+    from towpath.cli.plan_report import write_plan_report
+
+    with progress_bar("Drawing") as say:
+        write_plan_report(report, found, solver, _heading(solver), say)
+
+
+def _facts(found: Ranking, solver: Solver) -> dict[str, Any]:
+    """Return what `--json` prints."""
+    return {
+        "model": solver.model.name,
+        "parameters": solver.model.parameters,
+        "cluster": solver.cluster.name,
+        "nodes": solver.cluster.topology.nodes,
+        "ranks_per_node": solver.cluster.topology.ranks_per_node,
+        "considered": found.considered,
+        "fitting": found.fitting,
+        "replayed": found.replayed,
+        "proven": found.proven,
+        "plans": [tables.as_json(priced, solver) for priced in found.ranked],
+    }
+
+
+def _variation(jitter: float, straggler: Sequence[str], world: int) -> RankVariation:
+    """Return the variation that --jitter and --straggler describe. `straggler` has texts such as 3:1.5."""
+    stragglers: dict[int, float] = {}
+    for text in straggler:
+        rank, _, times = text.partition(":")
+        try:
+            stragglers[int(rank)] = float(times)
+        except ValueError:
+            raise ConfigError(f"--straggler {text}: expected RANK:TIMES, such as 3:1.5.") from None
+    variation = RankVariation(jitter, stragglers)
+    variation.check(world)
+    return variation
 
 
 def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | None, report: Path | None) -> None:
@@ -316,18 +347,9 @@ def simulate(
     precision: PrecisionOption = PrecisionName.BF16,
     optimizer: OptimizerOption = "adamw",
     offload: OffloadOption = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev."),
-    ] = None,
-    jitter: Annotated[
-        float,
-        typer.Option(metavar="SHARE", help="Standard deviation of the compute time, as a share of it, on all ranks."),
-    ] = 0.0,
-    straggler: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK:TIMES", help="A rank that computes TIMES as long. Can be repeated."),
-    ] = None,
+    trace: TraceFile = None,
+    jitter: Jitter = 0.0,
+    straggler: Stragglers = None,
     pipeline: Annotated[
         int, typer.Option(metavar="N", parser=whole(1, 100_000), help="Ranks of a pipeline. 1 is no pipeline.")
     ] = 1,
@@ -359,21 +381,11 @@ def simulate(
             )
         PipelineOptions((pipeline,), (tensor,), (schedule,), (compression,))
         layout = Layout(pipeline, schedule, strategy, compression, tensor)
-        _show_simulated(
-            _simulate_pipeline(solver, model, length, layout, batching, trace), solver, None, trace, as_json
-        )
+        predicted = _simulate_pipeline(solver, model, length, layout, batching, trace)
+        _show_simulated(predicted, solver, None, trace, as_json)
         return
     made = _strategy(strategy, solver, offload)
-    stragglers: dict[int, float] = {}
-    for text in straggler or ():
-        rank, _, times = text.partition(":")
-        try:
-            stragglers[int(rank)] = float(times)
-        except ValueError:
-            raise ConfigError(f"--straggler {text}: expected RANK:TIMES, such as 3:1.5.") from None
-    uneven = RankVariation(jitter, stragglers)
-    uneven.check(made.topology.world)
-    late = None
+    uneven, late = _variation(jitter, straggler or (), made.topology.world), None
     with progress_bar("Simulating") as say:
         if trace is not None:
             _write_trace(trace, solver, made, batching, say)
