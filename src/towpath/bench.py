@@ -410,7 +410,8 @@ class Comparison:
             if interval.low <= 1 <= interval.high:
                 text = f"No measurable difference: {ours} against {peer}, ratio {ratio:.2f} {bounds}."
             else:
-                text = f"{ours} is {ratio:.2f} times as fast as {peer} {bounds}."
+                verb = "is" if coverage >= CONFIDENCE else "was, in these rounds,"
+                text = f"{ours} {verb} {ratio:.2f} times as fast as {peer} {bounds}."
             sentences.append(text + " It rounds what it sends." * (kind == "ours, lossy"))
         if coverage < CONFIDENCE:
             sentences.append(
