@@ -29,42 +29,49 @@ _MARKS = (
 )
 
 
+Strategies = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="STRATEGY", help="Strategies.", show_default="zero3, mics, paro-ngg and zero++"),
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="tiny, 125m, 350m, 1b, 3b, 7b, or WIDTHxDEPTH.", show_default="125m; lab: tiny"),
+]
+Length = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.", show_default="1024; lab: 64")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help="bfloat16 or float32.", show_default="bfloat16 on GPUs, float32 on CPUs"),
+]
+Rounds = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Measurements per candidate. An interval at 95 % needs six.")
+]
+RanksPerNode = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Ranks per node of the lab.", show_default="2")
+]
+InterRate = Annotated[
+    str | None,
+    typer.Option(metavar="RATE", help="The rate of the lab's links between nodes.", show_default="200mbit"),
+]
+
+
 def bench(
-    strategies: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="STRATEGY", help="Strategies.", show_default="zero3, mics, paro-ngg and zero++"),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL", help="tiny, 125m, 350m, 1b, 3b, 7b, or WIDTHxDEPTH.", show_default="125m; lab: tiny"
-        ),
-    ] = None,
+    strategies: Strategies = None,
+    model: ModelName = None,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences per rank and micro-batch.")] = 4,
-    length: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tokens per sequence.", show_default="1024; lab: 64")
-    ] = None,
+    length: Length = None,
     micro_steps: Annotated[int, typer.Option(metavar="N", min=1, help="Micro-batches per optimizer step.")] = 1,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="DTYPE", help="bfloat16 or float32.", show_default="bfloat16 on GPUs, float32 on CPUs"),
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Measurements per candidate. An interval at 95 % needs six.")
-    ] = 6,
+    dtype: Dtype = None,
+    rounds: Rounds = 6,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps per measurement.")] = 5,
     peers: Annotated[
         str, typer.Option(metavar="NAME,…", help="Baselines to compare with.")
     ] = "fsdp2,hsdp,hsdp reshard=no,torch-ddp",
     lab: Annotated[bool, typer.Option("--lab", help="Emulate a cluster on this Linux machine.")] = False,
     nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Nodes of the lab.", show_default="2")] = None,
-    ranks: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Ranks per node of the lab.", show_default="2")
-    ] = None,
-    inter: Annotated[
-        str | None,
-        typer.Option(metavar="RATE", help="The rate of the lab's links between nodes.", show_default="200mbit"),
-    ] = None,
+    ranks: RanksPerNode = None,
+    inter: InterRate = None,
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("bench.html"),
 ) -> None:
     """Measure whether Towpath is faster than FSDP2, HSDP and DDP on your network, and with which strategy.
