@@ -1,0 +1,56 @@
+"""The API reference describes every parameter of every name that it lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+from tests.documented import ROOT
+
+# Each entry of the page: a dotted name, and the members that are shown (default: all public ones).
+ENTRIES = re.findall(
+    r"^::: (\S+)\n(?:    options: \{members: (.*)\}\n)?", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE
+)
+
+
+@pytest.mark.parametrize(("name", "shown"), ENTRIES, ids=[name for name, _ in ENTRIES])
+def test_every_parameter_has_an_entry(name: str, shown: str) -> None:
+    owner = _load(name)
+    described = [(name, owner)]
+    if inspect.isclass(owner) and shown != "false":
+        members = re.findall(r"\w+", shown) or [n for n in vars(owner) if not n.startswith("_")]
+        found = [(each, inspect.getattr_static(owner, each)) for each in members]
+        described += [(each, getattr(f, "__func__", f)) for each, f in found if not isinstance(f, property)]
+    missing = {each: _undescribed(value) for each, value in described if callable(value)}
+    assert not any(missing.values()), missing
+
+
+def _load(name: str) -> Any:
+    module, _, rest = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), rest)
+    except ModuleNotFoundError:  # a method
+        return getattr(_load(module), rest)
+
+
+def _undescribed(value: Any) -> list[str]:
+    """Return the parameters, or the fields of a dataclass, without an entry in `Args:` or `Attributes:`."""
+    text = inspect.getdoc(value) or ""
+    assert text, "no docstring"
+    if inspect.isclass(value):
+        if issubclass(value, BaseException):
+            return []
+        text += "\n" + (inspect.getdoc(value.__init__) or "")
+    if dataclasses.is_dataclass(value):
+        wanted = [field.name for field in dataclasses.fields(value) if field.init]
+    else:
+        called = value.__init__ if inspect.isclass(value) else value
+        wanted = [each for each in inspect.signature(called).parameters if each != "self"]
+    sections = re.findall(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n)*)", text, re.MULTILINE)
+    entries = set(re.findall(r"^ {4}\*{0,2}(\w+)(?: \([^)]*\))?:", "".join(sections), re.MULTILINE))
+    return [each for each in wanted if not each.startswith("_") and each not in entries]
