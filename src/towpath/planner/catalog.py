@@ -127,7 +127,12 @@ def describe_model(what: str | Path, length: int | None = None) -> Model:
 def model_shape(what: str | Path, length: int | None = None) -> tuple[Transformer, str, int]:
     """Return the shape of a model, its name, and the tokens of a sequence, for `Transformer.staged`.
 
-    The arguments and errors are those of `describe_model`.
+    Args:
+        what: A named model, or a file, as in `describe_model`.
+        length: Tokens of a sequence. By default those of the model.
+
+    Raises:
+        ConfigError: The model is unknown, or its file is wrong.
     """
     path = Path(what, "config.json") if Path(what).is_dir() else Path(what)
     if path.suffix not in (".json", ".toml"):
