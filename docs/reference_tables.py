@@ -28,18 +28,20 @@ from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 from towpath.topology.cluster import Topology
 
-# The commands of docs/reference/cli-planning.md; all others are in docs/reference/cli.md.
-PLANNING = ("plan", "explain", "simulate", "probe", "bench", "lab")
+# The pages docs/reference/cli-….md that have these commands; docs/reference/cli.md has all others.
+PAGE_OF = {"plan": "planning", "explain": "planning", "simulate": "planning"} | dict.fromkeys(
+    ("probe", "bench", "lab"), "measuring"
+)
 SECTIONS = ("model", "data", "train", "strategy", "parallel", "log", "checkpoint")
 
 
 # Commands -------------------------------------------------------------------------------------------------------------
 
 
-def commands(planning: bool) -> str:
+def commands(page: str) -> str:
     """Return a section for each command: its help, and a table of its arguments and options."""
     found = _leaves(typer.main.get_command(main.app), ())
-    return "\n".join(_section(name, each) for name, each in found if (name.split()[1] in PLANNING) == planning)
+    return "\n".join(_section(name, each) for name, each in found if PAGE_OF.get(name.split()[1], "") == page)
 
 
 def _leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
@@ -207,8 +209,9 @@ def error_table() -> str:
 
 
 TABLES = {
-    "commands": partial(commands, planning=False),
-    "planning-commands": partial(commands, planning=True),
+    "commands": partial(commands, ""),
+    "planning-commands": partial(commands, "planning"),
+    "measuring-commands": partial(commands, "measuring"),
     "strategies": strategies,
     "two-nodes": two_nodes,
     "errors": error_table,
