@@ -91,7 +91,7 @@ def shard(
         offload: "optimizer" keeps the master parameters, their `.grad` and the optimizer's states in the host's memory,
             and steps on the CPU. By default, the strategy's own setting. Use it if the states do not fit on the GPU.
         check_every: The number of optimizer steps between two comparisons of parameters. Ranks with copies of the same
-            parameters ("ddp", "mics") raise an error with the unit's name if they differ. Default: 100. 0 is never.
+            parameters ("ddp", "mics") raise an error with the unit's name if they differ. 0 is never.
         **theirs: Not supported. An argument of FSDP or FSDP2 raises an error that names the counterpart.
 
     Returns:

@@ -259,10 +259,10 @@ class Trainer:
         # Gradient clipping. The norm is that of the whole model.
         with self._timed("optimizer"):
             self.loss_scale.unscale_gradients(self.model.parameters())
-            local_norm = self._clip_gradients()
+            norm = self._clip_gradients()
 
         # One all-reduce of the loss, signals and due checkpoints. From here on all ranks decide the same.
-        loss, norm = self._agree(local_loss, local_norm, stop_signal)
+        loss, norm = self._agree(local_loss, norm, stop_signal)
 
         # Optimizer. A step whose gradient is not finite changes no weights.
         finite = math.isfinite(loss) and math.isfinite(norm)
