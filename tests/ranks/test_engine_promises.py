@@ -716,7 +716,7 @@ def _step_one_element_before() -> None:
 
 
 def test_peers_are_told_why_a_ranks_step_was_refused() -> None:
-    with World(2) as ranks:
+    with World(2, group_timeout=3.0) as ranks:
         refused, told = ranks.run(_refuse_and_leave)
     assert "AdamW has already stepped weight" in refused
     assert "rank 0: step 1; AdamW.step() failed" in told and "make a new optimizer afterwards" in told, told
