@@ -116,3 +116,14 @@ towpath.optim.owner_stepped, towpath.optim.chain
 def test_a_renamed_name_says_its_new_name(module: ModuleType, old: str, new: str) -> None:
     with pytest.raises(AttributeError, match=f"is now {new}"):
         getattr(module, old)
+
+
+def test_shard_imports_neither_dtensor_nor_checkpoints() -> None:
+    """They take half a second, in each rank that starts."""
+    program = """
+import sys, towpath
+towpath.shard
+slow = {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy"} & set(sys.modules)
+assert not slow, slow
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,6 +1,6 @@
 """Parameters that are DTensors on a tensor-parallel mesh, whose local part `shard()` shards, and boxes of tensors.
 
-Importing DTensor takes a second, so this module imports it only for models that have DTensors.
+Importing DTensor or torch.distributed.checkpoint takes up to a second, so this module imports them where it uses them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from towpath.errors import ShardTensorError
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
@@ -100,11 +100,16 @@ def ranges_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def chunks_of(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
     """Return `boxes` as torch.distributed.checkpoint describes them: the offsets and sizes of each chunk."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
 
 
 def write_items(fqn: str, local: torch.Tensor, shape: torch.Size, boxes: Sequence[Box]) -> list[WriteItem]:
     """Return DCP's write items for `boxes`. `local` holds this rank's elements of the tensor of `shape`."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
     properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
