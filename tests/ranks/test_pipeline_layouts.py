@@ -248,6 +248,8 @@ def _both_ways(schedule: str) -> None:
             pipeline.zero_grad()
             pipeline.step(ids, target=ids)
             norms.append(float(pipeline.clip_grad_norm_(1e9)))
+            if step == 2:  # without zero_grad, the next step adds to `.grad`
+                pipeline.step(_tokens(3, replica), target=_tokens(3, replica))
         for (name, mine), (_, theirs) in zip(*(p.named_parameters() for p in made), strict=True):
             gradients: list[Any] = [mine.grad, theirs.grad]
             one, other = (g.full_tensor() for g in gradients)

@@ -7,7 +7,8 @@ ends on one rank, their modules have one parameter and one engine over the data-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Generator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -167,6 +168,24 @@ class TiedEmbeddings:
     def counted_here(self) -> bool:
         """Whether this rank's end counts in sums over all stages. One of the two does."""
         return 0 in self.ends.stages
+
+    @contextmanager
+    def summing(self) -> Generator[None]:
+        """Sum between the ends what the engines set as `.grad` inside.
+
+        An engine adds to a `.grad` that is there. It was summed in an earlier step, and must not be summed again.
+        """
+        before: dict[nn.Parameter, Any] = {} if self._between is None else {p: p.grad for p in self.parameters}
+        for parameter in before:
+            parameter.grad = None
+        try:
+            yield
+            self.end_step()
+        finally:
+            with torch.no_grad():
+                for parameter, earlier in before.items():
+                    if earlier is not None:
+                        parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     def end_step(self) -> None:
         """Sum the gradients between the ends, after the engines have delivered the sums of each end."""

@@ -61,11 +61,14 @@ class StepCounter:
 
     def job(self, first: int = 0, accumulated: int = 0) -> tuple[JobSchedule, Sums]:
         """Return the job's schedule of a step, and the messages and bytes in it. Every rank must call it."""
-        if (first, accumulated) not in self._jobs:
-            job = self._plan(first, accumulated)
-            messages = sum(t.kind in _MESSAGES for t in job.transfers)
-            total = Sums(calls=messages, intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
-            self._jobs[first, accumulated] = job, total
+        # The first call plans all changes of the schedule. Later calls without accumulation then need no other rank.
+        keys = [(first, accumulated)] if self._jobs else [*((each, 0) for each in self._changes), (first, accumulated)]
+        for key in keys:
+            if key not in self._jobs:
+                job = self._plan(*key)
+                messages = sum(t.kind in _MESSAGES for t in job.transfers)
+                total = Sums(calls=messages, intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
+                self._jobs[key] = job, total
         return self._jobs[first, accumulated]
 
     def stats(self) -> Stats:

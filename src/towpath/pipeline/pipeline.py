@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from itertools import count as count_up
 from typing import Any
@@ -271,10 +271,9 @@ class Pipeline(Observable):
             if accumulating:
                 self._accumulated += 1
                 return loss()
-            for engine in self._passes_back.engines:
-                engine.end_boundary()
-            if self._tied is not None:
-                self._tied.end_step()
+            with self._tied.summing() if self._tied is not None else nullcontext():
+                for engine in self._passes_back.engines:
+                    engine.end_boundary()
             self._counter.count_step(self._stages[0].engine.step - 1, self._accumulated)
             self._accumulated = 0
             return loss()
@@ -504,13 +503,13 @@ class Pipeline(Observable):
         return self._trace.trace
 
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
-        """Return the intervals of all ranks' traces by rank, on rank 0. Every rank must call it.
+        """Return the intervals of all ranks' traces by rank, on the mesh's first rank. Every rank must call it.
 
         Args:
             trace: This rank's trace, after its `trace` context has ended.
         """
         found = dict(zip(self._everyone.members, self._everyone.gather_objects(trace.intervals), strict=True))
-        return {} if dist.get_rank() else found
+        return found if dist.get_rank() == self._everyone.members[0] else {}
 
     def checkpoint_contents(self) -> RankContents:
         """Return what this rank has of a checkpoint, for `towpath.checkpoint.State(pipeline, optimizer)`."""
