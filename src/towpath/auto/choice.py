@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,11 +175,19 @@ def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple
     if not path:
         # The name of the cached file depends on all that a profile depends on: hosts, ranks, device and threads.
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        what = [f"{topology}", sorted(set(hosts)), device_of_job().type, torch.get_num_threads(), torch.__version__]
+        what = [
+            f"{topology}",
+            hosts[0],
+            sorted(set(hosts)),
+            device_of_job().type,
+            torch.get_num_threads(),
+            torch.__version__,
+        ]
         digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
         where = cache / "towpath" / "profiles" / f"{digest}.json"
     answer: tuple[str, str] | None = None
-    if groups.rank == 0 and (path or where.exists()):
+    # `Path.exists` would raise in a folder that is not readable, while the other ranks wait.
+    if groups.rank == 0 and (path or os.path.exists(where)):  # noqa: PTH110
         try:
             answer = ("profile", Profile.load(where).to_json())
         except ConfigError as error:
@@ -224,13 +231,15 @@ class _Planner:
         except TowpathError as error:
             answer = error
         except Exception as error:  # the others wait for an answer
-            cause = error
-            answer = PlanError(f'strategy="auto": rank 0 could not plan: {type(error).__name__}: {error}')
-        answer = self._groups.gather_objects(answer)[0]
-        if isinstance(answer, TowpathError):
-            raise answer from cause
-        assert answer is not None
-        return answer
+            cause, rank = error, self._groups.rank
+            answer = PlanError(f'strategy="auto": rank {rank} could not plan: {type(error).__name__}: {error}')
+        answers = self._groups.gather_objects(answer)
+        for rank, each in enumerate(answers):  # the error of the lowest rank, on every rank
+            if isinstance(each, TowpathError):
+                raise each from (cause if rank == self._groups.rank else None)
+        choice = answers[0]
+        assert choice is not None
+        return choice
 
     def _answer(self, profile: Profile, how: str) -> Choice | None:
         device = device_of_job()
@@ -238,8 +247,7 @@ class _Planner:
             self._model = self._model or self._describe(device)
             return _planned(profile, how, self._model, self._request, self._pipelined)
         if self._model is None and ranks_measure_together(device):
-            with suppress(Exception):  # rank 0 reports what cannot be described
-                self._model = self._describe(device)
+            self._model = self._describe(device)
         return None
 
 
