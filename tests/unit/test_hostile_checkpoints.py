@@ -101,11 +101,16 @@ def _content_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / MANIFEST).read_text())["content"]
 
 
-def _seal(folder: Path, content: Any, format: Any = "towpath checkpoint 1") -> None:
+def _seal(folder: Path, content: Any) -> None:
     """With the checksum that makes it look as if Towpath had written it."""
     text = json.dumps(content, separators=(",", ":"))
-    whole = {"format": format, "crc32": zlib.crc32(text.encode()), "content": content}
+    whole = {"format": "towpath checkpoint 1", "crc32": zlib.crc32(text.encode()), "content": content}
     (folder / MANIFEST).write_text(json.dumps(whole))
+
+
+def test_a_manifest_of_another_format_is_refused_as_such(folder: Path) -> None:
+    (folder / MANIFEST).write_text(json.dumps({"format": "towpath checkpoint 2"}))
+    assert "which this version of Towpath reads" in (checkpoint.verify(folder).problem or "")
 
 
 def _everything(folder: Path, out: Path) -> list[str | None]:

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -39,7 +38,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
     LoadPlan,
     LoadPlanner,
     ReadItem,
@@ -98,7 +96,7 @@ def read(targets: dict[str, torch.Tensor], reader: FolderReader, group: dist.Pro
     Raises:
         CheckpointError: A rank failed. All ranks raise the same error.
     """
-    planner = JsonLoadPlanner()
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     if group is not None:
         _explained(lambda: dcp_load(targets, storage_reader=reader, planner=planner, process_group=group))
         return
@@ -188,17 +186,6 @@ class JsonSavePlanner(DefaultSavePlanner):
         if write_item.type is not WriteItemType.BYTE_IO:
             return object.detach()
         return io.BytesIO(json.dumps(object).encode())
-
-
-class JsonLoadPlanner(DefaultLoadPlanner):
-    """Plans the loading of a flat dict. It never unpickles."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Parse a JSON value."""
-        self.state_dict[read_item.dest_index.fqn] = json.loads(value.getvalue())
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -397,7 +384,7 @@ class FolderReader(StorageReader):
             )
             for name, t in self._manifest.tensors.items()
         }
-        return Metadata({**found, **{name: BytesStorageMetadata() for name in self._manifest.values}})
+        return Metadata(found)  # tensors only, so that DCP has nothing to unpickle
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Store this rank's number."""
@@ -412,9 +399,8 @@ class FolderReader(StorageReader):
         wanted: dict[tuple[Any, ...], dict[int, int]] = {}  # by node and range: rank → its item
         for rank, plan in enumerate(plans):
             for number, item in enumerate(plan.items):
-                if item.type is LoadItemType.TENSOR:
-                    where = (item.storage_index.fqn, item.storage_index.index, *item.storage_offsets, *item.lengths)
-                    wanted.setdefault((self._nodes[rank], *where), {})[rank] = number
+                where = (item.storage_index.fqn, item.storage_index.index, *item.storage_offsets, *item.lengths)
+                wanted.setdefault((self._nodes[rank], *where), {})[rank] = number
         load = [0] * len(plans)
         reads: list[list[_SharedRead]] = [[] for _ in plans]
         for number, ranks in enumerate(wanted.values()):
@@ -428,9 +414,6 @@ class FolderReader(StorageReader):
     @torch.no_grad()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill this rank's targets, and send what other ranks of the node need."""
-        for item in plan.items:
-            if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(json.dumps(self._manifest.values[item.storage_index.fqn]).encode()))
         failure: CheckpointError | None = None
         sent: deque[tuple[Any, torch.Tensor]] = deque()
         for shared in plan.storage_data:

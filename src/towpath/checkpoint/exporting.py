@@ -345,7 +345,9 @@ def _safetensors_in(source: Path) -> dict[Path, list[str]]:
         return {source / file: names for file, names in sorted(read_index(source).items())}
     found = sorted(source.glob("*.safetensors"))
     if not found:
-        raise CheckpointError(f"{source}: expected a .safetensors file, or a folder with some; found none. Check it.")
+        raise CheckpointError(
+            f"{source}: expected a .safetensors file, or a folder with some; found none. Check the path."
+        )
     return {path: [] for path in found}
 
 

@@ -108,17 +108,18 @@ def _load(path: Path, state: State, control: ControlGroup, *, named: bool) -> Lo
 
 
 def _on_rank_0(control: ControlGroup, work: Callable[[], Found], kind: type[CheckpointError]) -> Found:
-    """Return the result of `work` on rank 0, or raise `kind` on every rank if it raises a CheckpointError there."""
+    """Return the result of `work` on rank 0. If it fails there, raise on every rank: `kind` for a CheckpointError."""
 
-    def attempted() -> tuple[Found | None, str | None]:
+    def attempted() -> tuple[Found | None, str | None, bool]:
         try:
-            return work(), None
-        except CheckpointError as error:
-            return None, str(error)
+            return work(), None, True
+        except Exception as error:  # any error, because the other ranks wait for an answer
+            expected = isinstance(error, CheckpointError)
+            return None, str(error) if expected else f"{type(error).__name__}: {error}", expected
 
-    found, problem = control.first(attempted)
+    found, problem, expected = control.first(attempted)
     if problem is not None:
-        raise kind(problem)
+        raise (kind if expected else CheckpointError)(problem)
     return found  # pyright: ignore[reportReturnType]
 
 

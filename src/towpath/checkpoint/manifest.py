@@ -194,17 +194,13 @@ class Manifest:
     def from_json(whole: Any, where: Path) -> Manifest:
         """Return the manifest of parsed JSON, or raise DamagedError with the field that is wrong."""
         try:
-            head = record(format=_format, crc32=lambda value: value, content=table)(whole)
-            content = head["content"]
-            if zlib.crc32(_canonical(content).encode()) != head["crc32"]:
+            record(format=_format)(whole)  # first, because other formats may have other members
+            head = record(crc32=lambda value: value, content=table)(whole)
+            if zlib.crc32(_canonical(head["content"]).encode()) != head["crc32"]:
                 raise DamagedError(f"{where}: its checksum does not match its content: the file was changed.")
-            found = within("content", record(**_CONTENT), content)
-            within("content", lambda _: _check_files(found["files"], found["tensors"]), None)
-            shapes = {name: stored.shape for name, stored in found["tensors"].items()}
-            within("content.values", lambda values: _check_values(values, shapes), content["values"])
+            return Manifest(**within("content", _content, head["content"]))
         except WrongFieldError as error:
             raise error.of(str(where)) from None
-        return Manifest(**found)
 
     def check_sizes(self, folder: Path) -> None:
         """Raise DamagedError unless every file is in `folder` with its size. This reads no file, so it is quick."""
@@ -252,6 +248,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
+
+
+def _content(value: object) -> dict[str, Any]:
+    found = record(**_CONTENT)(value)
+    _check_files(found["files"], found["tensors"])
+    shapes = {name: stored.shape for name, stored in found["tensors"].items()}
+    within("values", lambda values: _check_values(values, shapes), found["values"])
+    return found
 
 
 # --- the schema -------------------------------------------------------------------------------------------------------

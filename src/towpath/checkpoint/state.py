@@ -43,10 +43,6 @@ class HasContents(Protocol):
         """Return what this rank has."""
         ...
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters."""
-        ...
-
 
 class State:
     """Everything that a checkpoint contains: what to save, and where to load it.

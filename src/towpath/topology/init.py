@@ -68,11 +68,11 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
                 f"port in use: the ranks are to meet at {where}, where another program listens. Give the launcher "
                 "another port (torchrun --master-port)."
             ) from None
-        raise TopologyError(f"the ranks could not meet at {where}: {_first_line(error)}") from None
+        raise TopologyError(f"the ranks could not meet at {where}: {first_line(error)}") from None
     except RuntimeError as error:  # gloo raises nothing more specific when another rank has died
         if "gloo" not in str(error):
             raise
-        raise TrainError(f"the ranks could not meet at {rendezvous_address()}: {_first_line(error)}") from error
+        raise TrainError(f"the ranks could not meet at {rendezvous_address()}: {first_line(error)}") from error
     return device
 
 
@@ -138,7 +138,8 @@ def alone() -> bool:
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, with one period at its end."""
     return str(error).partition("\n")[0].rstrip(".") + "."
 
 

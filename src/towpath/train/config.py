@@ -323,7 +323,7 @@ class StrategyConfig:
         try:
             strategy = Strategy.from_toml(self.file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"strategy.name: cannot read {self.file}: {_reason(error)}. Check the path.") from None
+            raise ConfigError(f"strategy.name: cannot read {self.file}: {_reason(error)}") from None
         return strategy if offload is None else replace(strategy, offload=offload)
 
 
@@ -456,7 +456,7 @@ class Config:
         try:
             table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the configuration {path}: {_reason(error)}. Check the path.") from None
+            raise ConfigError(f"cannot read the configuration {path}: {_reason(error)}") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}. Correct it there.") from None
         for override in overrides:
@@ -557,5 +557,8 @@ def _closest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close!r}? Known: {', '.join(names)}."
 
 
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else f"it is not text ({error})"
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    """Return why a file could not be read, and what to do."""
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}. Check the path."
+    return f"it is not text in UTF-8 ({error}). Save it as such."

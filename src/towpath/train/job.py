@@ -13,7 +13,7 @@ import torch.distributed as dist
 from towpath.errors import ConfigError, StepError, TrainError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
-from towpath.topology.init import alone, device_of_rank, init
+from towpath.topology.init import alone, device_of_rank, first_line, init
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Job:
             raise TrainError(str(error)) from error
         except torch.OutOfMemoryError as error:
             raise TrainError(
-                f"rank {self.rank}: {_first_line(error)} Lower train.micro_batch, set train.checkpointing = true, or "
+                f"rank {self.rank}: {first_line(error)} Lower train.micro_batch, set train.checkpointing = true, or "
                 "choose a strategy that spreads more."
             ) from error
         except RuntimeError as error:
@@ -78,7 +78,7 @@ class Job:
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             raise TrainError(
-                f"rank {self.rank} lost the others: {_first_line(error)} One of them has died, hangs or has lost its "
+                f"rank {self.rank} lost the others: {first_line(error)} One of them has died, hangs or has lost its "
                 "link: see what it says."
             ) from error
 
@@ -93,10 +93,6 @@ class Job:
         if self.world > 1:
             dist.all_reduce(values)
         return [value / self.world for value in values.tolist()]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".") + "."
 
 
 @contextmanager

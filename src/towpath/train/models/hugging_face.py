@@ -85,7 +85,7 @@ def tensor_plan(model: Any) -> TensorPlan | None:
     )
 
 
-def ignored_names(model: Any) -> re.Pattern[str] | None:
+def ignored_names(model: Any) -> re.Pattern[str]:
     """Return a pattern of names that old files may hold, though the model computes these tensors itself."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     return re.compile("|".join(f"({pattern})" for pattern in patterns))
