@@ -34,6 +34,7 @@ Line = dict[str, Any]
 # Words of recorded lines, and those of today. A word that is a key or a name is in quotes.
 _RENAMED = {
     '"contestants":': '"candidates":',
+    '"regime": {"asked":': '"comm_ratio": {"requested":',
     '"regime":': '"comm_ratio":',
     '"found in the race":': '"found":',
     '"floor_seconds":': '"lower_bound_seconds":',

@@ -235,11 +235,18 @@ def _left(began: float, done: int, total: int) -> str:
     return f", about {seconds / 60:.0f} min to go" if seconds >= 90 else f", about {seconds:.0f} s to go"
 
 
+# Options that make the results of a case other results.
+_ASKED = ("candidates", "screen", "steps", "kills", "seed", "against")
+
+
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the command line requested of a case, in addition to its name."""
-    candidates = getattr(options, "candidates", None)
-    named = {} if candidates is None else {"candidates": list(candidates)}
-    return {"rounds": options.rounds, **named, **({"screen": True} if getattr(options, "screen", False) else {})}
+    given = {name: getattr(options, name, None) for name in _ASKED}
+    return {"rounds": options.rounds} | {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in given.items()
+        if value is not None and value is not False
+    }
 
 
 def _missing(cases: Sequence[Case], file: Path | None, options: argparse.Namespace) -> list[Case]:

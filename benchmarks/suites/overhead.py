@@ -58,6 +58,8 @@ class OverheadCase:
         place = LabPlace(workload.topology)
         launches = {name: Launch(place, TrainStep, (name, workload), WARM_UP) for name in names}
         with started(launches, settings.say) as made:
+            for one in made.values():
+                one.ask("forget")  # the warm-up, whose first step imports modules and makes buffers
             found = compare(made, settings.rounds, settings.say)
             [facts] = made[self.strategy].ask("facts")
         return {
@@ -220,7 +222,9 @@ def checkout(commit: str) -> Generator[Path]:
     with tempfile.TemporaryDirectory(prefix="towpath-checkout-") as folder:
         tree = Path(folder, "tree")
         git = ["git", "-C", str(results.ROOT), "worktree"]
-        subprocess.run([*git, "add", "--detach", "--force", str(tree), commit], check=True, capture_output=True)
+        done = subprocess.run([*git, "add", "--detach", "--force", str(tree), commit], capture_output=True, text=True)
+        if done.returncode:
+            raise CaseError(f"git cannot check out {commit}: {' '.join(done.stderr.split())}")
         try:
             extension = Path(str(_native.__file__))
             (tree / "src" / "towpath" / "codecs" / "kernels" / extension.name).write_bytes(extension.read_bytes())

@@ -127,7 +127,6 @@ def _compared(
         "predicted_seconds": {name: round(p.seconds, 5) for name, p in predicted.items()},
         "predicted_bytes": {name: p.inter_bytes for name, p in predicted.items()},
         "scheduled_bytes": dict(sent),
-        "spread": {n: round((max(v) - min(v)) / steps[n], 4) for n, v in measured.items()},
     }
 
 

@@ -183,6 +183,7 @@ PIPELINE_SIZES = Sizes(
     gradient_rank=16,
 )
 PIPELINE_PEAK = 4e-3
+PIPELINE_STEPS = 400
 WARM_UP = 52  # steps before gradients of stages are encoded: 13 % of 400, as in the paper
 PIPELINE_SETTING = {"sizes": asdict(PIPELINE_SIZES), "peak": PIPELINE_PEAK, "warm_up": WARM_UP}
 PIPELINE_EVERY, BATCHES, BATCHES_AT_THE_END = 40, 4, 32  # steps between validations; batches per copy
@@ -384,9 +385,9 @@ def _mean_curve(runs: list[dict[str, Any]], variant: str) -> list[tuple[int, flo
 
 def runs_of(suite: str = "quality") -> list[dict[str, Any]]:
     """Return the last run of each variant and seed in the setting that the suite has now."""
-    setting = SETTING if suite == "quality" else PIPELINE_SETTING
+    setting, steps = (SETTING, STEPS) if suite == "quality" else (PIPELINE_SETTING, PIPELINE_STEPS)
     read = results.read(results.file_of(suite))
-    here = [run for run in read if run.get("setting") == setting and (suite != "quality" or run["steps"] == STEPS)]
+    here = [run for run in read if run.get("setting") == setting and run["steps"] == steps]
     return list(results.last(here).values())
 
 
@@ -482,7 +483,7 @@ SUITES = (
         "quality_pipeline",
         QUALITY_PIPELINE,
         PIPELINE_RUNS,
-        options=_options(400),
+        options=_options(PIPELINE_STEPS),
         chosen=_of_seeds,
         summary=pipeline_summary,
     ),

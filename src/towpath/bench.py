@@ -30,6 +30,7 @@ from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.errors import ConfigError, TowpathError, TrainError
 from towpath.topology.cluster import Extent, Topology
 from towpath.topology.groups import Groups
+from towpath.topology.init import first_line
 from towpath.train.models.gpt import GPT, Shape
 
 CONFIDENCE = 0.95
@@ -188,8 +189,10 @@ def check_candidates(strategies: Sequence[str], peers: Sequence[str], topology: 
 def prefetch_next_block(model: Any) -> None:
     """Let FSDP2 start each block's all-gather while the block before it computes, in both directions."""
     blocks = list(model.blocks)
-    # On gloo FSDP2 waits for a prefetched all-gather at once, unless it is asynchronous. No public setter exists.
-    model._set_unshard_async_op(True)
+    # On gloo, FSDP2 waits for a prefetched all-gather at once, unless it is asynchronous. On a GPU, asynchronous
+    # all-gathers would be slower: their casts and copies no longer overlap. No public setter exists.
+    if device_of_job().type == "cpu":
+        model._set_unshard_async_op(True)
     model.set_modules_to_forward_prefetch(blocks[:1])
     model.set_modules_to_backward_prefetch(blocks[-1:])
     for before, after in pairwise(blocks):
@@ -344,18 +347,22 @@ def measure_in_lab(cluster: lab.Lab, candidate: str, setup: TrainingSetup) -> Sa
 def measure_in_job(groups: Groups, topology: Topology, candidate: str, setup: TrainingSetup) -> Sample:
     """Measure a candidate in the processes of this job. If it fails on one rank, raise `TrainError` on every rank.
 
-    A rank that fails alone in the middle of a collective leaves the others waiting until PyTorch's timeout.
+    A rank that fails alone in the middle of a collective leaves the others waiting until PyTorch's timeout. Samples are
+    exchanged in a group of their own, where they cannot meet collectives of a candidate that failed.
     """
     sample: Sample | None = None
     failure: str | None = None
     try:
         sample = measure(groups.rank, groups.world, candidate, setup, topology, in_lab=False)
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
+        # The last lines of an error's text are often general advice, as with CUDA.
+        failure = f"{type(error).__name__}: {first_line(error)}"
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    answers: list[tuple[Sample | None, str | None]] = groups.gather_objects((sample, failure))
+    answers: list[tuple[Sample | None, str | None]] = [(sample, failure)] * groups.world
+    if groups.world > 1:
+        dist.all_gather_object(answers, (sample, failure), group=groups.control_on_host())
     for rank, (_, problem) in enumerate(answers):
         if problem is not None:
             raise TrainError(f"rank {rank}: {problem}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -89,7 +90,8 @@ def bench(
     _check_launcher(lab, {"--nodes": nodes, "--ranks": ranks, "--inter": inter})
     if dtype not in (None, "bfloat16", "float32"):
         raise ConfigError(f"--dtype {dtype}: expected bfloat16 or float32.")
-    check_output_file("--output", output)
+    if os.environ.get("RANK", "0") == "0":  # only this rank writes the page
+        check_output_file("--output", output)
     from towpath.bench import STRATEGIES, TrainingSetup, check_candidates, compare, parse_model
 
     width, depth, vocabulary = parse_model(model or ("tiny" if lab else "125m"))
@@ -106,7 +108,7 @@ def bench(
         show(found)
         write_page(output, about, found)
         print(f"Page: {output}")
-    if found.fastest("peer") is None or found.fastest("ours", "ours, lossy") is None:
+    if (peers and found.fastest("peer") is None) or found.fastest("ours", "ours, lossy") is None:
         raise typer.Exit(1)
 
 
@@ -160,6 +162,7 @@ def _job() -> Generator[_Place]:
     try:
         groups = Groups()
         topology = Topology(*detect_shape(groups))
+        groups.control_on_host()  # made now, while all ranks are alive
         dtype = "bfloat16" if device.type == "cuda" else "float32"
         links = f"links as they are, {groups.describe_backends()}"
         yield _Place(topology, links, dtype, groups.rank == 0, partial(measure_in_job, groups, topology))
