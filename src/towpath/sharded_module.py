@@ -61,8 +61,8 @@ class ShardedModule(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context for the micro-steps before the last one of an optimizer step.
 
-        Inside, gradients are accumulated in the G shards. The first backward pass outside delivers the mean of all
-        micro-steps as `.grad`.
+        Inside, gradients are added up in the G shards. The first backward pass outside sets `.grad` to the sum over the
+        micro-steps, as a mean over the ranks. Divide each loss by the number of micro-steps, as in PyTorch.
         """
         return self.towpath_engine.no_sync()
 

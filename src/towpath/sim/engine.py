@@ -201,7 +201,8 @@ class SimulatedEngine:
 
     def _host_copies(self, task: Task) -> PhaseCost | None:
         """Return the copies between device and host memory. The host first rounds what it sends to the device."""
-        copied = [b for b in self.plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
+        # The unit of an optimizer's step is the number of its round. Its transfers copy nothing.
+        copied = [] if task.transfers else [b for b in self.plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
         if not copied:
             return None
         host = self._hardware.offloading
