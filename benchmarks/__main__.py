@@ -88,5 +88,5 @@ def main(arguments: Sequence[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except ConfigError as error:
+    except (ConfigError, ValueError) as error:  # a ValueError names the line of a damaged file
         raise SystemExit(f"benchmarks: {error}") from None

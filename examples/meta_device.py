@@ -4,7 +4,7 @@ towpath lab run --nodes 2 --ranks 2 --inter 500mbit -- examples/meta_device.py
 torchrun --nnodes 2 --nproc-per-node 2 … examples/meta_device.py 100
 
 On CPUs each rank tells how much more memory it ever had than before the model was there: less than the parameters alone
-take up, though it has gradients and buffers beside its share of them.
+take up, though it has gradients and buffers in addition to its share of them.
 """
 
 from __future__ import annotations

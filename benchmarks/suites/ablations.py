@@ -137,7 +137,7 @@ _ABLATIONS = [
 
 # Muon -----------------------------------------------------------------------------------------------------------------
 
-MUON = """Measure the step of an optimizer that needs whole matrices: owners of matrices against every rank doing all.
+MUON = """Measure the step of an optimizer that needs full matrices: owners of matrices against every rank doing all.
 
     muon [CASE …] [--rounds 8] [--quick] [--resume]
 

@@ -317,8 +317,8 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context for the micro-steps before the last one of an optimizer step.
 
     Inside, a backward pass adds to the gradients without sharing them with all ranks. The first backward pass outside
-    sets `.grad` to the sum over the micro-steps, as a mean over the ranks. As in PyTorch, divide each loss by the number
-    of micro-steps.
+    sets `.grad` to the sum over the micro-steps, as a mean over the ranks. As in PyTorch, divide each loss by the
+    number of micro-steps.
 
     Args:
         model: A model that `shard` returned.

@@ -41,7 +41,7 @@ class PlacementError(TowpathError):
 
 
 class StrategyError(TowpathError):
-    """An unknown or contradictory strategy, wire, option or precision."""
+    """An unknown or contradictory strategy, transport, option or precision."""
 
 
 class ShardError(TowpathError):

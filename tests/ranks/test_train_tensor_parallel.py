@@ -23,7 +23,7 @@ from tests.ranks.strategies import in_turn
 from tests.ranks.test_train import ROUNDED, STEPS, _train, _with, config, rows_of, tokens
 from tests.ranks.test_train_stages import NO_NODES, _refused, _some_steps
 from towpath.errors import ConfigError, StepError
-from towpath.observing import Sums, sums
+from towpath.observing import Sums
 from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.models.tensor_parallel import COLUMNS, EACH_HEAD, TensorPlan, plan_for, share_layers
@@ -134,7 +134,8 @@ def test_shared_layers_take_part_of_the_memory_and_of_the_bytes(world: Worlds, c
 
 
 def _sums(training: Trainer) -> Sums:
-    return sums(training.model).of_groups(training.parallel.tensor)
+    with training.metrics_logger() as metrics:
+        return metrics._current_sums()
 
 
 def _held_and_sent(config: Config) -> tuple[int, int, int]:

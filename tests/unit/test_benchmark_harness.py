@@ -581,6 +581,12 @@ class TestReport:
             assert "FAILED" in text
         assert "≤ 0.1: exceeded" in report.history_of(file, long) and "aaaaaaa" in report.history_of(file, long)
 
+    def test_a_damaged_file_is_one_error_that_names_the_line(self, tmp_path: Path) -> None:
+        file = tmp_path / "mine.jsonl"
+        file.write_text('{"case": ')
+        with pytest.raises(ValueError, match=r"mine\.jsonl:1"):
+            report.last_runs(file)
+
     def test_an_unknown_case_is_refused_with_those_there_are(self, tmp_path: Path) -> None:
         results.append(tmp_path / "a.jsonl", line("there"))
         with pytest.raises(ConfigError, match=r"no run of nowhere in .*; there are there"):

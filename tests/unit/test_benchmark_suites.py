@@ -25,7 +25,7 @@ from benchmarks.peers import OPTIONS, CandidateSpec, TrainStep
 from benchmarks.selection import LOW_RANK, POWERSGD, QUICK, Candidate, every_name, expanded, lossless
 from benchmarks.suites import planner, strategies
 from benchmarks.workload import Workload
-from towpath.bench import reason_of
+from towpath.bench import parse_strategy, reason_of
 from towpath.errors import ConfigError
 from towpath.lab import Rate
 from towpath.topology.cluster import Topology
@@ -345,6 +345,7 @@ class TestCommand:
         monkeypatch.setenv("COLUMNS", str(columns))
         command.main([])
         listed = capsys.readouterr().out
+        assert max(map(len, listed.splitlines())) <= 100
         for name in command.SUITES:
             assert re.search(rf"^  {name} +\S", listed, re.MULTILINE)
             shown = help_of(name, capsys)
@@ -363,6 +364,11 @@ class TestCommand:
         for name in command.SUITES:
             names = [case.name for case in command.suite_of(name).cases]
             assert len(set(names)) == len(names), name
+
+    def test_strategies_of_ablations_can_be_built(self) -> None:
+        for case in command.suite_of("ablations").cases:
+            for each in case.candidates:
+                assert parse_strategy(each.strategy, case.workload.topology)
 
     def test_a_case_is_found_by_its_old_name(self) -> None:
         [case] = suite.selected(STRATEGIES.cases, ["2x2-regime8-micro1"])

@@ -85,6 +85,8 @@ try:
     towpath.pipeline.Pipelines
 except AttributeError as error:
     assert "Pipeline" in str(error)
+else:
+    raise AssertionError("towpath.pipeline.Pipelines should not exist")
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -309,7 +309,7 @@ def _why(best: Prediction, found: Ranking, solver: Solver, how: str) -> str:
         else f"{tables.BASELINE} would not fit"
     )
     if best.strategy == usual.strategy:
-        compared = "nothing found was quicker"
+        compared = "nothing found was faster"
     waits = sum(best.exposed.values()) / best.seconds
     return (
         f"auto: {tables.label(best.strategy)} (P, G, OS {tables.extents(best.strategy)}), micro-batch "

@@ -79,7 +79,7 @@ def is_plain(name: object) -> bool:
 def file_next_to(folder: Path, name: object, where: str) -> Path:
     """Return the path of the file `name` in `folder`, or raise DamagedError. `where` says who names the file."""
     if not isinstance(name, str) or not is_plain(name):
-        raise DamagedError(f"{where} names the file {shown(name)}; expected the plain name of a file beside it.")
+        raise DamagedError(f"{where} names the file {shown(name)}; expected the plain name of one in its folder.")
     return folder / name
 
 

@@ -279,7 +279,7 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
     for number, priced in enumerate(found.ranked, 1):
         table.add_row(*tables.row(number, priced, solver))
     console.print(table)
-    rest = "no other can be quicker" if found.proven else "among the others one might be quicker, by a little"
+    rest = "no other can be faster" if found.proven else "another one might be slightly faster"
     room = f"{solver.request.memory / GIB:.1f} GiB"
     console.print(
         f"{found.considered:,} were considered, {found.fitting:,} may fit into {room} a rank, "

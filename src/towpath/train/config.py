@@ -220,7 +220,7 @@ class StrategyConfig:
 
     NAME: ClassVar = "strategy"
 
-    name: str = option("zero3", "a preset (README), the path of a strategy's TOML file, or auto")
+    name: str = option("zero3", "a preset (docs/reference/strategies.md), the path of a strategy's TOML file, or auto")
     nodes: int = option(0, "nodes; 0: as the launcher placed the ranks")
     ranks_per_node: int = option(0, "ranks on each; 0: as the launcher placed them")
     route: str = option("", "one for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
@@ -280,7 +280,7 @@ class StrategyConfig:
         if self.chooses_layout and self.offload:
             refuse(self, "offload", self.offload, "nothing beside strategy.pipelines or strategy.tensors")
         if (self.schedules or self.compressions) and not any(size > 1 for size in self.pipelines):
-            refuse(self, "pipelines", list(self.pipelines), "some above 1, beside schedules and compressions of them")
+            refuse(self, "pipelines", list(self.pipelines), "some above 1, because schedules or compressions are set")
 
     @property
     def auto(self) -> bool:
@@ -506,8 +506,8 @@ def _section(kind: type[Any], keys: Mapping[str, Any]) -> Any:
     for other, names in decided.items():
         verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
         raise ConfigError(
-            f"{', '.join(names)} {verb} given beside {kind.NAME}.{other} = {values[other]!r}, which decides {them}: "
-            f"expected one of the two. Leave out {them}, or {kind.NAME}.{other}."
+            f"{', '.join(names)} {verb} given beside {kind.NAME}.{other} = {values[other]!r}, which decides "
+            f"{them}: expected one of the two. Leave out {them}, or {kind.NAME}.{other}."
         )
     return kind(**values)
 
