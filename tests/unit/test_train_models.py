@@ -235,7 +235,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     "index, told",
     [
         ("[]", "not an index"),
-        ('{"weight_map": {"a": "../a.safetensors"}}', "beside"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "in its folder"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"),
         ('{"weight_map": {"a": "one.safetensors"}}', "does not hold"),
     ],

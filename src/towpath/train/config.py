@@ -220,7 +220,7 @@ class StrategyConfig:
 
     NAME: ClassVar = "strategy"
 
-    name: str = option("zero3", "a preset (docs/reference/strategies.md), the path of a strategy's TOML file, or auto")
+    name: str = option("zero3", "a preset (docs/reference/strategies.md), a TOML file, or auto")
     nodes: int = option(0, "nodes; 0: as the launcher placed the ranks")
     ranks_per_node: int = option(0, "ranks on each; 0: as the launcher placed them")
     route: str = option("", "one for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
