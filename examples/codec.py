@@ -1,9 +1,9 @@
-"""A codec of one's own: gradients as signs, one bit each, with their mean magnitude for each block (as in signSGD).
+"""Write a codec: send gradients as signs of one bit, with their mean magnitude per block, as signSGD does.
 
 towpath lab run --nodes 2 --ranks 2 --inter 50mbit -- examples/codec.py
 torchrun --nnodes 2 --nproc-per-node 2 … examples/codec.py 100
 
-What a sign loses is large, so it is kept and added to the next step's gradient: feedback="both".
+A sign loses much. So feedback="both" keeps each rounding error, and adds it to the gradient of the next step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from towpath.codecs import register
 
 
 def encode(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[blocks, elements] in float32 → a scale for each block, a code for each element."""
+    """Return the scale of each block and the code of each element. `blocks` is [blocks, elements] in float32."""
     return blocks.abs().mean(1), (blocks >= 0).to(torch.uint8)
 
 

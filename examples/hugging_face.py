@@ -1,10 +1,10 @@
-"""A Hugging Face model in a loop of one's own: sharded, trained, asked to go on with a text, and saved.
+"""Shard a Hugging Face model, train it in a plain loop, let it continue a text, and save it.
 
 towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/hugging_face.py paro-iig 10 saved
 torchrun --nnodes 2 --nproc-per-node 2 … examples/hugging_face.py paro-iig 100 saved
 
-The model is a small Llama with new weights; `from_pretrained` in its place fine-tunes one. The text is the sources of
-Python's standard library, as bytes. Needs `pip install 'towpath[hf]'`.
+The model is a small Llama with new weights. To fine-tune a model, call `from_pretrained` instead. The text is the
+sources of Python's standard library, as bytes. This needs `pip install 'towpath[hf]'`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""LoRA over a slow link: PEFT's adapters of a Hugging Face model train, and what is frozen stays inside each node.
+"""Train PEFT's LoRA adapters of a Hugging Face model. Frozen parameters are never sent between nodes.
 
 towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/lora.py 10 adapter
 torchrun --nnodes 2 --nproc-per-node 2 … examples/lora.py 100 adapter
 
-The model is a small Llama with new weights; `from_pretrained` in its place fine-tunes one. Its frozen weights rest in
-8 bits. The text is the sources of Python's standard library, as bytes. Needs `pip install 'towpath[peft]'`.
+The model is a small Llama with new weights. To fine-tune a model, call `from_pretrained` instead. Frozen weights are
+stored in 8 bits. The text is the sources of Python's standard library, as bytes. This needs
+`pip install 'towpath[peft]'`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Bytes:
 
 
 def adapted() -> Any:
-    """The same on every rank."""
+    """Return the model with adapters. It is the same on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,

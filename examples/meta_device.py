@@ -1,10 +1,10 @@
-"""A model that is larger than the memory of any rank: built without memory, and given its values slice by slice.
+"""Build a model without memory, and let each rank draw its slice of the weights block by block.
 
 towpath lab run --nodes 2 --ranks 2 --inter 500mbit -- examples/meta_device.py
 torchrun --nnodes 2 --nproc-per-node 2 … examples/meta_device.py 100
 
-On CPUs each rank tells how much more memory it ever had than before the model was there: less than the parameters alone
-take up, though it has gradients and buffers in addition to its share of them.
+The model may be larger than the memory of a rank. The last line compares the peak memory of the ranks with the size of
+the parameters. It is smaller, although it includes gradients and buffers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever had (`ru_maxrss` is in KiB on Linux, in bytes on macOS)."""
+    """Return the peak memory of this process. `ru_maxrss` is in KiB on Linux, and in bytes on macOS."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 

@@ -1,17 +1,15 @@
-"""Four machines on a slow switch, and a model that is too large for any of them: a quarter of its blocks on each.
+"""Train a model that is too large for any of four machines on a slow switch: a quarter of its blocks on each.
 
 towpath lab run --nodes 4 --ranks 1 --inter 100mbit -- examples/pipeline.py
 torchrun --nnodes 4 --nproc-per-node 1 … examples/pipeline.py 100
 
-Between machines goes one activation for each micro-batch, and its gradient back: never a weight; and those gradients
-that others wait for go in low rank.
+Each micro-batch sends one activation between machines, and its gradient back. Weights are never sent. Gradients that
+other stages wait for are sent in low rank.
 """
 
 from __future__ import annotations
 
 import sys
-import sysconfig
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,28 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import towpath
+from tiny_gpt import GPT, LENGTH, Bytes
 from towpath.pipeline import Pipeline, compression, split
-from towpath.train.models.gpt import GPT, Shape
 
-MICRO_BATCHES, BATCH, LENGTH = 8, 2, 128
-
-# The sources of Python's standard library, as bytes: a text that every machine has.
-FILES = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-
-
-class Bytes:
-    """Windows of a text, each byte a token."""
-
-    def __init__(self) -> None:
-        text = b"\0".join(file.read_bytes() for file in FILES)
-        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-    def batch(self, number: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs of batch `number` and, one byte later, its targets. They are the same on every rank."""
-        generator = torch.Generator().manual_seed(number)
-        starts = torch.randint(len(self.tokens) - LENGTH, (count, 1), generator=generator)
-        windows = self.tokens[starts + torch.arange(LENGTH + 1)].long()
-        return windows[:, :-1], windows[:, 1:]
+MICRO_BATCHES, BATCH = 8, 2
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -51,9 +31,8 @@ def main(steps: str = "5") -> None:
     device = towpath.init()
     rank, world = dist.get_rank(), dist.get_world_size()
     data = Bytes()
-    shape = Shape(vocabulary=256, width=256, depth=8, heads=8, kv_heads=8, hidden=704, tied=True)
     with torch.device("meta"):  # without memory: each machine draws the weights of its own stage
-        model = GPT(shape)
+        model = GPT(width=256, depth=8, heads=8)
     example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     torch.manual_seed(rank)
     pipeline = Pipeline(

@@ -1,9 +1,9 @@
-"""A residual network for images, with BatchNorm, in bf16: what travels and computes is bf16, but the norms are float32.
+"""Train a residual network for images in bf16, with its BatchNorm layers in float32.
 
 towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/resnet.py zero3
 torchrun --nnodes 2 --nproc-per-node 2 … examples/resnet.py paro-iig 100
 
-Images are made here: each class has a pattern of its own, under noise.
+The images are synthetic: each class has its own pattern, with noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLASSES, SIDE, BATCH = 10, 16, 32
 
 
 class Residual(nn.Module):
-    """Two convolutions beside what they are added to; it halves the image where the width grows."""
+    """Two convolutions and a shortcut. It halves the image where the width grows."""
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()

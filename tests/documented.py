@@ -8,6 +8,9 @@ The words after a fence's language are for us; they are kept out of the site (do
     bash cluster    for several machines, or for a tool that is not here: its syntax is checked, no more
     console         run by `make test`, and its output compared
 
+Of a file, `toml` is a configuration of `towpath train`; `toml model` and `toml cluster` are for `towpath plan`.
+tests/unit/test_config.py reads them all.
+
 Of a program, `python NAME`: the pieces of one name are one program; `unchecked` is for what cannot be run here.
 """
 

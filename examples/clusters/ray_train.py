@@ -1,8 +1,8 @@
-"""Under Ray Train, whose workers have their process group when the function begins.
+"""Train under Ray Train. Its workers have a process group before the function starts.
 
 ray job submit --working-dir . -- python examples/clusters/ray_train.py
 
-Ray's GPUs are those that the scaling configuration asks for; a worker is a rank.
+A worker is a rank. The scaling configuration says how many GPUs it gets.
 """
 
 from __future__ import annotations

@@ -11,12 +11,24 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.documented import Fence, all_fences
 from towpath.core.formats import Codec, Precision
 from towpath.core.presets import strategies
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError
+from towpath.planner.catalog import describe_model, load_cluster
 from towpath.topology.cluster import Extent, Topology
 from towpath.train.config import Config, StrategyConfig, TrainConfig
+
+DOCUMENTED = [fence for fence in all_fences() if fence.language == "toml"]
+
+
+@pytest.mark.parametrize("fence", DOCUMENTED, ids=lambda fence: fence.page)
+def test_the_files_that_the_documentation_shows_are_read(tmp_path: Path, fence: Fence) -> None:
+    file = tmp_path / "shown.toml"
+    file.write_text(fence.text)
+    readers = {"": Config.load, "model": describe_model, "cluster": load_cluster}
+    readers[fence.said](file)
 
 
 def test_what_is_written_loads_as_the_same() -> None:
@@ -122,7 +134,7 @@ def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -
         ({"strategy": {"name": "auto", "tensors": [2]}, "parallel": {"tensor": 2}}, "expected one of the two"),
         ({"strategy": {"name": "auto", "pipelines": [2]}, "train": {"compile": True}}, "no train.compile yet"),
         ({"strategy": {"nodes": 2}}, "nodes and ranks_per_node"),
-        ({"strategy": {"group": [2]}}, r"strategy.group = \[2\]: expected \[local, nodes\]"),
+        ({"strategy": {"group": [2]}}, r"strategy.group = \[2\]: expected \[ranks of a node, nodes\]"),
         ({"log": {"trace": [0]}}, "counted from 1"),
         ({"log": {"trace": [500]}}, "log.trace names step 500, but train.steps is 200"),
     ],

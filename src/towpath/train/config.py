@@ -84,15 +84,15 @@ class ModelConfig:
 
     NAME: ClassVar = "model"
 
-    hf: str = option("", "a Hugging Face model: folder or config.json; of the rest, weights")
+    hf: str = option("", "a Hugging Face folder or config.json; only weights= goes with it")
     weights: str = option("", "safetensors to start from, file or folder; empty: new weights")
-    width: int = option(256, "of the embedding", ABOVE_0, unless="hf")
-    depth: int = option(8, "blocks", ABOVE_0, unless="hf")
-    heads: int = option(8, "attention heads in a block", ABOVE_0, unless="hf")
-    kv_heads: int = option(0, "key and value heads, shared by groups of heads; 0: as many", FROM_0, unless="hf")
-    hidden: int = option(0, "width of the feed-forward part; 0: 8/3 of width, rounded up to 32", FROM_0, unless="hf")
-    tied: bool = option(True, "whether the output uses the embedding's weights", unless="hf")
-    vocabulary: int = option(0, "tokens the model knows; 0: as many as the tokenizer has", FROM_0, unless="hf")
+    width: int = option(256, "the width of the embedding", ABOVE_0, unless="hf")
+    depth: int = option(8, "the number of blocks", ABOVE_0, unless="hf")
+    heads: int = option(8, "attention heads per block", ABOVE_0, unless="hf")
+    kv_heads: int = option(0, "key and value heads per block; 0: as many as heads", FROM_0, unless="hf")
+    hidden: int = option(0, "feed-forward width; 0: 8/3 of width, as a multiple of 32", FROM_0, unless="hf")
+    tied: bool = option(True, "share the embedding's weights with the output layer", unless="hf")
+    vocabulary: int = option(0, "the vocabulary size; 0: the tokenizer's", FROM_0, unless="hf")
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -112,9 +112,9 @@ class DataConfig:
     tokens: tuple[str, ...] = option((), "folders that `towpath data prepare` made")
     weights: tuple[float, ...] = option((), "of text or tokens: each one's share of the samples")
     dataset: str = option("", "a folder with a Hugging Face dataset on disk")
-    column: str = option("text", "where text is: dataset, .parquet, .jsonl; empty: JSON as it is")
-    tokenizer: str = option("bytes", "'bytes', or a tokenizer.json")
-    held_out: float = option(0.05, "the share at the end that only evaluation reads", _HELD_OUT)
+    column: str = option("text", "the field that has the text; empty: the JSON line as it is")
+    tokenizer: str = option("bytes", "bytes, or the path of a tokenizer.json")
+    held_out: float = option(0.05, "the share of the data, at its end, that only evaluation reads", _HELD_OUT)
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -149,34 +149,34 @@ class TrainConfig:
     NAME: ClassVar = "train"
 
     steps: int = option(200, "optimizer steps", ABOVE_0)
-    batch: int = option(32, "sequences of one optimizer step, over all ranks", ABOVE_0)
+    batch: int = option(32, "sequences per optimizer step, over all ranks", ABOVE_0)
     micro_batch: int = option(4, "sequences that a rank computes at once", ABOVE_0)
-    length: int = option(256, "tokens of a sequence", ABOVE_0)
+    length: int = option(256, "tokens per sequence", ABOVE_0)
     optimizer: str = option("adamw", "or muon: for the matrices of blocks; AdamW for all else", one_of("adamw", "muon"))
-    learning_rate: float = option(1e-3, "its peak, after the warm-up", ABOVE_0)
-    muon_learning_rate: float = option(0.02, "muon: the peak for what it steps", ABOVE_0)
-    muon_momentum: float = option(0.95, "muon: Nesterov's", _BELOW_ONE)
-    final_share: float = option(0.1, "share of the peak at which the cosine ends", SHARE)
-    warmup: float = option(0.1, "share of the steps that lead up to the peak", SHARE)
-    weight_decay: float = option(0.1, "of matrices; vectors decay never", FROM_0)
+    learning_rate: float = option(1e-3, "the peak learning rate, after the warm-up", ABOVE_0)
+    muon_learning_rate: float = option(0.02, "muon: the peak learning rate of Muon's matrices", ABOVE_0)
+    muon_momentum: float = option(0.95, "muon: the Nesterov momentum", _BELOW_ONE)
+    final_share: float = option(0.1, "the last learning rate, as a share of the peak", SHARE)
+    warmup: float = option(0.1, "the share of the steps in which the learning rate rises", SHARE)
+    weight_decay: float = option(0.1, "the weight decay of matrices; vectors have none", FROM_0)
     betas: tuple[float, float] = option((0.9, 0.95), "AdamW's", _BETAS)
     eps: float = option(1e-8, "AdamW's", ABOVE_0)
-    clip: float = option(1.0, "the largest global norm of the gradient; 0: no clipping", FROM_0)
-    seed: int = option(0, "of new weights, the order of the data, and dropout", FROM_0)
-    precision: str = option("fp32", "of transfers and compute: fp32, bf16, fp16; masters are fp32", one_of(*DTYPES))
-    tf32: bool = option(False, "fp32: products of matrices in TF32, where a GPU has it")
-    loss_scale: float = option(65536.0, "fp16: of the loss, at first; a power of two", _POWER_OF_TWO)
-    reduce: str = option("", "the dtype in which gradients are sent; empty: as precision", one_of("", *DTYPES))
-    accumulate: str = option("fp32", "the dtype of their sum over micro-steps", one_of(*DTYPES))
-    checkpointing: bool = option(False, "keep a block's input only; recompute the rest in backward")
-    offload_activations: bool = option(False, "keep what backward needs in the host's memory")
-    compile: bool = option(False, "torch.compile for each block")
+    clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", FROM_0)
+    seed: int = option(0, "the seed of new weights, the order of the data, and dropout", FROM_0)
+    precision: str = option("fp32", "dtype of compute and transfers: fp32, bf16, fp16", one_of(*DTYPES))
+    tf32: bool = option(False, "fp32: multiply matrices in TF32 on GPUs that have it")
+    loss_scale: float = option(65536.0, "fp16: the first loss scale, a power of two", _POWER_OF_TWO)
+    reduce: str = option("", "dtype in which gradients are sent; empty: as precision", one_of("", *DTYPES))
+    accumulate: str = option("fp32", "dtype in which gradients of micro-steps are summed", one_of(*DTYPES))
+    checkpointing: bool = option(False, "recompute each block in backward, to save memory")
+    offload_activations: bool = option(False, "keep activations in host memory until backward")
+    compile: bool = option(False, "compile each block with torch.compile")
     not_finite: str = option(
-        "stop", "when a loss or gradient is not finite: stop, or skip the step", one_of("stop", "skip")
+        "stop", "if the loss or a gradient is not finite: stop, or skip the step", one_of("stop", "skip")
     )
-    evaluate_every: int = option(0, "steps between evaluations of what is held out; 0: at the end", FROM_0)
-    evaluate_batches: int = option(4, "batches of train.batch sequences that an evaluation reads", ABOVE_0)
-    threads: int = option(0, "CPU threads of a rank; 0: its share of the node's cores", FROM_0)
+    evaluate_every: int = option(0, "steps between evaluations; 0: only at the end", FROM_0)
+    evaluate_batches: int = option(4, "batches of train.batch sequences per evaluation", ABOVE_0)
+    threads: int = option(0, "CPU threads per rank; 0: its share of the node's cores", FROM_0)
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -221,31 +221,29 @@ class StrategyConfig:
     NAME: ClassVar = "strategy"
 
     name: str = option("zero3", "a preset (docs/reference/strategies.md), a TOML file, or auto")
-    nodes: int = option(0, "nodes; 0: as the launcher placed the ranks")
-    ranks_per_node: int = option(0, "ranks on each; 0: as the launcher placed them")
-    route: str = option("", "one for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
+    nodes: int = option(0, "number of nodes; 0: as the launcher placed the ranks")
+    ranks_per_node: int = option(0, "ranks per node; 0: as the launcher placed them")
+    route: str = option("", "for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
     weights: str = option("", "codec of weights between nodes: int8; none; empty: the preset's")
     gradients: str = option("", "codec of gradients between nodes: int4:64, low-rank:4")
-    feedback: str = option("", "hops that keep what gradients lose: first, second, both")
-    gradients_after: int = option(0, "steps before the gradients' codec serves; 0: none")
-    gradients_until: int = option(0, "steps for which the gradients' codec serves; 0: all")
-    offload: str = option(
-        "", "optimizer: its states, masters and gradients in the host's memory", one_of("", *OFFLOADS)
-    )
-    group: tuple[int, ...] = option((), "mics: [local, nodes] of its partition group")
-    params: tuple[int, ...] = option((), "lins: [local, nodes] over which parameters are spread")
-    grads: tuple[int, ...] = option((), "lins: the same of gradients")
-    optimizer: tuple[int, ...] = option((), "lins: the same of optimizer states")
-    backward_params: tuple[int, ...] = option((), "lins: the same of a copy for the backward pass")
-    frozen: tuple[int, ...] = option((), "[local, nodes] of what does not train; empty: by memory")
-    frozen_codec: str = option("", "what does not train rests in: int8, int4:64")
-    allow: tuple[str, ...] = option((), "auto: codecs that it may use between nodes; none: lossless")
-    memory: float = option(0.0, "auto: GiB that a rank may hold; 0: nine tenths of its device's", FROM_0)
-    profile: str = option("", "auto: what `towpath probe` wrote; empty: probes once and keeps it")
-    pipelines: tuple[int, ...] = option((), "auto: parallel.pipeline may be one of these; none: as it is")
-    tensors: tuple[int, ...] = option((), "auto: the same of parallel.tensor")
-    schedules: tuple[str, ...] = option((), "auto: the same of parallel.schedule")
-    compressions: tuple[str, ...] = option((), "auto: the same of parallel.compression")
+    feedback: str = option("", "hops that keep their rounding error: first, second, both")
+    gradients_after: int = option(0, "steps at the start without compressed gradients; 0: none")
+    gradients_until: int = option(0, "the last step with compressed gradients; 0: all steps")
+    offload: str = option("", "optimizer: its states, masters and gradients in host memory", one_of("", *OFFLOADS))
+    group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")
+    params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the parameters")
+    grads: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the gradients")
+    optimizer: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the states")
+    backward_params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share the copy for backward")
+    frozen: tuple[int, ...] = option((), "[ranks, nodes] that share frozen parameters; empty: by memory")
+    frozen_codec: str = option("", "codec in which frozen parameters are stored: int8, int4:64")
+    allow: tuple[str, ...] = option((), "auto: codecs that it may use between nodes; empty: none")
+    memory: float = option(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
+    profile: str = option("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
+    pipelines: tuple[int, ...] = option((), "auto: values to try for parallel.pipeline")
+    tensors: tuple[int, ...] = option((), "auto: values to try for parallel.tensor")
+    schedules: tuple[str, ...] = option((), "auto: values to try for parallel.schedule")
+    compressions: tuple[str, ...] = option((), "auto: values to try for parallel.compression")
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -253,7 +251,7 @@ class StrategyConfig:
             refuse(self, "nodes", self.nodes, f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
         for key in _EXTENTS:
             if len(getattr(self, key)) not in (0, 2):
-                refuse(self, key, list(getattr(self, key)), "[local, nodes]")
+                refuse(self, key, list(getattr(self, key)), "[ranks of a node, nodes]")
         for key in _AUTO_OPTIONS if not self.auto else (*_PRESET_OPTIONS, *_EXTENTS):
             if getattr(self, key):
                 where = "only with strategy.name = auto" if not self.auto else "nothing: auto chooses it"
@@ -336,12 +334,12 @@ class ParallelConfig:
 
     NAME: ClassVar = "parallel"
 
-    pipeline: int = option(1, "ranks that a micro-batch passes through; 1: no stages", ABOVE_0)
-    tensor: int = option(1, "ranks of one node that share each layer of a block; 1: none", ABOVE_0)
+    pipeline: int = option(1, "ranks of a pipeline; 1: no pipeline", ABOVE_0)
+    tensor: int = option(1, "tensor-parallel ranks of one node; 1: none", ABOVE_0)
     schedule: str = option("1F1B", "or GPipe, Interleaved1F1B, … (docs/guides/pipelines.md)", one_of(*SCHEDULES))
     compression: str = option("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc", one_of(*COMPRESSIONS))
-    activation_gradients: str = option("", "codec of what stages send back, such as low-rank:16")
-    activations: str = option("", "codec of what stages hand on, such as int8")
+    activation_gradients: str = option("", "codec of activation gradients between stages: low-rank:16")
+    activations: str = option("", "codec of activations between stages: int8")
     gradients: str = option("", "codec of the first stages' gradients: low-rank:128")
 
     def __post_init__(self) -> None:
@@ -371,12 +369,12 @@ class LogConfig:
 
     NAME: ClassVar = "log"
 
-    folder: str = option("towpath-run", "of metrics.jsonl and all else that the run writes")
+    folder: str = option("towpath-run", "folder of metrics.jsonl and other files of the run")
     every: int = option(1, "steps between rows of metrics", ABOVE_0)
-    tensorboard: bool = option(False, "also write TensorBoard's events there")
+    tensorboard: bool = option(False, "also write TensorBoard events there")
     wandb: str = option("", "also log to this project of Weights & Biases")
-    wandb_offline: bool = option(True, "keep it in the folder; `wandb sync` sends it")
-    trace: tuple[int, ...] = option((), "steps of which to write a trace for ui.perfetto.dev")
+    wandb_offline: bool = option(True, "keep W&B's data in the folder; `wandb sync` sends it")
+    trace: tuple[int, ...] = option((), "steps whose trace to write, for ui.perfetto.dev")
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -390,12 +388,12 @@ class CheckpointConfig:
 
     NAME: ClassVar = "checkpoint"
 
-    folder: str = option("", "of the checkpoints; empty: checkpoints in log.folder")
-    every: int = option(0, "steps between checkpoints; 0: as many as every_minutes takes", FROM_0)
-    every_minutes: float = option(10.0, "with every = 0, between checkpoints; 0: only the last state", FROM_0)
-    keep: int = option(2, "how many of the newest stay; 0: all", FROM_0)
-    keep_every: int = option(0, "besides, those whose step this divides stay; 0: none", FROM_0)
-    background: bool = option(True, "write while the next steps run")
+    folder: str = option("", "folder of the checkpoints; empty: checkpoints in log.folder")
+    every: int = option(0, "steps between checkpoints; 0: use every_minutes", FROM_0)
+    every_minutes: float = option(10.0, "minutes between checkpoints, if every is 0; 0: only at the end", FROM_0)
+    keep: int = option(2, "number of newest checkpoints to keep; 0: all", FROM_0)
+    keep_every: int = option(0, "also keep checkpoints whose step this number divides; 0: none", FROM_0)
+    background: bool = option(True, "write checkpoints while the next steps run")
     resume: str = option("auto", "auto: from the newest in the folder; off; or a path")
 
     def __post_init__(self) -> None:
