@@ -8,12 +8,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -24,6 +27,7 @@ from torch.distributed.fsdp import (
 
 import towpath
 from tests.ranks.server import World
+from towpath import checkpoint
 from towpath.engine.hooks import ARGUMENTS, COUNTERPARTS
 from towpath.errors import MismatchError, ShardError, StrategyError
 
@@ -276,3 +280,51 @@ def _their_arguments() -> None:
     for name, wrong in (("mesh", "x"), ("group", 3), ("topology", (1, 2))):
         with pytest.raises(ShardError, match=f"{name}: expected a "):
             shard(nn.Linear(2, 2), "zero3", **{name: wrong})
+
+
+def test_dcp_checkpoints_pass_both_ways(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_pass_checkpoints, tmp_path)
+
+
+def _pass_checkpoints(folder: Path) -> None:
+    """Weights and AdamW's states go from FSDP2 to Towpath, train there, and go back, bit for bit."""
+    theirs, ours = _net(), towpath.shard(Net(), "paro-iig", topology=SHAPE)
+    for block in theirs.blocks:
+        fully_shard(block)
+    fully_shard(theirs)
+    optimizers = {model: torch.optim.AdamW(model.parameters(), lr=0.1) for model in (theirs, ours)}
+
+    def states(model: nn.Module) -> dict[str, Any]:
+        functions = state_dict if model is theirs else checkpoint
+        optimizer = functions.get_optimizer_state_dict(model, optimizers[model])
+        return {"model": functions.get_model_state_dict(model), "optimizer": optimizer}
+
+    def passed(source: nn.Module, target: nn.Module, name: str) -> None:
+        dcp.save(states(source), checkpoint_id=folder / name)
+        loaded = states(target)
+        dcp.load(loaded, checkpoint_id=folder / name)
+        functions: Any = state_dict if target is theirs else checkpoint
+        functions.set_model_state_dict(target, loaded["model"])
+        functions.set_optimizer_state_dict(target, optimizers[target], loaded["optimizer"])
+        assert _same_states(states(source), states(target))
+
+    def step(model: nn.Module) -> None:
+        model(_batch()).sum().backward()
+        optimizers[model].step()
+        optimizers[model].zero_grad()
+
+    step(theirs)
+    step(ours)
+    passed(theirs, ours, "theirs")
+    step(ours)
+    passed(ours, theirs, "ours")
+
+
+def _same_states(first: Any, second: Any) -> bool:
+    """Whether all tensors are the same when they are gathered, and everything else is equal."""
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_same_states(first[key], second[key]) for key in first)
+    if isinstance(first, Tensor):
+        first, second = (each.full_tensor() if hasattr(each, "full_tensor") else each for each in (first, second))
+        return torch.equal(first, second)
+    return first == second
