@@ -39,6 +39,7 @@ from towpath.planner.profile import (
 from towpath.planner.request import BF16, Optimizer, Request
 from towpath.planner.solver import Batching, Candidate, Infeasible, Prediction, Ranking, Solver
 from towpath.sim.hardware import PassWork
+from towpath.topology.cluster import Topology
 
 SMALL = Transformer(vocabulary=512, width=1024, depth=6, heads=8, hidden=4096)
 ADAMW = Optimizer.named("adamw")
@@ -247,7 +248,8 @@ def test_every_shipped_cluster_loads_and_says_where_its_numbers_are_from() -> No
         found = load_cluster(name)
         text = Path(catalog.__file__).with_name("clusters").joinpath(f"{name}.toml").read_text()
         assert found.peak_of("bfloat16") > 1e13 and "Assumed" in text, name
-    assert load_cluster("p4d", nodes=3).topology.nodes == 3
+    assert load_cluster("p4d", nodes=3).topology == Topology(3, 8)
+    assert load_cluster("ethernet-10g", 2, ranks_per_node=8).topology == Topology(2, 8)
 
 
 @pytest.mark.parametrize(
@@ -346,6 +348,18 @@ def test_the_first_is_the_best_of_all(inter: float) -> None:
     assert isinstance(answer, Ranking) and answer.proven
     assert answer.ranked[0].seconds == best
     assert [p.seconds for p in answer.ranked] == sorted(p.seconds for p in answer.ranked)
+
+
+def test_a_limited_search_tries_every_kind_of_batching() -> None:
+    """The lowest bounds are those of larger micro-batches without checkpointing, which cannot hide their transfers."""
+    cluster = load_cluster("ethernet-10g", 2, ranks_per_node=8)
+    solver = Solver(describe_model("gpt-2.5b", 1024), cluster, Request(128, cluster.memory, BF16))
+    recomputed = solver.predict(strategy("mics", cluster.topology), Batching(8, 1, checkpointing=True))
+
+    answer = solver.solve(best=1, most=30)
+
+    assert isinstance(answer, Ranking) and answer.ranked[0].seconds <= recomputed.seconds
+    assert answer.open_bound is not None and answer.open_bound < answer.ranked[0].seconds
 
 
 def test_codecs_are_used_only_where_they_are_allowed() -> None:
@@ -567,5 +581,8 @@ def test_a_file_that_is_no_profile_is_refused(change: dict[str, object], told: s
 def test_a_profile_of_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     file.write_text(made_profile().to_json())
-    with pytest.raises(ConfigError, match="is of 2 nodes, and --nodes asks for 4"):
+    own = made_profile().topology
+    with pytest.raises(ConfigError, match=f"expected its own nodes × ranks, {own}; got 4 × {own.ranks_per_node}"):
         load_cluster(file, nodes=4)
+    with pytest.raises(ConfigError, match=f"got {own.nodes} × 7"):
+        load_cluster(file, ranks_per_node=7)

@@ -76,6 +76,12 @@ Nodes = Annotated[
         metavar="N", parser=whole(1, 100_000), help="The number of nodes.", show_default="as in the cluster's file"
     ),
 ]
+RanksPerNode = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", parser=whole(1, 100_000), help="The ranks of each node.", show_default="as in the cluster's file"
+    ),
+]
 Length = Annotated[
     int | None,
     typer.Option(
@@ -178,6 +184,7 @@ def plan(
     cluster: ClusterName,
     batch: Batch,
     nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
     length: Length = None,
     memory: Memory = None,
     precision: PrecisionOption = PrecisionName.BF16,
@@ -209,7 +216,7 @@ def plan(
     stages = PipelineOptions(pipeline or (), tensor or (), schedule or (), compression or ())
     if stages.pipelines and report is not None:
         raise ConfigError("--report draws strategies without pipelines only: leave out --pipeline, or --report.")
-    solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
+    solver = _solver(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, batch)
     weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
     request = replace(
         solver.request, weights=weights, gradients=gradients, checkpointing=checkpointing, offload=offload
@@ -279,7 +286,11 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
     for number, priced in enumerate(found.ranked, 1):
         table.add_row(*tables.row(number, priced, solver))
     console.print(table)
-    rest = "no other can be faster" if found.proven else "another one might be slightly faster"
+    rest = (
+        "no other can be faster"
+        if found.open_bound is None
+        else f"no other takes less than {tables.seconds(found.open_bound)}"
+    )
     room = f"{solver.request.memory / GIB:.1f} GiB"
     console.print(
         f"{found.considered:,} were considered, {found.fitting:,} may fit into {room} a rank, "
@@ -306,6 +317,7 @@ def explain(
     micro_steps: MicroSteps = 1,
     checkpointing: Checkpointing = False,
     nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
     length: Length = None,
     memory: Memory = None,
     precision: PrecisionOption = PrecisionName.BF16,
@@ -319,7 +331,7 @@ def explain(
 
     Exit code: 0, or 2 for a mistake.
     """
-    solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
+    solver = _solver(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, 1)
     batching = Batching(micro_batch, micro_steps, checkpointing)
     names = [first] if second is None else [first, second]
     sides: list[Prediction] = []
@@ -342,6 +354,7 @@ def simulate(
     micro_steps: MicroSteps = 1,
     checkpointing: Checkpointing = False,
     nodes: Nodes = None,
+    ranks_per_node: RanksPerNode = None,
     length: Length = None,
     memory: Memory = None,
     precision: PrecisionOption = PrecisionName.BF16,
@@ -366,7 +379,7 @@ def simulate(
 
     Exit code: 0, or 2 for a mistake.
     """
-    solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
+    solver = _solver(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, 1)
     batching = Batching(micro_batch, micro_steps, checkpointing)
     check_output_file("--trace", trace)
     if micro_steps > _MOST_REPLAYED and (trace is not None or jitter or straggler):
@@ -425,14 +438,14 @@ def _show_step(sides: Sequence[Prediction], solver: Solver, conclusion: str) -> 
 def _solver(
     model: str,
     cluster: str,
-    nodes: int | None,
+    ranks: tuple[int | None, int | None],
     length: int | None,
     memory: float | None,
     precision: PrecisionName,
     optimizer: str,
     batch: int,
 ) -> Solver:
-    found = load_cluster(cluster, nodes)
+    found = load_cluster(cluster, *ranks)
     limit = found.memory if memory is None else max(1, int(memory * GIB))
     request = Request(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
     return Solver(describe_model(model, length), found, request)
@@ -449,7 +462,7 @@ def _strategy(name: str, solver: Solver, offload: OffloadName | None) -> Strateg
     if made.topology != solver.cluster.topology:
         raise ConfigError(
             f"strategy {name} is for {made.topology} ranks, and the cluster has {solver.cluster.topology}. Pass "
-            "--nodes, or plan anew."
+            "--nodes and --ranks-per-node, or plan anew."
         )
     return made if offload is None else replace(made, offload=offload)
 

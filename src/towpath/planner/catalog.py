@@ -20,6 +20,7 @@ from towpath.errors import ConfigError
 from towpath.planner.cluster import Cluster, from_table
 from towpath.planner.model import Model, Transformer
 from towpath.planner.profile import Profile
+from towpath.topology.cluster import Topology
 
 
 def shipped_clusters() -> list[str]:
@@ -28,12 +29,14 @@ def shipped_clusters() -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
-def load_cluster(what: str | Path, nodes: int | None = None) -> Cluster:
+def load_cluster(what: str | Path, nodes: int | None = None, ranks_per_node: int | None = None) -> Cluster:
     """Load the description of a cluster.
 
     Args:
         what: The name of a shipped cluster, a TOML file, or a JSON file that `towpath probe` wrote.
         nodes: Number of nodes, in place of the description's. A measured cluster keeps its own.
+        ranks_per_node: Ranks of each node, in the same way. A rank keeps its device and its links inside the node. A
+            node keeps its links to other nodes.
 
     Returns:
         The cluster.
@@ -43,10 +46,12 @@ def load_cluster(what: str | Path, nodes: int | None = None) -> Cluster:
     """
     if Path(what).suffix == ".json":
         profile = Profile.load(what)
-        if nodes not in (None, profile.topology.nodes):
+        measured = profile.topology
+        if nodes not in (None, measured.nodes) or ranks_per_node not in (None, measured.ranks_per_node):
+            asked = Topology(nodes or measured.nodes, ranks_per_node or measured.ranks_per_node)
             raise ConfigError(
-                f"profile {what} is of {profile.topology.nodes} nodes, and --nodes asks for {nodes}: what was "
-                "measured on one number of nodes does not hold for another. Probe there, or describe it in a .toml."
+                f"profile {what}: expected its own nodes × ranks, {measured}; got {asked}. A measurement does not hold "
+                "for other numbers. Probe there, or describe that cluster in a .toml."
             )
         return profile.cluster()
     if str(what) in shipped_clusters():
@@ -66,7 +71,7 @@ def load_cluster(what: str | Path, nodes: int | None = None) -> Cluster:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"cluster {what}: not TOML: {error}. Correct it there.") from None
     found = from_table(name, table)
-    return found if nodes is None else found.on(nodes)
+    return found.on(nodes or found.topology.nodes, ranks_per_node)
 
 
 # Models --------------------------------------------------------------------------------------------------------------

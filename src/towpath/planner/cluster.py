@@ -99,9 +99,9 @@ class Cluster:
         """Return the FLOP/s that matrix products of a dtype reach."""
         return self.peak_of(dtype) * self.reached
 
-    def on(self, nodes: int) -> Cluster:
-        """Return the same cluster with another number of nodes."""
-        topology = Topology(nodes, self.topology.ranks_per_node)
+    def on(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
+        """Return the same cluster with another number of nodes, and of ranks on each."""
+        topology = Topology(nodes, ranks_per_node or self.topology.ranks_per_node)
         return replace(self, hardware=replace(self.hardware, topology=topology))
 
 

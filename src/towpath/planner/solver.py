@@ -1,18 +1,21 @@
 """The solver: it ranks all placements, routes, codecs, micro-batches and choices of checkpointing that fit into memory.
 
-The search is branch and bound. Each candidate has a lower bound on its step time. Candidates are simulated in the order
-of their bounds, until no other candidate can be better than those found. Routes are the exception: each kind of
-transfer uses the route that is fastest alone.
+The search is branch and bound. Each candidate has a lower bound on its step time. Candidates are simulated until no
+other can be better than those found, or until a limit. The next one is that of the least expected time: its bound times
+a ratio that similar candidates have shown. Routes are the exception: each kind of transfer uses the route that is
+fastest alone.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
+from math import inf
 from typing import Any
 
 from towpath.core.formats import Precision, item_bytes
@@ -81,6 +84,12 @@ class Candidate:
     batching: Batching
 
 
+def _kinds(candidate: Candidate) -> tuple[object, object]:
+    """Return the two keys by which candidates are similar: batching, and placement with codecs."""
+    placement = candidate.placement
+    return candidate.batching, (placement.grads, placement.optimizer, candidate.weights, candidate.gradients)
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The predicted optimizer step of a strategy.
@@ -143,14 +152,20 @@ class Ranking:
         considered: Number of candidates.
         fitting: Number of candidates that may fit into memory.
         replayed: Number of candidates that were simulated.
-        proven: Whether no other candidate can be among the best.
+        open_bound: A lower bound on the step time of those that were not simulated and may be among the best, or None
+            if there are none.
     """
 
     ranked: tuple[Prediction, ...]
     considered: int
     fitting: int
     replayed: int
-    proven: bool
+    open_bound: float | None
+
+    @property
+    def proven(self) -> bool:
+        """Whether no other candidate can be among the best."""
+        return self.open_bound is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,38 +376,47 @@ class Solver:
         """
         candidates = list(self.candidates())
         likely: list[Candidate] = []
-        order: list[tuple[float, float, int, Candidate]] = []
+        waiting: list[tuple[float, float, int, Candidate]] = []
         for number, candidate in enumerate(candidates):
             if number % _BOUNDS_PER_REPORT == 0:
                 say(number * most // len(candidates), 2 * most)
             if self.least_memory(candidate) <= self.request.memory:
-                order.append((*self.bound(candidate), len(likely), candidate))
+                waiting.append((*self.bound(candidate), len(likely), candidate))
                 likely.append(candidate)
-        heapq.heapify(order)
+        waiting.sort()
         found: list[Prediction] = []
         fitting = len(likely)
-        while order and not self._is_settled(order[0][0], found, best):
-            if len(found) >= most:
-                break
-            *_, candidate = heapq.heappop(order)
+        # What a bound leaves out depends on the batching, and on what is sharded across nodes. So the least ratio of a
+        # prediction to its bound is kept for both. A candidate of a new kind has the ratio 1, and is tried.
+        ratios: dict[object, float] = {}
+        while len(found) < most and (worth := self._worth(waiting, found, best)):
+            number = min(
+                worth, key=lambda i: waiting[i][0] * max(ratios.get(key, 1.0) for key in _kinds(waiting[i][3]))
+            )
+            bound, *_, candidate = waiting.pop(number)
             strategy = self._with_frozen_placed(self.strategy(candidate), candidate.batching)
             if sum(self._memory(self._plans(strategy), candidate.batching).values()) > self.request.memory:
                 fitting -= 1
                 continue
             found.append(self.predict(strategy, candidate.batching))
+            for key in _kinds(candidate):
+                ratios[key] = min(ratios.get(key, inf), found[-1].seconds / bound)
             say(most + len(found), most + min(most, fitting))
         if not found:
             smallest = min(likely or candidates, key=self.least_memory)
             nearest = self.predict(self.strategy(smallest), smallest.batching)
             return Infeasible(nearest, nearest.peak_bytes - self.request.memory)
-        proven = not order or self._is_settled(order[0][0], found, best)
         ranked = sorted(found, key=lambda p: (p.seconds, p.peak_bytes))
-        return Ranking(tuple(ranked[:best]), len(candidates), fitting, len(found), proven)
+        open_bound = waiting[0][0] if self._worth(waiting, found, best) else None
+        return Ranking(tuple(ranked[:best]), len(candidates), fitting, len(found), open_bound)
 
     @staticmethod
-    def _is_settled(bound: float, found: Sequence[Prediction], best: int) -> bool:
-        """Return whether no candidate with this bound, or a higher one, can be among the best."""
-        return len(found) >= best and bound >= heapq.nsmallest(best, (p.seconds for p in found))[-1]
+    def _worth(waiting: Sequence[tuple[Any, ...]], found: Sequence[Prediction], best: int) -> range:
+        """Return the indices of those waiting, sorted by bound, that can still be among the best."""
+        if len(found) < best:
+            return range(len(waiting))
+        limit = heapq.nsmallest(best, (p.seconds for p in found))[-1]
+        return range(bisect_left(waiting, limit, key=lambda entry: entry[0]))
 
     def predict(self, strategy: Strategy, batching: Batching) -> Prediction:
         """Simulate one optimizer step of a strategy.
