@@ -183,6 +183,9 @@ def sums(model: nn.Module | Observable) -> Sums:
 def running_trace(model: nn.Module | Observable) -> Trace | None:
     """Return the trace of the `trace` context that is active for `model`, or None.
 
+    Args:
+        model: A sharded model or a pipeline.
+
     Raises:
         ShardError: The model is not sharded.
     """

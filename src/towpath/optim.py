@@ -87,6 +87,10 @@ class OwnerSteppedOptimizer(Optimizer):
 
     Its groups are those of the wrapped optimizer, `inner`. Its `state` holds the states of the parameters that this
     rank owns.
+
+    Args:
+        inner: The wrapped optimizer.
+        transport: How full matrices reach their owners.
     """
 
     def __init__(self, inner: Optimizer, transport: Transport) -> None:
@@ -301,11 +305,17 @@ def chain(*optimizers: Optimizer) -> ChainedOptimizer:
 
 
 class ChainedOptimizer(Optimizer):
-    """The optimizer that `chain` returns. Its groups and states are those of its `members`, in their order."""
+    """The optimizer that `chain` returns. Its groups and states are those of its members, in their order.
+
+    Args:
+        members: The optimizers.
+    """
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         if not members or any(isinstance(each, ChainedOptimizer) for each in members):
-            raise ShardError(f"together(): expected one optimizer or more, none of them made by it; got {members}.")
+            raise ShardError(
+                f"chain(): expected one or more optimizers that are not chained themselves; got {members}."
+            )
         self.members = tuple(members)
         super().__init__([group for each in members for group in each.param_groups], {})
         for each in members:

@@ -69,7 +69,11 @@ def write_trace(path: Path, ranks: Mapping[int, Sequence[Interval]], names: Mapp
 
 
 def simulated_intervals(events: Iterable[Event]) -> list[Interval]:
-    """Return the events of a simulated step as the intervals of a traced one."""
+    """Return the events of a simulated step as the intervals of a traced one.
+
+    Args:
+        events: The events of a `Timeline`.
+    """
     return [
         Interval(
             track=_SIMULATED_TRACKS.get(event.track, BETWEEN if event.crosses else INSIDE),

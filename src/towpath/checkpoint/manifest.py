@@ -140,13 +140,24 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint's manifest."""
+    """The content of a checkpoint's manifest.
+
+    Args:
+        step: The number of optimizer steps.
+        written_by: The version of Towpath that wrote it.
+        seconds: When it was written, in seconds since 1970.
+        world: The number of ranks that wrote it.
+        strategy: Their strategy in TOML, or None if it was imported.
+        files: The size and checksum of each file, by name.
+        tensors: The dtype, shape and place of each tensor, by name.
+        values: Everything that is not a tensor.
+    """
 
     step: int
     written_by: str
-    seconds: float  # since 1970
+    seconds: float
     world: int
-    strategy: str | None  # TOML
+    strategy: str | None
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])

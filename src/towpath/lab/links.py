@@ -171,7 +171,11 @@ def _shaped(device: str, rate: Rate | None, bucket_bytes: int) -> str:
 
 
 def window_bytes(rate: Rate | None) -> float:
-    """Return the largest receive window of a connection. It is infinite on links without a rate."""
+    """Return the largest receive window of a connection. It is infinite on links without a rate.
+
+    Args:
+        rate: The rate of the link, or None.
+    """
     return math.inf if rate is None else max(_WINDOW_BYTES, _WINDOW_SECONDS * rate.bytes_per_second)
 
 

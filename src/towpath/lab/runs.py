@@ -222,7 +222,14 @@ class LabResult:
 
 
 class LabRun:
-    """A running script on the nodes, from `Lab.start`. A `with` statement ends it at the end of the block."""
+    """A running script on the nodes, from `Lab.start`. A `with` statement ends it at the end of the block.
+
+    Args:
+        client: The connection to the lab's server.
+        members: The processes to start.
+        count: Returns the bytes that each link has carried.
+        capture: Whether to keep the output for the result.
+    """
 
     def __init__(
         self, client: Client, members: Sequence[Member], count: Callable[[], tuple[LinkBytes, ...]], capture: bool

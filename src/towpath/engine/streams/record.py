@@ -71,7 +71,12 @@ Args = dict[str, str | int]
 class Interval:
     """One interval of time on a track of a trace.
 
-    `start_seconds` counts from the start of the trace, which is the same moment on all ranks.
+    Args:
+        track: The row of the trace, such as "compute".
+        name: What ran, such as "forward blocks.3".
+        start_seconds: Seconds since the start of the trace, which is the same moment on all ranks.
+        seconds: The duration.
+        args: Further facts, by name, such as the bytes of a transfer.
     """
 
     track: str
@@ -90,6 +95,9 @@ class Trace:
     """The intervals of the traced steps of one rank. `intervals` is complete, and sorted by start, after `end()`.
 
     Until then, `Record` and the training loop report intervals to it.
+
+    Args:
+        timer: The clocks of the streams.
     """
 
     def __init__(self, timer: Timer) -> None:
