@@ -234,7 +234,7 @@ def test_a_report_shows_which_strategy_when_and_needs_nothing_from_elsewhere(tmp
     written = page.read_text()
     assert f"Plots: {page}" in output and written.count("<svg") == 5
     assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#)([^"']*)|url\((?!#)([^)]*)\)|@import|<script""", written) == []
-    for words in ("Gbit/s between nodes", "GiB of a rank", "zero3", "waiting for", "Pareto"):
+    for words in ("Gbit/s between nodes", "GiB of a rank", "zero3", "computing", "Pareto"):
         assert words in written
     # Reports of other models have other titles, and no two rows of a picture have one name.
     assert "<title>Which strategy for six-layers on ethernet-10g?</title>" in written

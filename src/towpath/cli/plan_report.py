@@ -182,7 +182,7 @@ def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
     """Draw the parts of a step of each strategy: computing, and waiting by kind of transfer."""
     names = [f"{n}  {tables.label(p.strategy)}" for n, p in enumerate(shown, 1)]
     parts = {"computing": [p.computing for p in shown]}
-    parts |= {f"waiting for {k.value}": [p.exposed.get(k, 0.0) for p in shown] for k in TransferKind
+    parts |= {k.value: [p.exposed.get(k, 0.0) for p in shown] for k in TransferKind
               if any(p.exposed.get(k, 0.0) > 0.01 * p.seconds for p in shown)}  # fmt: skip
     draw_stacked(figure, names, "seconds", parts)
 

@@ -371,10 +371,10 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def write_page(path: Path, title: str, about: str, table: str, figures: Sequence[str]) -> None:
-    """Write a page with a table of `table_html` and figures of `figure_html`."""
+    """Write a page with a table of `table_html` and figures of `figure_html`. `about` may have several lines."""
     page = Template(_PAGE).substitute(
         title=html.escape(title),
-        about=html.escape(about),
+        about=html.escape(about).replace("\n", "<br>"),
         table=table,
         figures="\n".join(figures),
         dark_colors=_css_variables(ON_DARK),
@@ -390,11 +390,22 @@ def figure_html(title: str, about: str, drawn: str, wide: bool = False) -> str:
     return f"<figure{kind}><h2>{html.escape(title)}</h2><p>{html.escape(about)}</p>{drawn}</figure>"
 
 
+# A number with its unit, an interval of numbers, or nothing.
+_NUMBER = re.compile(r"[-–+−]?[\d.,]*\d?( ?[%×\wµ/]{0,9})?( ?[(\[].*[)\]])?$")
+
+
 def table_html(headings: Sequence[str], rows: Sequence[Sequence[str]], kinds: Sequence[str] = ()) -> str:
-    """Return a table that scrolls sideways on a narrow screen. `kinds`: the CSS classes of its rows, if any."""
-    head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
+    """Return a table that scrolls sideways on a narrow screen. `kinds`: the CSS classes of its rows, if any.
+
+    Columns with other text than numbers are aligned to the left.
+    """
+    numeric = [all(_NUMBER.match(row[i]) for row in rows) for i in range(len(headings))]
+    opens = ["" if number else ' class="text"' for number in numeric]
+    head = "".join(f"<th{look}>{html.escape(heading)}</th>" for look, heading in zip(opens, headings, strict=True))
     opened = [f'<tr class="{kind}">' if kind else "<tr>" for kind in kinds or [""] * len(rows)]
-    cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    cells = [
+        "".join(f"<td{look}>{html.escape(cell)}</td>" for look, cell in zip(opens, row, strict=True)) for row in rows
+    ]
     body = "".join(f"{row}{inside}</tr>" for row, inside in zip(opened, cells, strict=True))
     return _scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
 
@@ -420,7 +431,7 @@ p { margin: 2px 0 10px; color: var(--muted); max-width: 75ch; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { padding: 7px 12px; text-align: right; border-top: 1px solid var(--line); white-space: nowrap; }
 th { border: 0; font-weight: 600; font-size: 12.5px; color: var(--muted); }
-th:first-child, td:first-child { text-align: left; font-weight: 600; }
+th:first-child, td:first-child { text-align: left; font-weight: 600; } .text { text-align: left; }
 tr.best td { background: var(--best); } tr.lossy td { font-style: italic; }
 main > .scrolls { border-radius: 8px; margin: 18px 0; box-shadow: 0 1px 2px #0002; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: 16px; }
