@@ -19,7 +19,8 @@ _live: list[World] = []
 
 @pytest.fixture(scope="session")
 def world() -> Callable[[int], World]:
-    """`world(4)`: four ranks. A world stays until another size is wanted, a rank failed, or it has too many threads."""
+    """`world(4)`: four ranks. A world stays until its file ends, another size is wanted, a rank failed, or it has too
+    many threads."""
 
     def of(size: int) -> World:
         if _live and _live[0].alive and _live[0].size == size and _live[0].threads <= THREADS_OF_A_RANK:
@@ -33,9 +34,13 @@ def world() -> Callable[[int], World]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """The last world ends with the last test of this folder: ranks that wait slow down the tests beside them."""
+    """End the last world with the last test of a file.
+
+    What a file leaves behind in its ranks meets no other file, and no ranks wait while another folder is tested.
+    pytest calls this hook of every conftest.py for the items of all folders, so it must not look at its own folder.
+    """
     done = yield
-    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+    if nextitem is None or nextitem.path != item.path:
         _end()
     return done
 
