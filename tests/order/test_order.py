@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def _train_partly_frozen(label: str) -> None:
     with checking() as checker:
         for _ in range(2):
             model, optimizer = sharded(label, PartlyFrozen)
-            train(model, optimizer)
+            train(model, optimizer, micro_steps=1)
             del model, optimizer
         check_communications(checker.communications)
 
@@ -241,17 +242,18 @@ def test_what_users_do_between_steps_keeps_its_order(world: Worlds, label: str, 
 def _between_steps(label: str, folder: Path) -> None:
     with checking() as checker:
         model, optimizer = sharded(label)
-        train(model, optimizer)
+        step = partial(train, model, optimizer, steps=1, micro_steps=1)
+        step()
         with towpath.full_parameters(model), torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.5)
-        train(model, optimizer, steps=1)
+        step()
         assert save(folder, 3, State(model, optimizer)).ok
-        train(model, optimizer, steps=1)
+        step()
         assert load(folder, State(model, optimizer)) is not None
         with torch.no_grad():
             MODELS["gpt"].loss(model, *MODELS["gpt"].micro_batch(0, 0, 0, torch.float32))
-        train(model, optimizer, steps=1)
+        step()
         check_communications(checker.communications)
 
 
@@ -263,7 +265,7 @@ def test_a_pass_that_fails_leaves_no_race(world: Worlds, label: str) -> None:
 def _fail(label: str) -> None:
     with checking():
         model, optimizer = sharded(label)
-        train(model, optimizer)
+        train(model, optimizer, steps=1)
         block = model.blocks[2]
 
         def refuse(*_: Any) -> None:
@@ -274,7 +276,7 @@ def _fail(label: str) -> None:
             with pytest.raises(ConnectionError):
                 train(model, optimizer, steps=1, micro_steps=1)
             hook.remove()
-            train(model, optimizer, steps=1)
+            train(model, optimizer, steps=1, micro_steps=1)
 
 
 # --- every edge is needed --------------------------------------------------------------------------------------------

@@ -46,14 +46,13 @@ SHAPE = Topology(2, 2)
 def test_what_any_strategy_saves_any_other_loads_bit_for_bit_on_any_number_of_ranks(
     world: Worlds, tmp_path: Path
 ) -> None:
-    """Each loads what the one before saved, and saves it anew; in the end the first has what it had."""
+    """Each loads what the one before saved, and saves it anew; in the end all is as it was at first."""
     expected = world(4).run(_train_and_save, tmp_path, "zero3", SHAPE)[0]
     chain = [
         ("mics:1x2", Topology(4, 1)),
         ("zero++", SHAPE),
-        ("paro-iig", Topology(3, 1)),
         ("ddp", Topology(1, 1)),
-        ("zero3", SHAPE),
+        ("paro-iig", Topology(3, 1)),
     ]
     for step, (label, shape) in enumerate(chain, 3):
         for wrong in world(shape.world).run(_load_and_save, tmp_path, label, shape, step, expected):

@@ -53,7 +53,7 @@ NOISE = {
 SPREAD = 1.25
 LENGTHS = [1, 7, 64, 1009, 5000]
 
-shapes = pytest.mark.parametrize("shape", [*SHAPES[:2], *map(seldom, SHAPES[2:])], ids=map(str, SHAPES))
+shapes = pytest.mark.parametrize("shape", [SHAPES[0], *map(seldom, SHAPES[1:])], ids=map(str, SHAPES))
 
 
 def _members(shape: Topology, local_major: bool = False) -> GroupRank:
@@ -211,7 +211,7 @@ def _added(rows: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@shapes
+@pytest.mark.parametrize("shape", [*SHAPES[:2], *map(seldom, SHAPES[2:])], ids=map(str, SHAPES))
 def test_a_reduction_is_its_oracle_to_the_bit_with_every_feedback(world: Worlds, shape: Topology) -> None:
     world(shape.world).run(_as_the_oracle, shape)
 
@@ -236,7 +236,7 @@ def _as_the_oracle(shape: Topology) -> None:
             assert torch.equal(region[start:end], expected[start:end]), (codec, feedback, str(op), route, dtype, turn)
 
 
-@pytest.mark.parametrize("shape", [Topology(2, 2), Topology(3, 1), Topology(2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [Topology(2, 2), seldom(Topology(3, 1)), seldom(Topology(2, 3))], ids=str)
 def test_with_feedback_nothing_is_lost_in_the_long_run(world: Worlds, shape: Topology) -> None:
     world(shape.world).run(_telescope, shape)
 
@@ -359,7 +359,7 @@ def _weights_change() -> None:
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("served", [{"after": 1}, {"until": 2}, {}])
+@pytest.mark.parametrize("served", [{"after": 1}, {"until": 2}, seldom({})])
 def test_what_the_optimizer_works_on_is_never_rounded_by_what_it_publishes(
     world: Worlds, served: dict[str, int]
 ) -> None:

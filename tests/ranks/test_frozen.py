@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
 from tests.ranks.server import World
-from tests.ranks.strategies import in_turn
+from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import TOLERANCE, Twin
 from towpath.codecs.kernels import reference
 from towpath.core.formats import Codec
@@ -73,7 +73,7 @@ def _strategy(label: str, frozen: str | None = None, **options: Any) -> towpath.
 
 
 @in_turn((None, *EXTENTS), 1, "frozen")
-@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("label", [seldom(n) if n in ("mics", "paro-iig") else n for n in LABELS])
 def test_training_is_the_same_wherever_frozen_parameters_lie(world: Worlds, label: str, frozen: str | None) -> None:
     world(4).run(_train, label, frozen)
 
@@ -125,7 +125,7 @@ def _unrounded() -> None:
 # Bytes and memory -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", ["zero3", "hpz", "paro-igg", "zero++"])
+@pytest.mark.parametrize("label", ["zero3", "hpz", seldom("paro-igg"), "zero++"])
 def test_by_default_no_frozen_byte_crosses_between_nodes(world: Worlds, label: str) -> None:
     world(4).run(_executed, label)
 
@@ -217,12 +217,12 @@ def rounded(values: Tensor, codec: Codec) -> Tensor:
 
 
 @in_turn(["1x1", "2x1", "2x2"], 1, "frozen")
-def test_what_rests_encoded_is_what_the_oracle_rounds_to(world: Worlds, frozen: str) -> None:
-    world(4).run(_rounds_once, frozen)
+def test_what_rests_encoded_is_what_the_oracle_rounds_to(world: Worlds, frozen: str, whole_product: bool) -> None:
+    world(4).run(_rounds_once, frozen, CODECS if whole_product else CODECS[::3])
 
 
-def _rounds_once(frozen: str) -> None:
-    for codec in CODECS:
+def _rounds_once(frozen: str, codecs: Sequence[str]) -> None:
+    for codec in codecs:
         strategy = _strategy("zero3", frozen, frozen_codec=codec)
         torch.manual_seed(0)
         model: Any = towpath.shard(Model(), strategy, units=[Adapted])

@@ -133,7 +133,7 @@ def _exact(ranks: int, copies: int, schedule: str, strategy: str, micro_batches:
         assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", [seldom("1F1B"), "InterleavedZeroBubble"])
 def test_a_trace_has_every_pass_every_message_and_what_was_waited(world: Worlds, schedule: str) -> None:
     messages_of_a_rank = {"1F1B": 4, "InterleavedZeroBubble": 12}[schedule]  # as many each way
     for tracks, passes, expected in world(4).run(_traced, schedule):
@@ -202,6 +202,7 @@ def test_two_stages_of_two_ranks_are_one_process(world: Worlds, pair: tuple[str,
     world(4).run(_exact, 2, 2, *pair, 4, steps)
 
 
+@pytest.mark.parity  # test_pipeline_layouts.py has four stages of two ranks
 @in_turn((*SINGLE, *SEVERAL), 1, "schedule")
 def test_four_stages_are_one_process(world: Worlds, schedule: str, steps: int) -> None:
     world(4).run(_exact, 4, 1, schedule, "ddp", 8, steps)
@@ -221,7 +222,7 @@ def _accumulated(schedule: str, strategy: str) -> None:
     whole = _pipeline(2, 2, schedule, strategy, 12, stage=Plain, loss=lambda o, target: 3 * _loss(o, target))
     optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2, eps=1e-5) for p in (pipeline, whole)]
     before = towpath.stats(pipeline)
-    for step in range(3):
+    for step in range(2):
         x, y = _batch(step, dist.get_rank() % 2, 12)
         batches = list(zip(x.chunk(3), y.chunk(3), strict=True))
         for _ in range(2 if step == 1 else 1):
@@ -240,8 +241,8 @@ def _accumulated(schedule: str, strategy: str) -> None:
         planned = pipeline.stage_schedule(index, accumulated=2).transfers
         assert Counter(towpath.stats(module).last_step) == Counter(planned), index
     job = pipeline.schedule(accumulated=2)
-    assert sums(pipeline).intra_bytes == 3 * job.intra_bytes
-    assert _message_bytes(towpath.stats(pipeline).since(before).transfers) == 3 * _message_bytes(job.transfers)
+    assert sums(pipeline).intra_bytes == 2 * job.intra_bytes
+    assert _message_bytes(towpath.stats(pipeline).since(before).transfers) == 2 * _message_bytes(job.transfers)
 
 
 def test_a_rank_alone_inside_no_sync_is_an_error_on_all(world: Worlds) -> None:
@@ -265,7 +266,7 @@ def _loss_of_two(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output[:2] - target[:2]).square().mean()
 
 
-@pytest.mark.parametrize("every", [False, True], ids=["exposed", "every"])
+@pytest.mark.parametrize("every", [seldom(False), True], ids=["exposed", "every"])
 @in_turn((*SINGLE, *SEVERAL), 1, "schedule")
 def test_gradients_of_the_rank_that_is_sent_arrive_exactly(world: Worlds, schedule: str, every: bool) -> None:
     world(4).run(_low_rank, schedule, every)
@@ -287,7 +288,7 @@ def _low_rank(schedule: str, every: bool) -> None:
             optimizer.step()
 
 
-@in_turn(list(product((*SINGLE, *SEVERAL), [(2, 4), (2, 8), (3, 6), (4, 4), (4, 8)])), 2, "case")
+@in_turn(list(product((*SINGLE, *SEVERAL), [(2, 4), (2, 8), (3, 6), (4, 4), (4, 8)])), 1, "case")
 def test_exactly_the_exposed_gradients_are_encoded_at_both_ends(world: Worlds, case: Any) -> None:
     schedule, sizes = case
     found = world(sizes[0]).run(_sent, schedule, *sizes)
@@ -608,7 +609,7 @@ class Plain(nn.Module):
 
 
 @in_turn(["zero3", "hpz", "paro-iig", "zero2"], 1, "strategy")
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", seldom("Interleaved1F1B"), "ZBVZeroBubble"])
 def test_stages_execute_what_the_jobs_schedule_says(world: Worlds, strategy: str, schedule: str) -> None:
     world(4).run(_executed, strategy, schedule)
 

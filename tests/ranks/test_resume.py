@@ -201,16 +201,16 @@ def test_the_same_strategy_and_world_go_on_bit_for_bit(
 ) -> None:
     """Losses, weights, optimizer states, random numbers and what codecs carry."""
     name, _, feedback = strategy.partition(" ")
-    more = (f"strategy.name={name}", f"strategy.feedback={feedback}", *SQUARE, "train.steps=12", "checkpoint.every=4")
+    more = (f"strategy.name={name}", f"strategy.feedback={feedback}", *SQUARE, "train.steps=8", "checkpoint.every=3")
     options = (*options, *more, "train.batch=8", f"checkpoint.background={background}")  # two micro-steps
     whole, parts = _in(tmp_path / "whole"), _in(tmp_path / "parts")
     losses = world(4).run(_train, (*options, *whole))[0].losses
-    before = world(4).run(_train, (*options, *parts), {2: (5, signal.SIGTERM)})
+    before = world(4).run(_train, (*options, *parts), {2: (3, signal.SIGTERM)})
     after = world(4).run(_train, (*options, *parts))
-    assert [before[0].losses, after[0].losses] == [losses[:6], losses[6:]]
-    assert "stopped after step 6. The same command goes on from there." in before[0].said
-    assert "6 steps are done, 6 to go" in after[0].said
-    ends = [_files(tmp_path / part / "checkpoints" / "step-000012") for part in ("whole", "parts")]
+    assert [before[0].losses, after[0].losses] == [losses[:4], losses[4:]]
+    assert "stopped after step 4. The same command goes on from there." in before[0].said
+    assert "4 steps are done, 4 to go" in after[0].said
+    ends = [_files(tmp_path / part / "checkpoints" / "step-000008") for part in ("whole", "parts")]
     assert len(ends[0]) == 4 and ends[0] == ends[1]
 
 

@@ -165,7 +165,7 @@ def _infer(training: bool) -> None:
         model(x).sum().backward()
     last_step = towpath.stats(model).last_step
     held: list[dict[str, int]] = []
-    for count in (200, 1_300):
+    for count in (100, FOLD + 100):
         with torch.no_grad():
             for _ in range(count):
                 model(x)

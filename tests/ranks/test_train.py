@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks.server import World, run_ranks
-from tests.ranks.strategies import ROUNDING, in_turn
+from tests.ranks.strategies import ROUNDING, in_turn, seldom
 from towpath import offload_activations, stats, strategies
 from towpath.errors import TowpathError, TrainError
 from towpath.train import trainer as trainer_module
@@ -209,7 +209,7 @@ LOSSLESS: list[Any] = [
 ]
 
 
-@in_turn(LOSSLESS, 2, "options")
+@in_turn(LOSSLESS, 1, "options")
 def test_every_lossless_strategy_trains_alike(
     world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float], options: dict[str, Any]
 ) -> None:
@@ -226,7 +226,7 @@ def test_any_number_of_ranks_and_micro_steps_trains_alike(
         _near(found, alone)
 
 
-@pytest.mark.parametrize("clip", [0.5, 0.0])
+@pytest.mark.parametrize("clip", [0.5, seldom(0.0)])
 def test_a_run_is_what_plain_pytorch_makes_of_its_settings(
     world: Worlds, config: Callable[..., Config], clip: float
 ) -> None:
@@ -266,8 +266,8 @@ def _plain_beside(config: Config) -> tuple[list[float], list[float]]:
 
 
 def test_recomputing_blocks_changes_no_bit(world: Worlds, config: Callable[..., Config]) -> None:
-    both = [config(train={"checkpointing": on}) for on in (False, True)]
-    (losses, held_out, weights), (again, held_out_again, weights_again) = (world(4).run(_steps, c)[0] for c in both)
+    both = [config(train={"checkpointing": on}, strategy=_on(2, 1)) for on in (False, True)]
+    (losses, held_out, weights), (again, held_out_again, weights_again) = (world(2).run(_steps, c)[0] for c in both)
     assert losses == again and held_out == held_out_again
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
 
@@ -304,8 +304,8 @@ def _compiled(config: Config) -> Any:
 def test_in_bf16_the_masters_stay_fp32(
     world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float]
 ) -> None:
-    mine = config(train={"precision": "bf16", "reduce": "fp32"})
-    losses, _, weights = world(4).run(_steps, mine)[0]
+    mine = config(train={"precision": "bf16", "reduce": "fp32"}, strategy=_on(2, 1))
+    losses, _, weights = world(2).run(_steps, mine)[0]
     # 8 bits: each logit, of order 1, is off by some 0.004 at most; the mean over 128 tokens by less.
     assert losses == pytest.approx(alone[0], abs=0.02, rel=0)
     assert losses != alone[0]

@@ -93,17 +93,18 @@ TOLERANCE = {"gpt2": 1e-9, "ours": 1e-9, "llama": 2e-5}
         ),
     ],
 )
-def test_thirty_steps_are_those_of_plain_pytorch(
-    world: Worlds, folders: dict[str, Path], kind: str, label: str
+def test_training_is_that_of_plain_pytorch(
+    world: Worlds, folders: dict[str, Path], kind: str, label: str, whole_product: bool
 ) -> None:
     config = ModelConfig(hf=str(folders[kind])) if kind in folders else OURS
-    for losses, expected, distance in world(4).run(_train_both, config, label):
-        assert len(losses) == STEPS
+    steps = STEPS if whole_product else 10
+    for losses, expected, distance in world(4).run(_train_both, config, label, steps):
+        assert len(losses) == steps
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= TOLERANCE[kind]
         assert distance <= TOLERANCE[kind]
 
 
-def _train_both(config: ModelConfig, label: str) -> tuple[list[float], list[float], float]:
+def _train_both(config: ModelConfig, label: str, steps: int) -> tuple[list[float], list[float], float]:
     """The mean losses of ours and of one process, and how far apart their parameters are in the end."""
     built = build_model(config, VOCABULARY)
     torch.manual_seed(3)
@@ -112,7 +113,7 @@ def _train_both(config: ModelConfig, label: str) -> tuple[list[float], list[floa
     optimizers = [_optimizer(sharded), _optimizer(plain)]
     losses: list[float] = []
     expected: list[float] = []
-    for step in range(STEPS):
+    for step in range(steps):
         loss = bundle.next_token_loss(sharded, *_batch(dist.get_rank(), step))
         loss.backward()
         mean = loss.detach().clone()
@@ -172,7 +173,7 @@ def _spreads(folder: str) -> dict[str, tuple[float, float]]:
 # --- checkpointing, compiling ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["ours", "llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["ours", "llama", seldom("gpt2")])
 def test_checkpointing_changes_no_gradient(world: Worlds, folders: dict[str, Path], kind: str) -> None:
     config = ModelConfig(hf=str(folders[kind])) if kind in folders else OURS
     assert all(world(4).run(_checkpointed_alike, config))
