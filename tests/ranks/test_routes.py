@@ -34,9 +34,10 @@ SHAPES = [Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(1, 4), Topolo
 TRAVEL = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8")
 ADD = ("float64", "float32", "bfloat16", "float16", "int64", "int32")
 
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+OFTEN = [seldom(shape) if shape == Topology(3, 2) else shape for shape in SHAPES]
+shapes = pytest.mark.parametrize("shape", OFTEN, ids=str)
 more_shapes = pytest.mark.parametrize(
-    "shape", [*SHAPES, Topology(1, 1), *map(seldom, (Topology(2, 4), Topology(3, 3)))], ids=str
+    "shape", [*OFTEN, Topology(1, 1), *map(seldom, (Topology(2, 4), Topology(3, 3)))], ids=str
 )
 
 
@@ -94,7 +95,7 @@ def test_gathers_bring_every_bit_whatever_the_route_length_dtype_and_order(
 
 
 def _gather(shape: Topology, whole_product: bool) -> None:
-    for route, dtype, local_major, apart, elements, values in _draws(shape.nodes, TRAVEL, whole_product):
+    for route, dtype, local_major, apart, elements, values in _draws(shape.ranks_per_node, TRAVEL, whole_product):
         members = _members(shape, local_major)
         collective = _collective(Op.ALL_GATHER, route, shape, elements, dtype, members)
         for turn in range(2):

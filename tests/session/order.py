@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 # By what the end of a run says of their processor seconds.
-LONGEST = ("test_every_model", "test_parity", "test_train", "test_engine_promises", "test_resume", "test_checkpoint")
+LONGEST = ("test_pipeline", "test_resume", "test_checkpoint", "test_train", "test_parity", "test_every_model")
 FOLDERS = ("ranks", "order", "lab", "unit", "gpu")
 
 
