@@ -1,4 +1,4 @@
-"""Towpath: train large PyTorch models across nodes whose link to each other is narrow.
+"""Towpath trains large PyTorch models across nodes that are connected by slow links.
 
     model = towpath.shard(model, "zero3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)

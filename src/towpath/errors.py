@@ -3,7 +3,7 @@
     TowpathError
     ├── TopologyError        an impossible cluster: uneven nodes, or a world size that does not fit
     ├── PlacementError       extents that break a rule (P ≤ G ≤ OS, dividing, nodes only when filled)
-    ├── StrategyError        an unknown or contradictory strategy, wire, option or precision
+    ├── StrategyError        an unknown or contradictory strategy, transport, option or precision
     ├── ShardError           a model that cannot be sharded in its present state
     │   ├── MismatchError    different models or arguments on different ranks
     │   └── NoMethodError    a method of FSDP2's modules that a sharded model does not have
@@ -26,6 +26,27 @@ import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "LabError",
+    "MismatchError",
+    "NoMethodError",
+    "PlacementError",
+    "PlanError",
+    "ShardError",
+    "ShardTensorError",
+    "StepError",
+    "StrategyError",
+    "TopologyError",
+    "TowpathError",
+    "TrainError",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class TowpathError(Exception):

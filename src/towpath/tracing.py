@@ -55,6 +55,10 @@ _ORDER = (COMPUTE, WAITING, BETWEEN, INSIDE)  # the tracks of codecs come after 
 _SIMULATED_TRACKS = {"compute": COMPUTE, "waiting": WAITING}
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def write_trace(path: Path, ranks: Mapping[int, Sequence[Interval]], names: Mapping[int, str] | None = None) -> None:
     """Write a trace file.
 

@@ -90,6 +90,19 @@ assert "torch.distributed.pipelining" not in sys.modules
 """
 
 
+@pytest.mark.parity
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_ranks_of_a_killed_command_stop_and_save(text: Path) -> None:
+    with _command(text.parent, "--ranks", "2", "data.text=text.txt", "train.steps=1000000") as done:
+        assert done.stderr is not None
+        while "1/1000000" not in (line := done.stderr.readline()):
+            assert line, "it ended"
+        done.kill()
+        _, err = done.communicate(timeout=300)  # it waits for the ranks, which have the same standard error
+    assert "stopped after step" in err
+    assert any((text.parent / "towpath-run" / "checkpoints").glob("step-*/manifest.json"))
+
+
 def test_a_run_without_stages_does_not_import_pipelining(text: Path) -> None:
     command = [sys.executable, "-c", TRAIN_A_STEP, str(EXAMPLE), *TINY, "data.text=text.txt", "train.steps=1"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(text.parent / "cache")}

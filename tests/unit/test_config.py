@@ -121,6 +121,8 @@ def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -
         ({"data": {"dataset": "a", "weights": [1]}}, "data.weights = .*: expected none: a dataset is one source"),
         ({"data": {"weights": [1]}}, "as many numbers as data.text has entries, 0"),
         ({"data": {"held_out": 1.0}}, "data.held_out = 1.0"),
+        ({"data": {"held_out": 0.0}, "train": {"evaluate_every": 1}}, "evaluate_every = 1: expected 0, since"),
+        ({"train": {"seed": 1 << 63}}, "train.seed = .*: expected a whole number from 0 to"),
         ({"data": {"text": "caf\udce9.txt"}}, r"data.text = 'caf\\udce9.txt': expected Unicode text"),
         ({"strategy": {"name": "zerro3"}}, r"expected a preset \(zero3\?\)"),
         ({"strategy": {"allow": ["int8"]}}, r"strategy.allow = \('int8',\): expected only with strategy.name = auto"),

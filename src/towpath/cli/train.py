@@ -13,6 +13,7 @@ from towpath.cli.terminal import load_torch, table_of
 from towpath.errors import ConfigError
 from towpath.files import check_output_file
 from towpath.train.config import Config
+from towpath.train.signals import end_with_launcher
 
 
 def train(
@@ -43,6 +44,7 @@ def train(
 
     Exit code: 0, or 1 if the training failed, or 2 if it could not begin, or 130 or 143 after Ctrl-C or SIGTERM.
     """
+    end_with_launcher()
     read = Config.load(config, overrides or ())
     if print_config:
         print(read, end="")

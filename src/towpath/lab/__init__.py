@@ -15,3 +15,7 @@ from towpath.lab.links import LinkBytes, Rate, link_counters, window_bytes
 from towpath.lab.runs import LabResult, LabRun
 
 __all__ = ["PRELOAD", "Lab", "LabResult", "LabRun", "LinkBytes", "Rate", "available", "link_counters", "window_bytes"]
+
+
+def __dir__() -> list[str]:
+    return __all__

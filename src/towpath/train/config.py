@@ -50,6 +50,7 @@ SHARE = Limit(lambda value: 0 <= value <= 1, "a share from 0 to 1")
 _HELD_OUT = Limit(lambda value: 0 <= value < 1, "a share from 0 up to, not including, 1")
 _BELOW_ONE = Limit(lambda value: 0 <= value < 1, "a number from 0 up to, not including, 1")
 _BETAS = Limit(lambda value: all(0 <= beta < 1 for beta in value), "two numbers from 0 up to, not including, 1")
+_SEED = Limit(lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2⁶³ − 1")
 _POWER_OF_TWO = Limit(lambda value: math.frexp(value)[0] == 0.5, "a power of two")
 
 
@@ -162,7 +163,7 @@ class TrainConfig:
     betas: tuple[float, float] = option((0.9, 0.95), "AdamW's", _BETAS)
     eps: float = option(1e-8, "AdamW's", ABOVE_0)
     clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", FROM_0)
-    seed: int = option(0, "the seed of new weights, the order of the data, and dropout", FROM_0)
+    seed: int = option(0, "the seed of new weights, the order of the data, and dropout", _SEED)
     precision: str = option("fp32", "dtype of compute and transfers: fp32, bf16, fp16", one_of(*DTYPES))
     tf32: bool = option(False, "fp32: multiply matrices in TF32 on GPUs that have it")
     loss_scale: float = option(65536.0, "fp16: the first loss scale, a power of two", _POWER_OF_TWO)
@@ -420,6 +421,11 @@ class Config:
         beyond = [step for step in self.log.trace if step > self.train.steps]
         if beyond:
             raise ConfigError(f"log.trace names step {beyond[0]}, but train.steps is {self.train.steps}.")
+        if self.train.evaluate_every and not self.data.held_out:
+            raise ConfigError(
+                f"train.evaluate_every = {self.train.evaluate_every}: expected 0, since data.held_out = 0 leaves "
+                "nothing to evaluate. Or hold out a share, such as 0.05."
+            )
         pipeline, tensor = self.parallel.pipeline, self.parallel.tensor
         if pipeline * tensor > 1 and self.strategy.chooses_layout:
             raise ConfigError(

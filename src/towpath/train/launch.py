@@ -15,7 +15,7 @@ from types import FrameType
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from towpath.topology.groups import as_rank
-from towpath.train.signals import exit_code
+from towpath.train.signals import LAUNCHER, exit_code
 
 # The rank and the process by process id.
 Running = dict[int, tuple[int, "subprocess.Popen[bytes]"]]
@@ -39,6 +39,7 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
             for rank in range(ranks):
                 command = [sys.executable, "-m", "towpath", *arguments]
                 environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **as_rank(rank, ranks, store.port)}
+                environment[LAUNCHER] = str(os.getpid())
                 # In its own process group. Otherwise Ctrl-C, or `timeout`, would reach it twice.
                 process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
                 running[process.pid] = rank, process

@@ -6,6 +6,7 @@ line. So a thread reads the signals too, and acts where the main thread does not
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -22,6 +23,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _WARN_SECONDS = 20.0
 # After a second signal: seconds for a process to clean up, before it is ended.
 _GRACE_SECONDS = 3.0
+
+
+# In the environment of ranks that `towpath train --ranks` started: the process id of that command.
+LAUNCHER = "TOWPATH_LAUNCHER"
+_SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of Linux
+
+
+def end_with_launcher() -> None:
+    """Let the kernel send SIGTERM to this rank if the command that started it is killed. Do nothing elsewhere."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != int(launcher):  # it was killed before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def exit_code(number: int) -> int:
