@@ -284,8 +284,7 @@ class Restore:
 
     def _add_codecs(self) -> None:
         contents, saved = self._state.contents, self._manifest.values.get("engine")
-        for engine in contents.engines:
-            engine.go_to(saved["step"] if saved is not None else self._manifest.step)
+        contents.go_to(saved["step"] if saved is not None else self._manifest.step)
         prefix = f"rank.{self._state.rank}.codec."
         kept = {n.removeprefix(prefix) for n in self._manifest.tensors if n.startswith(prefix)}
         same = saved is not None and self._same_world and saved["fingerprint"] == contents.fingerprint
