@@ -504,8 +504,8 @@ class Pipeline(Observable):
             StepError: A trace of the pipeline is active already.
         """
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
-        job, _ = self._counter.job()
-        leaves = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is TransferKind.ACTIVATION}
+        messages, _ = self._counter.planned()
+        leaves = {t.payload.unit: t.inter_bytes > 0 for t in messages if t.kind is TransferKind.ACTIVATION}
         engines = [engine_of(module) for module in self._sharded_modules()]
         return self._trace.recording(engines, meshes, lambda stage: leaves.get(f"stage {stage}", True))
 
