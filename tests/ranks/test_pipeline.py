@@ -140,7 +140,7 @@ def test_a_trace_has_every_pass_every_message_and_what_was_waited(world: Worlds,
         assert passes == expected
         sent, received = (sum(name.endswith(word) for name in tracks["inside nodes"]) for word in ("sent", "received"))
         assert sent == received == messages_of_a_rank
-        assert "for neighbours" in tracks["waiting"]
+        assert "for neighbors" in tracks["waiting"]
         assert {"grad_sync of root", "grad_sync of blocks.0"} <= set(tracks["inside nodes"])
 
 

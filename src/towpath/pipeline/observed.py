@@ -167,7 +167,7 @@ class StageTrace:
 
     def walking(self) -> AbstractContextManager[None]:
         """Return a context that runs the whole schedule, and counts as waiting outside of passes."""
-        return nullcontext() if self.trace is None else self.trace.phase("for neighbours", waiting=True)
+        return nullcontext() if self.trace is None else self.trace.phase("for neighbors", waiting=True)
 
     def computing(self, work: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
         """Return a context for one pass of a stage."""
