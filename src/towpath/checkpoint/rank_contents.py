@@ -88,11 +88,6 @@ def _as_built(name: str) -> str:
     return name
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
-    """Return a shape for an error message, such as 4×8."""
-    return "×".join(map(str, shape)) or "scalar"
-
-
 # --- contents ---------------------------------------------------------------------------------------------------------
 
 

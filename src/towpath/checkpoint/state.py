@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from towpath.checkpoint import adapters, optimizer_state
 from towpath.checkpoint.dcp import Pieces
 from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, from_json, tensors_in, to_json
-from towpath.checkpoint.rank_contents import NamedTensors, RankContents, contents_of, gather_or_raise, shape_text
+from towpath.checkpoint.rank_contents import NamedTensors, RankContents, contents_of, gather_or_raise
 from towpath.checkpoint.rng import check_rng_shapes, rng_state, seed_anew, set_rng_state
 from towpath.checkpoint.safe_open import DamagedError
 from towpath.checkpoint.safetensors import empty
+from towpath.core.formats import shape_text
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 
