@@ -11,8 +11,10 @@ import functools
 import gc
 import json
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -56,7 +58,8 @@ WARM_UP_STEPS = 2
 _MEASURE_SECONDS = 1800.0
 # How long a rank that has failed waits for the results of the others before it ends the comparison, how long any rank
 # waits for those who are not in a collective, and how often a measuring rank looks whether another has ended it.
-_GRACE_SECONDS, _REPORT_SECONDS, _WATCH_SECONDS = 5.0, 20.0, 1.0
+_GRACE_SECONDS, _REPORT_SECONDS, _WATCH_SECONDS = 5.0, 60.0, 1.0
+_ENDING = threading.Lock()
 _EXTENTS = frozenset({"frozen", "group", "params", "grads", "optimizer", "backward_params"})
 
 # (the model, whether this micro-step is the last) -> the context of the micro-step
@@ -408,10 +411,14 @@ def _end_of(status: StatusStore) -> str | None:
 
 def _end(status: StatusStore, error: str, report_end: Callable[[str], None]) -> NoReturn:
     """End this process once all ranks have reported `error`: a launcher stops all ranks when the first one ends."""
+    _ENDING.acquire()  # never released: the other thread of this process waits here until the process ends
     status.post(error)
     try:
         report_end(error)
         status.exchange("end", "", _REPORT_SECONDS)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(1)
 

@@ -107,21 +107,21 @@ def bench(
         say = partial(Console(stderr=True, highlight=False, markup=False, quiet=not place.leads).print, style="dim")
         say(about)
         found = Comparison(kinds, [], {}, {})
-
-        def report() -> None:
-            if place.leads:
-                show(found)
-                write_page(output, about, found)
-                print(f"Page: {output}", flush=True)
-
-        def report_end(error: str) -> None:
-            report()
-            print(f"towpath: {error}", file=sys.stderr, flush=True)
-
-        compare(kinds, rounds, lambda name: place.measure(name, setup, report_end), say, found)
+        report = partial(_report, place, output, about, found)
+        compare(kinds, rounds, lambda name: place.measure(name, setup, report), say, found)
     report()
     if (peers and found.fastest("peer") is None) or found.fastest("ours", "ours, lossy") is None:
         raise typer.Exit(1)
+
+
+def _report(place: _Place, output: Path, about: str, found: Comparison, error: str = "") -> None:
+    """Print the error that ended a comparison, if any. On the rank that leads, also print and write the results."""
+    if error:
+        print(f"towpath: {error}", file=sys.stderr, flush=True)
+    if place.leads:
+        show(found)
+        write_page(output, about, found)
+        print(f"Page: {output}", flush=True)
 
 
 def _check_launcher(lab: bool, lab_options: dict[str, Any]) -> None:
@@ -234,7 +234,11 @@ def write_page(path: Path, about: str, found: Comparison) -> None:
 
     names = sorted(found.samples, key=found.step)
     numbers = [str(number) for number in range(1, len(found.order) + 1)]
-    raw = [(name, *(f"{seconds:.4g}" for seconds in found.seconds(name))) for name in names]
+    # A comparison that ended early lacks samples of its last round.
+    raw = [
+        (name, *(f"{s:.4g}" for s in found.seconds(name)), *[""] * (len(numbers) - len(found.samples[name])))
+        for name in names
+    ]
     order = [(number, ", ".join(names)) for number, names in zip(numbers, found.order, strict=True)]
     parts = [
         ("Seconds of a step", "A dot per round, and a line at the median.", svg(_draw_steps, found, (10.4, 3.6))),
