@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
+import os
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import count, pairwise
 from math import comb
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,6 +37,7 @@ from towpath.errors import ConfigError, TowpathError, TrainError
 from towpath.topology.cluster import Extent, Topology
 from towpath.topology.groups import Groups
 from towpath.topology.init import first_line
+from towpath.topology.store import StatusStore
 from towpath.train.models.gpt import GPT, Shape
 
 CONFIDENCE = 0.95
@@ -49,6 +56,10 @@ MODELS = {
 }
 WARM_UP_STEPS = 2
 _MEASURE_SECONDS = 1800.0
+# How long a rank that has failed waits for the results of the others before it ends the comparison, how long any rank
+# waits for those who are not in a collective, and how often a measuring rank looks whether another has ended it.
+_GRACE_SECONDS, _REPORT_SECONDS, _WATCH_SECONDS = 5.0, 60.0, 1.0
+_ENDING = threading.Lock()
 _EXTENTS = frozenset({"frozen", "group", "params", "grads", "optimizer", "backward_params"})
 
 # (the model, whether this micro-step is the last) -> the context of the micro-step
@@ -344,31 +355,72 @@ def measure_in_lab(cluster: lab.Lab, candidate: str, setup: TrainingSetup) -> Sa
     return Sample(ranks[0].seconds, sent)
 
 
-def measure_in_job(groups: Groups, topology: Topology, candidate: str, setup: TrainingSetup) -> Sample:
-    """Measure a candidate in the processes of this job. If it fails on one rank, raise `TrainError` on every rank.
+def measure_in_job(
+    groups: Groups, topology: Topology, candidate: str, setup: TrainingSetup, report_end: Callable[[str], None]
+) -> Sample:
+    """Measure a candidate in the processes of this job. Every rank must call it.
 
-    A rank that fails alone in the middle of a collective leaves the others waiting until PyTorch's timeout. Samples are
-    exchanged in a group of their own, where they cannot meet collectives of a candidate that failed.
+    The ranks compare their results through the store, which needs no process group. If a rank fails while others wait
+    for it in a collective, nothing can wake these. Then every rank calls `report_end` with the error, and exits.
+
+    Raises:
+        TrainError: The candidate failed on some rank, and no rank waits for it. Every rank raises it.
     """
-    sample: Sample | None = None
-    failure: str | None = None
+    status = groups.shared("status of bench", lambda: StatusStore(f"{groups.name}/bench", groups.rank, groups.world))
+    number: int = next(groups.shared("measurements of bench", count))
+    sample, failure, done = Sample(0.0), "", threading.Event()
+    watching = partial(_end_if_a_peer_does, status, done, report_end)
+    threading.Thread(target=watching, name="towpath-bench-watch", daemon=True).start()
     try:
         sample = measure(groups.rank, groups.world, candidate, setup, topology, in_lab=False)
     except Exception as error:
         # The last lines of an error's text are often general advice, as with CUDA.
         failure = f"{type(error).__name__}: {first_line(error)}"
+    done.set()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    answers: list[tuple[Sample | None, str | None]] = [(sample, failure)] * groups.world
-    if groups.world > 1:
-        dist.all_gather_object(answers, (sample, failure), group=groups.control_on_host())
-    for rank, (_, problem) in enumerate(answers):
-        if problem is not None:
-            raise TrainError(f"rank {rank}: {problem}")
-    samples = [sample for sample, _ in answers if sample is not None]
-    held = [each.memory_bytes for each in samples if each.memory_bytes is not None]
-    return Sample(samples[0].seconds, None, max(held, default=None))
+    word = json.dumps([failure, sample.seconds, sample.memory_bytes])
+    words = status.exchange(f"measurement {number}", word, _GRACE_SECONDS if failure else _REPORT_SECONDS)
+    answers = {rank: json.loads(words[rank]) for rank in sorted(words)}
+    failed = {rank: problem for rank, (problem, _, _) in answers.items() if problem}
+    error = _end_of(status) if failed else None  # another rank's process has ended, and this one has noticed
+    if error is None and len(words) < groups.world:
+        cause = f"rank {min(failed)}: {candidate}: {failed[min(failed)]}" if failed else f"{candidate}: a rank is gone"
+        what_to_do = "Other ranks waited there, so the comparison ends. Fix it, or leave the candidate out."
+        error = f"{cause.rstrip('.')}. {what_to_do}"
+    if error is not None:
+        _end(status, error, report_end)
+    if failed:
+        raise TrainError(f"rank {min(failed)}: {failed[min(failed)]}")
+    held = [memory for _, _, memory in answers.values() if memory is not None]
+    return Sample(answers[0][1], None, max(held, default=None))
+
+
+def _end_if_a_peer_does(status: StatusStore, done: threading.Event, report_end: Callable[[str], None]) -> None:
+    """End this process if another rank ends the comparison, and the main thread is not `done` with its measurement."""
+    while not done.wait(_WATCH_SECONDS):
+        if (error := _end_of(status)) is not None:
+            _end(status, error, report_end)
+
+
+def _end_of(status: StatusStore) -> str | None:
+    """Return the error with which some rank has ended the comparison, or None."""
+    return next(filter(None, status.read(range(status.world)).values()), None)
+
+
+def _end(status: StatusStore, error: str, report_end: Callable[[str], None]) -> NoReturn:
+    """End this process once all ranks have reported `error`: a launcher stops all ranks when the first one ends."""
+    _ENDING.acquire()  # never released: the other thread of this process waits here until the process ends
+    status.post(error)
+    try:
+        report_end(error)
+        status.exchange("end", "", _REPORT_SECONDS)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
 
 
 def reason_of(error: Exception) -> str:
@@ -401,13 +453,15 @@ class Comparison:
 
     def speedup(self, candidate: str, over: str) -> tuple[float, Interval]:
         """Return a ratio of medians, above 1 where `candidate` is faster, and the interval of the ratio in a round."""
-        rounds = zip(self.seconds(over), self.seconds(candidate), strict=True)
+        # A comparison that ended early lacks samples of some candidates in its last round.
+        rounds = zip(self.seconds(over), self.seconds(candidate), strict=False)
         return self.step(over) / self.step(candidate), interval_of_median([slow / fast for slow, fast in rounds])
 
     def verdicts(self) -> list[str]:
         """Return one sentence on our fastest lossless candidate, one on our fastest lossy one, and what limits them."""
         peer, sentences = self.fastest("peer"), list[str]()
-        coverage = 1 - 2 * 0.5 ** len(self.order)
+        rounds = min(map(len, self.samples.values()), default=0)
+        coverage = 1 - 2 * 0.5**rounds
         for kind in ("ours", "ours, lossy"):
             ours = self.fastest(kind)
             if peer is None or ours is None:
@@ -420,16 +474,20 @@ class Comparison:
                 verb = "is" if coverage >= CONFIDENCE else "was, in these rounds,"
                 text = f"{ours} {verb} {ratio:.2f} times as fast as {peer} {bounds}."
             sentences.append(text + " It rounds what it sends." * (kind == "ours, lossy"))
-        if coverage < CONFIDENCE:
+        if rounds and coverage < CONFIDENCE:
             sentences.append(
-                f"Not conclusive: intervals of {len(self.order)} rounds contain the true ratio in {coverage:.0%} of "
+                f"Not conclusive: intervals of {rounds} rounds contain the true ratio in {coverage:.0%} of "
                 "cases only. Use --rounds 6 or more."
             )
         return sentences
 
 
 def compare(
-    kinds: Mapping[str, str], rounds: int, measure: Callable[[str], Sample], say: Callable[[str], None]
+    kinds: Mapping[str, str],
+    rounds: int,
+    measure: Callable[[str], Sample],
+    say: Callable[[str], None],
+    into: Comparison | None = None,
 ) -> Comparison:
     """Measure every candidate once in each round. A candidate that fails is left out from then on.
 
@@ -438,9 +496,10 @@ def compare(
         rounds: How often each candidate is measured. An interval at 95 % needs six.
         measure: Returns the sample of a candidate, or raises `TowpathError`.
         say: Receives one line of progress for each sample.
+        into: An empty comparison to fill, which another thread may read meanwhile. Default: a new one.
     """
     names = [*kinds, COMPUTE]
-    found = Comparison(kinds, [], {name: [] for name in names}, {})
+    found = into or Comparison(kinds, [], {}, {})
     began, done = time.monotonic(), 0
     for number in range(rounds):
         found.order.append(interleave(names, number))
@@ -451,9 +510,9 @@ def compare(
                 found.failures[name] = reason_of(error)
                 say(f"{name}: left out: {found.failures[name]}")
                 names.remove(name)
-                del found.samples[name]
+                found.samples.pop(name, None)
                 continue
-            found.samples[name].append(sample)
+            found.samples.setdefault(name, []).append(sample)
             done += 1
             left = (time.monotonic() - began) / done * (sum(map(len, found.order)) - done)
             left += (time.monotonic() - began) / done * len(names) * (rounds - number - 1)

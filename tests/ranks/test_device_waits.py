@@ -86,6 +86,6 @@ def _ended() -> str:
     peers = model.towpath_engine.comm.record.peers
     peers.watch_processes()
     if dist.get_rank() == 1:
-        peers._neighbour._from_previous.close()  # as the kernel does for a process that ends
+        peers._neighbor._from_previous.close()  # as the kernel does for a process that ends
         return ""
     return _wait_as_for_a_device(model, "blocks.0")

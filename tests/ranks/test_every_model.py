@@ -571,7 +571,7 @@ def test_units_may_return_their_tensors_inside_anything(world: Worlds, label: st
 
 
 def _sharing_weights() -> nn.Module:
-    """Neighbours and strangers: blocks 0 and 1 share a matrix, 1 and 3 a bias, the last layer a matrix of block 2's."""
+    """Neighbors and strangers: blocks 0 and 1 share a matrix, 1 and 3 a bias, the last layer a matrix of block 2's."""
     model: Any = Chain([Block() for _ in range(4)])
     model.blocks[1].mlp[0].weight = model.blocks[0].mlp[0].weight
     model.blocks[3].mlp[2].bias = model.blocks[1].mlp[2].bias

@@ -140,7 +140,7 @@ def test_a_trace_has_every_pass_every_message_and_what_was_waited(world: Worlds,
         assert passes == expected
         sent, received = (sum(name.endswith(word) for name in tracks["inside nodes"]) for word in ("sent", "received"))
         assert sent == received == messages_of_a_rank
-        assert "for neighbours" in tracks["waiting"]
+        assert "for neighbors" in tracks["waiting"]
         assert {"grad_sync of root", "grad_sync of blocks.0"} <= set(tracks["inside nodes"])
 
 
@@ -727,3 +727,63 @@ def _refused() -> None:
         micro_batches=5,
     )
     refused("ZBVZeroBubble has two stages on each rank", stages=stages, schedule="ZBVZeroBubble")
+
+
+class _Failing(Plain):
+    """Raises in a forward or backward pass, as `fails` says."""
+
+    fails = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails == "forward":
+            raise ValueError("a forward that fails")
+        x = super().forward(x)
+        if self.fails == "backward":
+            x.register_hook(self._fail)
+        return x
+
+    def _fail(self, grad: torch.Tensor) -> None:
+        raise ValueError("a backward that fails")
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_no_step_follows_one_that_has_failed(world: Worlds, fails: str) -> None:
+    world(2).run(_follow_a_failure, fails)
+
+
+def _follow_a_failure(fails: str) -> None:
+    """Only the first copy fails. The other one has computed its step, and learns of the failure in the next one."""
+    pipeline = _pipeline(1, 2, "1F1B", "ddp", 4, stage=_Failing)
+    x, y = _batch(0, dist.get_rank(), 4)
+    (module,) = pipeline.modules.values()
+    with pipeline.no_sync():
+        pipeline.step(x, target=y)
+        if dist.get_rank() == 0:
+            module.fails = fails
+            with pytest.raises(StepError, match="step 1 failed in stage 0"):
+                pipeline.step(x, target=y)
+            module.fails = ""
+        else:
+            pipeline.step(x, target=y)
+    words = r"rank 0: Pipeline.step\(\) inside no_sync\(\) of step 1 has failed, and messages"
+    for call in (pipeline.step, pipeline.evaluate):
+        with pytest.raises(StepError, match=words):
+            call(x, target=y)
+
+
+def test_a_refused_batch_keeps_what_was_accumulated(world: Worlds) -> None:
+    world(2).run(_refused_inside_no_sync)
+
+
+def _refused_inside_no_sync() -> None:
+    pipeline, other = (_pipeline(2, 1, "1F1B", "ddp", 4, stage=Plain) for _ in range(2))
+    x, y = _batch(0, 0, 4)
+    for each in (pipeline, other):
+        with each.no_sync():
+            each.step(x, target=y)
+            if each is pipeline:
+                with pytest.raises(StepError, match="a batch of 4×8: expected 8×8"):
+                    each.step(x[:4], target=y)
+        each.step(x, target=y)
+    for mine, theirs in zip(pipeline.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
-from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, _gpt, _token_loss, _tokens
+from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, _gpt, _message_bytes, _token_loss, _tokens
 from towpath import checkpoint
 from towpath.core.transport import Transport
 from towpath.errors import CheckpointError
@@ -165,6 +165,26 @@ def _refitted(folder: str, tied: bool) -> None:
     theirs = dict(whole.named_parameters(remove_duplicate=False))
     for name, parameter in pipeline.named_parameters():
         assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
+
+
+def test_a_load_drops_accumulated_gradients(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_loaded_inside_no_sync, str(tmp_path))
+
+
+def _loaded_inside_no_sync(folder: str) -> None:
+    pipeline, other = (_made((2, 1), "1F1B", "zero1", True) for _ in range(2))
+    states = [checkpoint.State(each, _optimizer(each)) for each in (pipeline, other)]
+    assert checkpoint.save(folder, 0, states[0]).ok
+    ids = torch.cat([_tokens(0, 0), _tokens(0, 1)])
+    with pipeline.no_sync():
+        pipeline.step(ids, target=ids)
+    for each, state in zip((pipeline, other), states, strict=True):
+        checkpoint.load(folder, state)
+        each.step(ids, target=ids)
+    for mine, theirs in zip(pipeline.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+    mine, theirs = (_message_bytes(towpath.stats(each).transfers) for each in (pipeline, other))
+    assert mine == theirs  # steps inside no_sync count once their gradients are delivered
 
 
 def _one_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:

@@ -20,7 +20,7 @@ import towpath
 from tests.profiles import made_profile
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
-from towpath.core.pipeline import SCHEDULES
+from towpath.core.transport import Transport
 from towpath.core.units import UnitSpec
 from towpath.pipeline import Compression, Pipeline
 from towpath.pipeline.schedules import walks
@@ -71,31 +71,61 @@ def test_as_many_bytes_are_planned_as_are_scheduled(
     assert planned == scheduled
 
 
+BOTH = Compression("low-rank:2", Transport(codec="int8", feedback="first"))
+
+
+@pytest.mark.parametrize("schedule, packed", [("1F1B", PACKED), ("1F1B", BOTH), ("Interleaved1F1B", BOTH)])
+def test_the_plan_counts_what_senders_keep_for_messages(world: Worlds, schedule: str, packed: Compression) -> None:
+    found = world(4).run(_kept_bytes, schedule, packed)
+    assert any(held for of_rank in found for _, held in of_rank.values())
+    for of_rank in found:
+        assert all(planned == held for planned, held in of_rank.values()), found
+
+
+def _kept_bytes(schedule: str, packed: Compression) -> Any:
+    layout, batching, precision = Layout(2, schedule, "ddp", packed), Batching(1, 4), towpath.Precision("float16")
+    pipeline, planner = _both(layout, fused=None, precision=precision)
+    stages = planner._stages(layout, batching, planner._walk(layout, batching)[0])
+    found: dict[int, tuple[int, int]] = {}
+    for stage in pipeline._stages:
+        index = stage.stage_index
+        memory = planner._stage_memory(index, stages[index], layout, batching, in_flight=1.0)
+        held = sum(kept.nbytes for sender in stage.senders.values() for kept in sender.state)
+        found[index] = memory.get("compression", 0), held
+    return found
+
+
 def _bytes(schedule: str, strategy: str, packed: Compression, fused: bool | None) -> Any:
-    count, topology = 2 * SCHEDULES[schedule], towpath.Topology(4, 1)
-    packed = replace(packed, fused_embeddings=bool(fused))
+    layout = Layout(2, schedule, strategy, replace(packed, fused_embeddings=bool(fused)))
+    pipeline, planner = _both(layout, fused, towpath.Precision())
+    scheduled, priced = pipeline.schedule(towpath.Topology(4, 1)), planner.predict(layout, Batching(1, 4))
+    return (priced.inter_bytes, priced.intra_bytes), (scheduled.inter_bytes, scheduled.intra_bytes)
+
+
+def _both(layout: Layout, fused: bool | None, precision: towpath.Precision) -> tuple[Pipeline, Pipelines]:
+    """Return a pipeline, and the planner for its model."""
     pipeline = Pipeline(
-        [partial(_Stage, index, count) for index in range(count)],
-        strategy,
+        [partial(_Stage, index, layout.stages) for index in range(layout.stages)],
+        layout.strategy,
         mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")),
-        schedule=schedule,
+        schedule=layout.schedule,
         micro_batches=4,
         loss=lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()),
         example=torch.zeros(1, TOKENS, dtype=torch.int64),
         units=[nn.Linear],
-        compression=packed,
+        compression=layout.compression,
+        precision=precision,
         tied=("tokens", "head") if fused is not None else ("", ""),
     )
-    scheduled = pipeline.schedule(topology)
     specs = {stage.stage_index: [u.plan.spec for u in stage.engine.units] for stage in pipeline._stages}
     everyones: list[Any] = [None] * 2
     torch.distributed.all_gather_object(everyones, specs, group=pipeline._group)
     by_stage: dict[int, list[UnitSpec]] = {index: found for each in everyones for index, found in each.items()}
-    models = [Model("", TOKENS, tuple(ModelUnit(spec, 0.0, 0.0, 0.0) for spec in by_stage[i])) for i in range(count)]
+    models = [
+        Model("", TOKENS, tuple(ModelUnit(spec, 0.0, 0.0, 0.0) for spec in by_stage[i])) for i in range(layout.stages)
+    ]
     tied = VOCABULARY * WIDTH if fused is not None else 0
     staged = StagedModel(models[0], tuple(models), WIDTH, tied)
-    cluster = replace(made_profile(), topology=topology).cluster()
-    request = Request(8, 1 << 30, towpath.Precision(), optimizer=Optimizer.named("sgd"), checkpointing=False)
-    planner = Pipelines(lambda _: staged, cluster, request, walks)
-    priced = planner.predict(Layout(2, schedule, strategy, packed), Batching(1, 4))
-    return (priced.inter_bytes, priced.intra_bytes), (scheduled.inter_bytes, scheduled.intra_bytes)
+    cluster = replace(made_profile(), topology=towpath.Topology(4, 1)).cluster()
+    request = Request(8, 1 << 30, precision, optimizer=Optimizer.named("sgd"), checkpointing=False)
+    return pipeline, Pipelines(lambda _: staged, cluster, request, walks)

@@ -76,10 +76,10 @@ def _train(options: tuple[str, ...], told: Told | None = None, before: Callable[
     seen = Seen()
     own_step, own_batch = Trainer.train_step, TokenWindows.batch
 
-    def step(training: Trainer, stop: bool = False) -> StepResult:
+    def step(training: Trainer) -> StepResult:
         if before is not None:
             before(training.state.step + 1)
-        done = own_step(training, stop)
+        done = own_step(training)
         seen.losses.append(done.loss)
         after, number = (told or {}).get(training.job.rank, (0, signal.SIGTERM))
         if after == done.step:
@@ -99,7 +99,7 @@ def _train(options: tuple[str, ...], told: Told | None = None, before: Callable[
         patch.setattr(Trainer, "train_step", step)
         patch.setattr(TokenWindows, "batch", batch)
         try:
-            seen.code = trainer.train(Config.load(os.devnull, options))
+            seen.code = trainer.run_training(Config.load(os.devnull, options))
         except TowpathError as error:
             seen.error = str(error)
     seen.said = said.getvalue()
@@ -260,8 +260,8 @@ def _groups_of(options: tuple[str, ...]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     own = Trainer.train_step
 
-    def step(training: Trainer, stop: bool = False) -> StepResult:
-        done = own(training, stop)
+    def step(training: Trainer) -> StepResult:
+        done = own(training)
         found[:] = [{k: v for k, v in g.items() if k != "params"} for g in training.optimizer.param_groups]
         return done
 
@@ -522,6 +522,24 @@ def test_all_ranks_stop_after_the_same_step_and_save(
     assert "stopped after step 5. The same command goes on from there." in seen[0].said
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
     assert checkpoint.verify(tmp_path / "checkpoints" / "step-000005").ok
+
+
+def test_a_signal_during_a_step_stops_after_that_step(world: Worlds, options: tuple[str, ...], tmp_path: Path) -> None:
+    seen = world(2).run(_signalled_in_step_3, (*options, *_in(tmp_path)))
+    assert [(len(rank.losses), rank.error) for rank in seen] == [(3, "")] * 2
+
+
+def _signalled_in_step_3(options: tuple[str, ...]) -> Seen:
+    own = Trainer._accumulate_gradients
+
+    def accumulate(training: Trainer) -> Any:
+        if (training.job.rank, training.state.step) == (1, 2):
+            signal.raise_signal(signal.SIGTERM)
+        return own(training)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_accumulate_gradients", accumulate)
+        return _train(options)
 
 
 def test_with_a_dead_peer_nothing_is_saved_and_that_is_said(options: tuple[str, ...], tmp_path: Path) -> None:

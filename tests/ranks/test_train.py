@@ -32,7 +32,7 @@ from towpath.train.job import init_distributed
 from towpath.train.metrics import JsonLines
 from towpath.train.models import bundle
 from towpath.train.optimizers import learning_rate
-from towpath.train.trainer import Trainer, train
+from towpath.train.trainer import Trainer, run_training
 
 Worlds = Callable[[int], World]
 Rows = list[dict[str, Any]]
@@ -101,7 +101,7 @@ def _train(config: Config) -> tuple[str, str]:
     """What it printed on stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        train(config)
+        run_training(config)
     return out.getvalue(), err.getvalue()
 
 

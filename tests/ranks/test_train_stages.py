@@ -89,7 +89,7 @@ def _some_steps(config: Config, until: int) -> None:
         with trainer.checkpoint_manager() as checkpoints, trainer.metrics_logger() as metrics:
             while trainer.state.step < until:
                 metrics.log_step(**asdict(trainer.train_step()))
-                checkpoints.after_step()
+                checkpoints.save_if_due()
             if until == config.train.steps:
                 metrics.log_evaluation(*trainer.evaluate())
 

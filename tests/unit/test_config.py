@@ -106,9 +106,15 @@ def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -
         ({"train": {"batch": 6, "micro_batch": 4}}, "train.micro_batch = 4: expected a divisor of train.batch = 6"),
         ({"model": {"width": 100, "heads": 8}}, "model.width = 100: expected a multiple of 2 × heads = 16"),
         ({"model": {"heads": 8, "kv_heads": 3}}, "expected a divisor of heads = 8"),
-        ({"model": {"hf": "llama", "width": 64}}, "model.width is given beside model.hf = 'llama', which decides it"),
-        ({"model": {"hf": "llama", "depth": 8}}, "model.depth is given beside model.hf"),
-        ({"model": {"hf": "llama", "width": 100, "tied": False}}, "model.width, model.tied are given beside model.hf"),
+        (
+            {"model": {"hf": "llama", "width": 64}},
+            "model.width is given together with model.hf = 'llama', which decides it",
+        ),
+        ({"model": {"hf": "llama", "depth": 8}}, "model.depth is given together with model.hf"),
+        (
+            {"model": {"hf": "llama", "width": 100, "tied": False}},
+            "model.width, model.tied are given together with model.hf",
+        ),
         ({"data": {"text": ["a"], "tokens": "b"}}, "expected only one source; data.text is given too"),
         ({"data": {"text": ["a", "b"], "weights": [1]}}, "as many numbers as data.text has entries, 2"),
         ({"data": {"tokens": ["a", "b"]}}, "as many numbers as data.tokens has entries, 2"),

@@ -210,7 +210,7 @@ def test_ranks_that_are_not_alike_take_longer() -> None:
     words = told_wide("simulate", "zero3", *SMALL, "--straggler", "5:1.5")
 
     assert uneven["late_seconds"]["most"] >= uneven["late_seconds"]["mean"] > 0
-    assert "late_seconds" not in plain and "With ranks that are not alike:" in words
+    assert "late_seconds" not in plain and "With ranks of different speeds:" in words
 
 
 def test_a_simulated_step_is_a_trace_like_the_engines(tmp_path: Path) -> None:

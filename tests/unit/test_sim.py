@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from towpath.core.formats import Precision
-from towpath.core.owner_stepped import OwnedParameter, plan_matrices
 from towpath.core.placement import legal_placements
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES
@@ -19,7 +18,7 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
 from towpath.sim.bandwidth import _ROUNDS, BandwidthModel, Demand
 from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
-from towpath.sim.replay import ComputeSeconds, OwnerSteppedWork, Replay
+from towpath.sim.replay import ComputeSeconds, Replay
 from towpath.sim.timeline import Delay, RankVariation, Timeline, expected_delay
 from towpath.topology.cluster import Topology
 
@@ -328,26 +327,3 @@ def test_each_round_of_a_collective_waits_for_the_processors_that_compute() -> N
 
     assert sum(load.busy_seconds for load in loads) == pytest.approx(2 * 3 * 0.01)  # an all-reduce by a ring of four
     assert all(not load.busy_seconds for load in phase_costs(TransferShape.of(transfer), idle))
-
-
-# --- an optimizer that needs whole matrices ---------------------------------------------------------------------------
-
-
-def test_the_step_of_whole_matrices_sends_what_is_scheduled_while_owners_work() -> None:
-    """What travels is hidden under the work of the rounds before, but for the first gather and the last scatter."""
-    made = strategy("zero3", Topology(2, 2))
-    chosen = [OwnedParameter(f"{u}.{i}", (64, 64), u, 0, i) for u in range(1, DEPTH + 1) for i in (0, 2)]
-    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    plan = plan_matrices(made, plans, chosen)
-    seconds = ComputeSeconds([0.0] * len(plans), [0.0] * len(plans), 0.0, 0.0)
-
-    def replay(stepped: OwnerSteppedWork | None) -> Timeline:
-        return Replay(made, plans, hardware(made.topology), seconds, 1, stepped).run()
-
-    without, alone, beside = replay(None), replay(OwnerSteppedWork(plan, 0.0)), replay(OwnerSteppedWork(plan, 1e-6))
-    transfers = list(plan.transfers())
-    assert alone.inter_bytes - without.inter_bytes == sum(t.inter_bytes for t in transfers)
-    assert alone.intra_bytes - without.intra_bytes == sum(t.intra_bytes for t in transfers)
-    work = 1e-6 * sum(each.flops for each in plan.step())
-    travel = alone.seconds - without.seconds
-    assert work < beside.seconds - without.seconds < work + travel

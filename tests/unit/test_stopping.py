@@ -19,7 +19,7 @@ def test_the_first_signal_asks_and_what_was_there_before_comes_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     for number in (signal.SIGTERM, signal.SIGINT):
         with handle_signals() as stop:
-            stop.training = True
+            stop.steps_began = True
             assert not stop.signal
             signal.raise_signal(number)
             assert stop.signal
@@ -89,7 +89,7 @@ sys.path.insert(0, sys.argv[1])
 from towpath.train import signals
 signals._GRACE_SECONDS = 0.1
 with signals.handle_signals() as stop:
-    stop.training = True
+    stop.steps_began = True
     print("begun", flush=True)
     sleep = ctypes.CDLL(None).sleep  # in C, as a collective: Python's handlers do not run
     while True:

@@ -88,11 +88,6 @@ def _as_built(name: str) -> str:
     return name
 
 
-def shape_text(shape: tuple[int, ...]) -> str:
-    """Return a shape for an error message, such as 4×8."""
-    return "×".join(map(str, shape)) or "scalar"
-
-
 # --- contents ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +141,7 @@ class RankContents:
         held: The names of all tensors that any rank has. None if each rank has all of them.
         written_elsewhere: The sharded tensors of this rank that another stage writes.
         copied_elsewhere: The unsharded tensors of this rank that another stage writes.
+        dropped: Called after the engines have dropped the gradients that they accumulated.
     """
 
     groups: Groups
@@ -158,6 +154,7 @@ class RankContents:
     held: frozenset[str] | None = None
     written_elsewhere: frozenset[str] = frozenset()
     copied_elsewhere: frozenset[str] = frozenset()
+    dropped: Callable[[], None] = lambda: None
 
     @property
     def strategy(self) -> str | None:
@@ -177,6 +174,12 @@ class RankContents:
         """Take over all states."""
         for prefix, each in self.states.items():
             each.load({name: values[f"{prefix}{name}"] for name in each.state()})
+
+    def go_to(self, step: int) -> None:
+        """Continue as after `step` optimizer steps, without gradients that were accumulated before."""
+        for engine in self.engines:
+            engine.go_to(step)
+        self.dropped()
 
     def restart(self) -> None:
         """Start with new states."""

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from towpath.checkpoint import adapters, optimizer_state
 from towpath.checkpoint.dcp import Pieces
 from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, from_json, tensors_in, to_json
-from towpath.checkpoint.rank_contents import NamedTensors, RankContents, contents_of, gather_or_raise, shape_text
+from towpath.checkpoint.rank_contents import NamedTensors, RankContents, contents_of, gather_or_raise
 from towpath.checkpoint.rng import check_rng_shapes, rng_state, seed_anew, set_rng_state
 from towpath.checkpoint.safe_open import DamagedError
 from towpath.checkpoint.safetensors import empty
+from towpath.core.formats import shape_text
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 
@@ -284,8 +285,7 @@ class Restore:
 
     def _add_codecs(self) -> None:
         contents, saved = self._state.contents, self._manifest.values.get("engine")
-        for engine in contents.engines:
-            engine.go_to(saved["step"] if saved is not None else self._manifest.step)
+        contents.go_to(saved["step"] if saved is not None else self._manifest.step)
         prefix = f"rank.{self._state.rank}.codec."
         kept = {n.removeprefix(prefix) for n in self._manifest.tensors if n.startswith(prefix)}
         same = saved is not None and self._same_world and saved["fingerprint"] == contents.fingerprint

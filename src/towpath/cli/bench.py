@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import os
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 from rich.console import Console
@@ -82,9 +83,11 @@ def bench(
     On a cluster: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath bench --model 1b`
 
     All candidates train the same GPT. Each round measures every candidate once, in a new order, with only one model in
-    memory. The result is a table, and a page with every measurement. A candidate that fails is left out.
+    memory. The result is a table, and a page with every measurement. A candidate that fails is left out. If
+    ranks wait for one that has failed, the comparison ends with the samples so far.
 
-    Exit code: 0, or 1 if no strategy or no baseline could be measured, or 2 if nothing could start.
+    Exit code: 0, or 1 if the comparison ended early, or no strategy or no baseline could be measured, or 2 if nothing
+    could start.
     """
     load_torch()
     _check_launcher(lab, {"--nodes": nodes, "--ranks": ranks, "--inter": inter})
@@ -92,7 +95,7 @@ def bench(
         raise ConfigError(f"--dtype {dtype}: expected bfloat16 or float32.")
     if os.environ.get("RANK", "0") == "0":  # only this rank writes the page
         check_output_file("--output", output)
-    from towpath.bench import STRATEGIES, TrainingSetup, check_candidates, compare, parse_model
+    from towpath.bench import STRATEGIES, Comparison, TrainingSetup, check_candidates, compare, parse_model
 
     width, depth, vocabulary = parse_model(model or ("tiny" if lab else "125m"))
     with _lab(Topology(nodes or 2, ranks or 2), inter or "200mbit") if lab else _job() as place:
@@ -101,15 +104,24 @@ def bench(
         setup = TrainingSetup(width, depth, vocabulary, length, batch, micro_steps, dtype, steps)
         kinds = check_candidates(strategies or STRATEGIES, peers.split(",") if peers else (), place.topology, dtype)
         about = f"{place.topology.nodes} nodes × {place.topology.ranks_per_node} ranks, {place.links}. {setup}"
-        say = partial(Console(stderr=True, highlight=False, quiet=not place.leads).print, style="dim")
+        say = partial(Console(stderr=True, highlight=False, markup=False, quiet=not place.leads).print, style="dim")
         say(about)
-        found = compare(kinds, rounds, lambda name: place.measure(name, setup), say)
+        found = Comparison(kinds, [], {}, {})
+        report = partial(_report, place, output, about, found)
+        compare(kinds, rounds, lambda name: place.measure(name, setup, report), say, found)
+    report()
+    if (peers and found.fastest("peer") is None) or found.fastest("ours", "ours, lossy") is None:
+        raise typer.Exit(1)
+
+
+def _report(place: _Place, output: Path, about: str, found: Comparison, error: str = "") -> None:
+    """Print the error that ended a comparison, if any. On the rank that leads, also print and write the results."""
+    if error:
+        print(f"towpath: {error}", file=sys.stderr, flush=True)
     if place.leads:
         show(found)
         write_page(output, about, found)
-        print(f"Page: {output}")
-    if (peers and found.fastest("peer") is None) or found.fastest("ours", "ours, lossy") is None:
-        raise typer.Exit(1)
+        print(f"Page: {output}", flush=True)
 
 
 def _check_launcher(lab: bool, lab_options: dict[str, Any]) -> None:
@@ -127,14 +139,20 @@ def _check_launcher(lab: bool, lab_options: dict[str, Any]) -> None:
         raise ConfigError(f"{', '.join(names)}: only for --lab. A job has the ranks and links that it was started on.")
 
 
+_Measure: TypeAlias = "Callable[[str, TrainingSetup, Callable[[str], None]], Sample]"
+
+
 class _Place(NamedTuple):
-    """A cluster for candidates. `leads` is whether this process prints, and `dtype` what its device prefers."""
+    """A cluster for candidates. `leads` is whether this process prints, and `dtype` what its device prefers.
+
+    `measure` returns the sample of a candidate. Its last argument reports an error that ends the process.
+    """
 
     topology: Topology
     links: str
     dtype: str
     leads: bool
-    measure: Callable[[str, TrainingSetup], Sample]
+    measure: _Measure
 
 
 @contextmanager
@@ -147,7 +165,8 @@ def _lab(topology: Topology, inter: str) -> Generator[_Place]:
     rate = None if inter == "unshaped" else inter
     with lab.Lab(topology, inter=rate, preload=(*lab.PRELOAD, "towpath.bench")) as cluster:
         links = f"emulated, {inter} between nodes, gloo (whose reduce-scatter sends twice the bytes)"
-        yield _Place(topology, links, "float32", True, partial(measure_in_lab, cluster))
+        measure: _Measure = lambda name, setup, _: measure_in_lab(cluster, name, setup)  # noqa: E731
+        yield _Place(topology, links, "float32", True, measure)
 
 
 @contextmanager
@@ -162,7 +181,6 @@ def _job() -> Generator[_Place]:
     try:
         groups = Groups()
         topology = Topology(*detect_shape(groups))
-        groups.control_on_host()  # made now, while all ranks are alive
         dtype = "bfloat16" if device.type == "cuda" else "float32"
         links = f"links as they are, {groups.describe_backends()}"
         yield _Place(topology, links, dtype, groups.rank == 0, partial(measure_in_job, groups, topology))
@@ -179,7 +197,7 @@ def show(found: Comparison) -> None:
         table.add_column(_HEADINGS[i], justify="left" if i < 2 else "right", no_wrap=i != 0)
     for row in rows:
         table.add_row(*(row[i] for i in shown))
-    console = Console(width=100, highlight=False)
+    console = Console(width=100, highlight=False, markup=False)
     console.print(table)
     for text in (*found.verdicts(), *(f"{name}: left out: {why}" for name, why in found.failures.items()), _MARKS):
         console.print(text)
@@ -216,7 +234,11 @@ def write_page(path: Path, about: str, found: Comparison) -> None:
 
     names = sorted(found.samples, key=found.step)
     numbers = [str(number) for number in range(1, len(found.order) + 1)]
-    raw = [(name, *(f"{seconds:.4g}" for seconds in found.seconds(name))) for name in names]
+    # A comparison that ended early lacks samples of its last round.
+    raw = [
+        (name, *(f"{s:.4g}" for s in found.seconds(name)), *[""] * (len(numbers) - len(found.samples[name])))
+        for name in names
+    ]
     order = [(number, ", ".join(names)) for number, names in zip(numbers, found.order, strict=True)]
     parts = [
         ("Seconds of a step", "A dot per round, and a line at the median.", svg(_draw_steps, found, (10.4, 3.6))),
@@ -241,7 +263,7 @@ def _draw_steps(figure: Any, found: Comparison) -> None:
     axes = axes_of(figure, "seconds of a step", "")
     for place, name in enumerate(names):
         paint = color(0) if found.kinds.get(name, "").startswith("ours") else "#868e96"
-        axes.plot(found.seconds(name), [place] * len(found.order), "o", color=paint, markersize=4, alpha=0.6)
+        axes.plot(seconds := found.seconds(name), [place] * len(seconds), "o", color=paint, markersize=4, alpha=0.6)
         axes.plot([found.step(name)] * 2, [place - 0.35, place + 0.35], "-", color=paint, linewidth=2)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()

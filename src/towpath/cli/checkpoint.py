@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.cli.terminal import Commands, load_torch
+from towpath.core.formats import shape_text
 from towpath.errors import CheckpointError
 from towpath.train.progress import counting_bar, size
 
@@ -119,8 +120,7 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     out.print(f"holds {visible(', '.join(manifest.values))}")
     table = _table("tensor", "shape", "dtype", "boxes", "size")
     for name, tensor in tensors.items():
-        shape = "×".join(map(str, tensor.shape)) or "scalar"
-        table.add_row(visible(name), shape, tensor.dtype, str(len(tensor.boxes)), size(tensor.bytes))
+        table.add_row(visible(name), shape_text(tensor.shape), tensor.dtype, str(len(tensor.boxes)), size(tensor.bytes))
     out.print(table)
 
 

@@ -418,7 +418,7 @@ def _show_simulated(priced: Prediction, solver: Solver, late: Delay | None, trac
     _show_step([priced], solver, f"{speed:,.0f} tokens/s, {share:.1%} of the peak.")
     if late is not None:
         mean, most = (tables.seconds(priced.seconds + more) for more in (late.mean, late.most))
-        print(f"With ranks that are not alike: {mean} a step on average, {most} at most.")
+        print(f"With ranks of different speeds: {mean} a step on average, {most} at most.")
     if trace is not None:
         print(f"The step, for https://ui.perfetto.dev: {trace}")
 

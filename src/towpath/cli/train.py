@@ -62,7 +62,7 @@ def train(
 
         read.train.micro_steps(ranks)
         raise typer.Exit(run_ranks(["train", str(config), *(overrides or ())], ranks))
-    from towpath.train.trainer import train as run
+    from towpath.train.trainer import run_training as run
 
     raise typer.Exit(run(read))
 

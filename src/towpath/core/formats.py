@@ -51,6 +51,11 @@ def wide(dtype: str) -> str:
     return "float32" if dtype in NARROW else dtype
 
 
+def shape_text(shape: Sequence[int]) -> str:
+    """Return a shape for a message, such as 4×8."""
+    return "×".join(map(str, shape)) or "scalar"
+
+
 def dtype_name(dtype: object) -> str:
     """Return the name of a dtype: 'float32' for both torch.float32 and 'float32'. This avoids an import of torch."""
     return str(dtype).removeprefix("torch.")

@@ -382,10 +382,7 @@ class Transfer:
         also includes the factor that the next step starts from.
         """
         if isinstance(self.payload, Activation):
-            feedback = self.transport.feedback == "first"
-            if self.transport.low_rank is not None:
-                return (self.transport.low_rank.kept_elements(self.payload.shape, feedback),)
-            return (self.elements,) if feedback else ()
+            return (sum(self.transport.kept_for_message(self.payload.shape)),)
         if self.transport.encoding is None or self.move.op is Op.ALL_GATHER or isinstance(self.payload, Matrices):
             return ()
         hops = hops_of(self.route, self.grid)

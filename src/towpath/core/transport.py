@@ -73,12 +73,6 @@ class LowRank:
         """Return how many elements a message with a tensor of `shape` has."""
         return self.rank * sum(matrix_of(shape)) if self.pays(shape) else prod(shape)
 
-    def kept_elements(self, shape: Sequence[int], feedback: bool) -> int:
-        """Return how many elements the sender keeps between steps: Q, and the error feedback if there is any."""
-        if not self.pays(shape):
-            return 0
-        return self.rank * matrix_of(shape)[1] + (prod(shape) if feedback else 0)
-
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
     """Return the rows and columns of a tensor as a matrix. All dimensions but the last form the rows."""
@@ -222,6 +216,16 @@ class Transport:
     def low_rank(self) -> LowRank | None:
         """The low-rank codec that is in use, or None."""
         return self.codec if isinstance(self.codec, LowRank) and not self.served else None
+
+    def kept_for_message(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return how many elements a sender keeps for tensors of `shape`: of the factor Q, and of the error feedback.
+
+        Between steps, a sender keeps them in a dtype of at least 32 bits.
+        """
+        if self.low_rank is not None and not self.low_rank.pays(shape):
+            return 0, 0
+        factor = 0 if self.low_rank is None else self.low_rank.rank * matrix_of(shape)[1]
+        return factor, 0 if self.feedback == "none" else prod(shape)
 
     def route_on(self, op: Op, grid: Grid) -> str:
         """Return the route that is used for `op` on `grid`.

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from towpath.core.formats import FLOATING, Precision, dtype_name
+from towpath.core.formats import FLOATING, Precision, dtype_name, shape_text
 from towpath.core.units import BucketSpec, UnitSpec, together
 from towpath.engine.parameters.parallel import Parallel, boxes_in_whole, local_part, parallel_of, ranges_of
 from towpath.errors import ShardError
@@ -334,7 +334,7 @@ def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
     for unit in layouts:
         for bucket in unit.buckets:
             for place in bucket.places:
-                shape = _shape(place.shape)
+                shape = shape_text(place.shape)
                 shape += f" {place.parallel.describe()}" if place.parallel is not None else ""
                 state = ("trains" if bucket.spec.trainable else "frozen") + (" exactly" if bucket.spec.exact else "")
                 yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
@@ -344,11 +344,7 @@ def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
         path, _, attribute = name.rpartition(".")
         passing = attribute in model.get_submodule(path)._non_persistent_buffers_set  # pyright: ignore
         kept = "buffer that is not saved" if passing else "buffer"
-        yield f"{name}: {_shape(buffer.shape)} {buffer.dtype} {kept} on {device.type}"
-
-
-def _shape(shape: torch.Size) -> str:
-    return "×".join(map(str, shape)) or "scalar"
+        yield f"{name}: {shape_text(buffer.shape)} {buffer.dtype} {kept} on {device.type}"
 
 
 def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.device:

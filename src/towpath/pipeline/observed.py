@@ -7,7 +7,7 @@ number of steps and the job's schedule. The time that a message is in flight is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -45,9 +45,9 @@ class StepCounter:
     ) -> None:
         self._modules, self._plan, self._groups = modules, plan, groups
         self._changes = sorted({0, *changes})
-        # How many optimizer steps were made, by the first step of their schedule and their steps inside no_sync.
-        self._steps = Counter[tuple[int, int]]()
-        self._jobs: dict[tuple[int, int], tuple[JobSchedule, Sums]] = {}
+        # How many optimizer steps were made, and how many steps inside no_sync, by the first step of their schedule.
+        self._steps, self._accumulated = Counter[int](), Counter[int]()
+        self._planned: dict[tuple[int, int], tuple[Counter[Transfer], Sums]] = {}
         self.seconds_waited = 0.0  # for neighbors: in the bubble, and for what links take
 
     @property
@@ -57,19 +57,33 @@ class StepCounter:
 
     def count_step(self, step: int, accumulated: int) -> None:
         """Count optimizer step number `step`, which began with `accumulated` steps inside `no_sync`."""
-        self._steps[max(first for first in self._changes if first <= step), accumulated] += 1
+        first = max(first for first in self._changes if first <= step)
+        self._steps[first] += 1
+        self._accumulated[first] += accumulated
 
-    def job(self, first: int = 0, accumulated: int = 0) -> tuple[JobSchedule, Sums]:
-        """Return the job's schedule of a step, and the messages and bytes in it. Every rank must call it."""
+    def planned(self, first: int = 0, accumulated: int = 0) -> tuple[Counter[Transfer], Sums]:
+        """Return how often a step sends each message, and the totals of all its transfers. Every rank must call it."""
         # The first call plans all changes of the schedule. Later calls without accumulation then need no other rank.
-        keys = [(first, accumulated)] if self._jobs else [*((each, 0) for each in self._changes), (first, accumulated)]
-        for key in keys:
-            if key not in self._jobs:
+        keys = [(first, accumulated)]
+        for key in keys if self._planned else [*((each, 0) for each in self._changes), *keys]:
+            if key not in self._planned:
                 job = self._plan(*key)
-                messages = sum(t.kind in _MESSAGES for t in job.transfers)
-                total = Sums(calls=messages, intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
-                self._jobs[key] = job, total
-        return self._jobs[first, accumulated]
+                sent = Counter(replace(t, micro_step=0) for t in job.transfers if t.kind in _MESSAGES)
+                total = Sums(calls=sent.total(), intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
+                self._planned[key] = sent, total
+        return self._planned[first, accumulated]
+
+    def _all_planned(self) -> Iterator[tuple[int, Counter[Transfer], Sums]]:
+        """Yield how often each planned step was made, and what `planned` returns for it. Every rank must call it.
+
+        All steps inside `no_sync` send the same, so a step with several of them is not planned. It counts as several
+        steps with one of them, less as many steps without.
+        """
+        for first, steps in self._steps.items():
+            accumulated = self._accumulated[first]
+            yield steps - accumulated, *self.planned(first)
+            if accumulated:
+                yield accumulated, *self.planned(first, 1)
 
     def stats(self) -> Stats:
         """Return the stats of this rank's stages, with the transfers of all ranks. Every rank must call it."""
@@ -99,23 +113,23 @@ class StepCounter:
 
     def _messages(self) -> list[TransferStats]:
         """Return the messages by kind and transport. The first one has the seconds of waiting for any of them."""
-        found: dict[Transfer, TransferStats] = {}
-        for key, steps in self._steps.items():
-            for transfer in self.job(*key)[0].transfers:
-                if transfer.kind in _MESSAGES:
-                    message = replace(transfer, micro_step=0)
-                    waited = 0.0 if found else self.seconds_waited
-                    nbytes = steps * transfer.intra_bytes, steps * transfer.inter_bytes
-                    one = TransferStats(message, steps, *nbytes, 0.0, waited)
-                    found[message] = found[message].plus(one) if message in found else one
-        return list(found.values())
+        sent: Counter[Transfer] = Counter()
+        for steps, messages, _ in self._all_planned():
+            for message, count in messages.items():
+                sent[message] += steps * count
+        return [
+            TransferStats(
+                each, n, n * each.intra_bytes, n * each.inter_bytes, 0.0, 0.0 if place else self.seconds_waited
+            )
+            for place, (each, n) in enumerate(sent.items())
+        ]
 
     def sums(self) -> Sums:
         """Return the totals over all transfers. Every rank must call it."""
         own = Sums()
         for module in self._modules():
             own = own.plus(sums(module))
-        steps = [(count, self.job(*key)[1]) for key, count in self._steps.items()]
+        steps = [(count, total) for count, _, total in self._all_planned()]
         return replace(
             own,
             calls=own.calls + sum(count * each.calls for count, each in steps),
@@ -153,7 +167,7 @@ class StageTrace:
 
     def walking(self) -> AbstractContextManager[None]:
         """Return a context that runs the whole schedule, and counts as waiting outside of passes."""
-        return nullcontext() if self.trace is None else self.trace.phase("for neighbours", waiting=True)
+        return nullcontext() if self.trace is None else self.trace.phase("for neighbors", waiting=True)
 
     def computing(self, work: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
         """Return a context for one pass of a stage."""

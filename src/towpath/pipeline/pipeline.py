@@ -193,6 +193,7 @@ class Pipeline(Observable):
 
         self._counter = StepCounter(self._sharded_modules, plan, changes, groups)
         self._accumulated = 0  # steps inside no_sync since the last boundary
+        self._unfinished = ""  # the call that runs, or has failed while it ran
         number: int = next(self._ranks.shared("pipelines made", count_up))
         self._reports = StatusStore(f"{self._ranks.name}/pipeline {number}", self._ranks.rank, ranks)
         self._calls, self._walks = CallCheck(self._everyone), 0  # runs of the whole schedule, in evaluations too
@@ -260,7 +261,8 @@ class Pipeline(Observable):
             target: The target of the loss, for all micro-batches. Only the rank of the last stage reads it.
 
         Raises:
-            StepError: A batch or target does not have the rows of all micro-batches, or ranks are in different calls.
+            StepError: A batch or target does not have the rows of all micro-batches, ranks are in different calls, or
+                an earlier call has failed on some rank after it began to compute.
         """
         with self._report_failures():
             before, began = self._seconds_computed, time.perf_counter()
@@ -313,7 +315,7 @@ class Pipeline(Observable):
         Args:
             set_to_none: Whether `.grad` becomes None instead of zero. Default: True.
         """
-        self._accumulated = 0
+        self._forget_accumulated()
         for module in self._sharded_modules():
             module.zero_grad(set_to_none)
 
@@ -363,6 +365,14 @@ class Pipeline(Observable):
                 check_target(target, self._target_rows, self.micro_batches)
         except StepError as error:
             refusal = error
+        if self._unfinished:
+            # PyTorch's schedule still has losses of the failed call, and the next messages would be taken for its own.
+            refusal = StepError(
+                f"rank {dist.get_rank()}: {self._unfinished} has failed, and messages of it may still arrive. A "
+                "pipeline cannot go on after that: let the error end the program, or build the Pipeline again and load "
+                "a checkpoint."
+            )
+            self._calls.agree(call, self._stages[0].engine.step, refusal)
         self._walks += 1
         self._passes_back.begin_step()
         for stage in self._stages:
@@ -371,6 +381,7 @@ class Pipeline(Observable):
         for engine in self._passes_back.engines:
             engine.param_sync()
         self._calls.agree(call, self._stages[0].engine.step, refusal)
+        self._unfinished = f"Pipeline.{call} of step {self._stages[0].engine.step + 1}"
         losses: list[torch.Tensor] = []
         with self._trace.walking():
             walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
@@ -398,6 +409,7 @@ class Pipeline(Observable):
         """Raise errors that are not Towpath's as `StepError`, with the reports of the other ranks."""
         try:
             yield
+            self._unfinished = ""
         except (TowpathError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a stage or the loss raises, because the others wait for this rank
@@ -492,8 +504,8 @@ class Pipeline(Observable):
             StepError: A trace of the pipeline is active already.
         """
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
-        job, _ = self._counter.job()
-        leaves = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is TransferKind.ACTIVATION}
+        messages, _ = self._counter.planned()
+        leaves = {t.payload.unit: t.inter_bytes > 0 for t in messages if t.kind is TransferKind.ACTIVATION}
         engines = [engine_of(module) for module in self._sharded_modules()]
         return self._trace.recording(engines, meshes, lambda stage: leaves.get(f"stage {stage}", True))
 
@@ -514,7 +526,11 @@ class Pipeline(Observable):
     def checkpoint_contents(self) -> RankContents:
         """Return what this rank has of a checkpoint, for `towpath.checkpoint.State(pipeline, optimizer)`."""
         how = f"{self._compression} {list(self.owners)}"
-        return contents_of(self._mesh, self._stages, self._tied, self._prefixes, how)
+        contents = contents_of(self._mesh, self._stages, self._tied, self._prefixes, how)
+        return replace(contents, dropped=self._forget_accumulated)
+
+    def _forget_accumulated(self) -> None:
+        self._accumulated = 0
 
 
 @contextmanager

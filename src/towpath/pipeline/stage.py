@@ -96,12 +96,10 @@ class Sender:
         self.encoding = encoding
         self._dtype = torch_dtype(wide(dtype_name(encoding.dtype)))
         self._seed = crc32(label.encode())
-        rows, columns = matrix_of(encoding.shape)
-        low_rank = encoding.transport.low_rank
-        factor = (columns, low_rank.rank) if low_rank else (0, 0)
-        self._factor = torch.empty(factor, dtype=self._dtype, device=device)
-        error = (rows, columns) if encoding.transport.feedback != "none" else (0, 0)
-        self._error = torch.empty(error, dtype=self._dtype, device=device)
+        _, columns = matrix_of(encoding.shape)
+        factor, error = encoding.transport.kept_for_message(encoding.shape)
+        self._factor = torch.empty(factor, dtype=self._dtype, device=device).view(columns, -1)
+        self._error = torch.empty(error, dtype=self._dtype, device=device).view(-1, columns)
         self._drawn = torch.zeros(1, dtype=torch.int64)
         self.restart()
 

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import product
 
 from towpath.core import presets
-from towpath.core.formats import Precision, item_bytes
+from towpath.core.formats import Precision, item_bytes, wide
 from towpath.core.pipeline import (
     SCHEDULES,
     Compression,
@@ -421,11 +421,11 @@ class Pipelines:
         most = activation_bytes(model, precision, tokens, batching.checkpointing)
         activations = round(in_flight * kept) + most - kept  # only one micro-batch computes at a time
         found = engine_bytes(stage.plans, self.request.optimizer) | {"activations": activations}
-        transport = layout.plain_compression.activation_gradients
-        if index and transport.low_rank is not None:
-            shape = (batching.micro_batch, staged.model.length, staged.width)
-            kept_elements = transport.low_rank.kept_elements(shape, transport.feedback != "none")
-            found["compression"] = kept_elements * item_bytes(self.request.compute_dtype)
+        compression, shape = layout.plain_compression, (batching.micro_batch, staged.model.length, staged.width)
+        sent = [compression.activation_gradients] * (index > 0)
+        sent += [compression.activations] * (index < layout.stages - 1)
+        if kept_elements := sum(sum(transport.kept_for_message(shape)) for transport in sent):
+            found["compression"] = kept_elements * item_bytes(wide(self.request.compute_dtype))
         return found
 
 

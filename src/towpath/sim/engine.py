@@ -15,7 +15,7 @@ from towpath.core.formats import item_bytes
 from towpath.core.schedule import QUEUES, unused_params_transfers
 from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, Submit, Task, Wait
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.core.transfer import Matrices, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.sim.bandwidth import BandwidthModel, Demand
 from towpath.sim.hardware import (
@@ -25,7 +25,6 @@ from towpath.sim.hardware import (
     PhaseCost,
     StageLocation,
     TransferShape,
-    matrices_cost,
     phase_costs,
 )
 from towpath.sim.timeline import Computed, Event, Submitted, TimedTask, Timeline, Waited
@@ -169,10 +168,7 @@ class SimulatedEngine:
     def _cost_of(self, transfer: Transfer) -> _TransferCost:
         found = self._costs.get(transfer)
         if found is None:
-            if isinstance(transfer.payload, Matrices):
-                phases = (matrices_cost(transfer, self._hardware),)
-            else:
-                phases = phase_costs(TransferShape.of(transfer), self._hardware)
+            phases = phase_costs(TransferShape.of(transfer), self._hardware)
             if own := self._hardware.host.transfer:
                 phases = (PhaseCost(0.0, {PROCESSOR: self._hardware.processor(own)}), *phases)
             found = self._costs[transfer] = _TransferCost(phases, transfer.inter_bytes, transfer.intra_bytes)

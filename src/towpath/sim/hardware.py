@@ -347,25 +347,6 @@ def message_cost(transfer: Transfer, hardware: Hardware, source: StageLocation, 
     return PhaseCost(link.latency + link.message, needs, link.busy_latency)
 
 
-def matrices_cost(transfer: Transfer, hardware: Hardware) -> PhaseCost:
-    """Return the cost of sending pieces of matrices to their owners, or back.
-
-    The estimate assumes that every node and every rank sends the same amount.
-    """
-    topology, grid = transfer.topology, transfer.grid
-    cable, inside = transfer.inter_bytes / topology.nodes, transfer.intra_bytes / topology.world
-    used = [link for link, sent in ((hardware.inter, cable), (hardware.intra, inside)) if sent]
-    nodes = hardware.ranks_sharing / topology.ranks_per_node
-    work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
-    if transfer.transport.encoding is not None:
-        speed = hardware.codec_speed(transfer.transport.encoding.name)
-        coded = transfer.elements / (grid.nodes * grid.width)
-        work += hardware.processor(coded / speed.encode + coded / speed.decode)
-    latency = max((link.latency + link.message for link in used), default=0.0)
-    needs = {name: amount for name, amount in ((CABLE, cable), (INSIDE, inside), (PROCESSOR, work)) if amount}
-    return PhaseCost(latency, needs, max((link.busy_latency for link in used), default=0.0))
-
-
 def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> float:
     """Return the seconds that one end of a message between stages needs to encode it, or to decode it."""
     codec = transfer.transport.encoding

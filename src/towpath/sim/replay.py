@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import fmean
 
-from towpath.core.owner_stepped import Iterate, MatrixPlan, step_actions
 from towpath.core.pipeline import Await, Compression, Message, Post, Run, StagePass, Walk
 from towpath.core.schedule import Compute, Part, Shape, message_transfers, settled, settled_stage, steady_step
 from towpath.core.strategy import Strategy, TransferKind
@@ -74,14 +73,6 @@ class ComputeSeconds:
                 return self.backward[compute.unit] / 2
 
 
-@dataclass(frozen=True, slots=True)
-class OwnerSteppedWork:
-    """Matrices that their owners step, and the seconds per FLOP of the products in that step."""
-
-    plan: MatrixPlan
-    seconds_per_flop: float
-
-
 class Replay:
     """The replay of a step without pipeline stages. The root's plan comes first.
 
@@ -95,11 +86,10 @@ class Replay:
         hardware: Hardware,
         seconds: ComputeSeconds,
         micro_steps: int,
-        owner_stepped: OwnerSteppedWork | None = None,
         say: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self._say = say
-        self._seconds, self._micro_steps, self._owner_stepped = seconds, micro_steps, owner_stepped
+        self._seconds, self._micro_steps = seconds, micro_steps
         self._bandwidth, self._timeline = BandwidthModel(hardware.capacities), Timeline()
         self._engine = SimulatedEngine(strategy, plans, hardware, self._bandwidth, self._timeline)
 
@@ -121,15 +111,6 @@ class Replay:
             else:
                 yield from engine.execute(action, micro_step)
         yield from engine.compute(self._seconds.optimizer, "optimizer")
-        if self._owner_stepped is None:
-            return
-        rounds = self._owner_stepped.plan.step()
-        for action in step_actions(self._owner_stepped.plan, rounds):
-            if isinstance(action, Iterate):
-                seconds = self._owner_stepped.seconds_per_flop * rounds[action.round].flops
-                yield from engine.compute(seconds, f"optimizer, round {action.round}")
-            else:
-                yield from engine.execute(action, self._micro_steps - 1)
 
 
 def _compute(engine: SimulatedEngine, seconds: ComputeSeconds, action: Compute) -> Iterator[Demand]:

@@ -40,7 +40,7 @@ class TrainState:
     samples: int = 0  # samples that all ranks together have read
     skipped: int = 0  # the last steps in a row whose gradient was not finite
     reordered: tuple[str, ...] = ()  # the entries of `order` that differ from those of the checkpoint
-    stop_signal: int = 0  # the signal by which a rank was stopped, or 0. All ranks have the same value
+    stopped_by: int = 0  # the signal by which a rank was stopped, or 0. All ranks have the same value
     save_wanted: bool = False  # whether the clock of this rank says that it is time to save
     save_due: bool = False  # whether that was so on any rank before this step. All ranks have the same value
 
@@ -164,7 +164,7 @@ class CheckpointManager:
         if source == self._folder:
             self._saved = loaded.step
 
-    def after_step(self) -> None:
+    def save_if_due(self) -> None:
         """Save, if it is time to. Call it after each step."""
         state = self._state
         if state.step % self._every == 0 if self._every else state.save_due:
@@ -199,7 +199,7 @@ class CheckpointManager:
             raise TrainError(f"the state after step {step} was not saved; {self._newest()}.")
         if outcome is not None:
             self._job.print_once(f"checkpoint: {outcome.path}")
-        if self._state.stop_signal and step < self._steps:
+        if self._state.stopped_by and step < self._steps:
             self._job.print_once(f"stopped after step {step}. The same command goes on from there.")
 
     def _newest(self) -> str:

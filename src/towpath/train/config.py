@@ -510,7 +510,7 @@ def _section(kind: type[Any], keys: Mapping[str, Any]) -> Any:
     for other, names in decided.items():
         verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
         raise ConfigError(
-            f"{', '.join(names)} {verb} given beside {kind.NAME}.{other} = {values[other]!r}, which decides "
+            f"{', '.join(names)} {verb} given together with {kind.NAME}.{other} = {values[other]!r}, which decides "
             f"{them}: expected one of the two. Leave out {them}, or {kind.NAME}.{other}."
         )
     return kind(**values)

@@ -41,7 +41,7 @@ _MEASURED_SEQUENCES = (1, 4)
 
 
 def copies_of_model(parallel: ParallelConfig, world: int) -> int:
-    """Return the number of copies of the model, which share the samples of a step.
+    """Return the data-parallel degree: the number of copies of the model, which share the samples of a step.
 
     Raises:
         ConfigError: The ranks cannot be divided into copies.

@@ -50,7 +50,7 @@ class StopRequest:
     """The request to stop that a signal makes."""
 
     # Whether steps have begun. Before that there is nothing to save, and the first signal ends the process.
-    training: bool = False
+    steps_began: bool = False
     # The signal that this rank has received, or 0. Ranks exchange it with the loss of every step, and so stop after the
     # same step.
     signal: int = 0
@@ -66,7 +66,7 @@ def handle_signals() -> Generator[StopRequest]:
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop.training and not stop.signal:
+        if stop.steps_began and not stop.signal:
             stop.signal = number
             return
         handler = before[signal.Signals(number)]
@@ -107,7 +107,7 @@ def _watch(reading: int, stop: StopRequest) -> None:
         while number := signals.read(1):
             if number[0] not in SIGNALS:
                 continue
-            if requested or not stop.training:
+            if requested or not stop.steps_began:
                 if not stop.over.wait(_GRACE_SECONDS):
                     os._exit(exit_code(number[0]))
                 return  # after the run, the signals are no longer handled here

@@ -1,6 +1,6 @@
 """The trainer of `towpath train`, from top to bottom.
 
-train                   one rank's run: signal handlers (signals.py), process group (job.py), trainer
+run_training            one rank's run: signal handlers (signals.py), process group (job.py), trainer
 Trainer.__init__        setup: data, model, strategy, sharding, optimizer
 Trainer.train           the loop: steps, metrics (metrics_logger.py), saving (checkpoints.py), evaluation, signals
 Trainer.train_step      one step: gradient accumulation, clipping, agreement of all ranks, optimizer
@@ -50,7 +50,7 @@ from towpath.train.signals import SIGNALS, StopRequest, exit_code, handle_signal
 _MAX_SKIPPED = 10
 
 
-def train(config: Config) -> int:
+def run_training(config: Config) -> int:
     """Train on this rank. Every rank must call it.
 
     Returns:
@@ -64,7 +64,7 @@ def train(config: Config) -> int:
         with job.fail_together():
             if job.rank == 0:
                 check_log(config.log)
-        return Trainer(config, job).train(stop)
+        return Trainer(config, job, stop).train()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,12 +94,14 @@ class Trainer:
         state: The position of the run, which is part of checkpoints.
         loss_scale: The loss scale of fp16.
         timers: The seconds of this rank's training thread.
+        copies: The number of copies of the model, which is the data-parallel degree.
+        stop: The signal that this rank has received. `state.stopped_by` is the one that all ranks have agreed on.
     """
 
     # Setup ------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, config: Config, job: Job) -> None:
-        self.job = job
+    def __init__(self, config: Config, job: Job, stop: StopRequest | None = None) -> None:
+        self.job, self.stop = job, stop or StopRequest()
         # The cores that this process may use: a container, or a scheduler, may leave it fewer than the node has.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(config.train.threads or max(1, cores // job.topology.ranks_per_node))
@@ -223,29 +225,29 @@ class Trainer:
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
-    def train(self, stop: StopRequest) -> int:
+    def train(self) -> int:
         """Train to the last step, or until a signal requests a stop. Return the exit code of the command."""
-        train, state = self.config.train, self.state
-        stop.training = True
+        config, state = self.config.train, self.state
+        self.stop.steps_began = True
         with self.checkpoint_manager() as checkpoints, self.metrics_logger() as metrics:
-            while state.step < train.steps and not state.stop_signal:
+            while state.step < config.steps and not state.stopped_by:
                 with metrics.traced(state.step + 1):
-                    result = self.train_step(stop.signal)
+                    result = self.train_step()
                 metrics.log_step(**asdict(result))
-                checkpoints.after_step()
-                due = state.step == train.steps or (train.evaluate_every and state.step % train.evaluate_every == 0)
-                if due and not state.stop_signal:  # after a signal there may be less than 30 seconds left to save
+                checkpoints.save_if_due()
+                last, every = state.step == config.steps, config.evaluate_every
+                evaluation_due = last or (every and state.step % every == 0)
+                if (
+                    evaluation_due and not state.stopped_by
+                ):  # after a signal there may be less than 30 seconds left to save
                     metrics.log_evaluation(*self.evaluate())
         metrics.print_summary()
-        return exit_code(state.stop_signal) if state.step < train.steps else 0
+        return exit_code(state.stopped_by) if state.step < config.steps else 0
 
     # One step ---------------------------------------------------------------------------------------------------------
 
-    def train_step(self, stop_signal: int = 0) -> StepResult:
-        """Do one optimizer step.
-
-        Args:
-            stop_signal: The signal by which this rank was stopped, or 0. After the step all ranks know it.
+    def train_step(self) -> StepResult:
+        """Do one optimizer step. Afterwards all ranks know of a signal that a rank had received during it.
 
         Raises:
             TrainError: The loss or the gradient is not finite, and the step cannot be skipped.
@@ -256,13 +258,13 @@ class Trainer:
         # Forward and backward passes of all micro-batches, with gradient accumulation.
         local_loss = self._pipeline_passes() if self.pipelined else self._accumulate_gradients()
 
-        # Gradient clipping. The norm is that of the whole model.
+        # Gradient clipping. The norm is that of the whole model. It counts as part of the optimizer's time.
         with self._timed("optimizer"):
             self.loss_scale.unscale_gradients(self.model.parameters())
             norm = self._clip_gradients()
 
         # One all-reduce of the loss, signals and due checkpoints. From here on all ranks decide the same.
-        loss, norm = self._agree(local_loss, norm, stop_signal)
+        loss, norm = self._agree_on_saving_and_stopping(local_loss, norm)
 
         # Optimizer. A step whose gradient is not finite changes no weights.
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -286,7 +288,8 @@ class Trainer:
     def _accumulate_gradients(self) -> Tensor:
         """Compute the gradients of all micro-batches. Return the mean loss of this rank.
 
-        Gradients accumulate in the engine. Only the last micro-step, outside of `no_sync`, reduces them over the ranks.
+        Inside `no_sync` the engine leaves out the transfers that the strategy needs only once in a step. A strategy
+        that shards gradients, such as zero3, still reduces them in each micro-step.
         """
         micro_steps, total = self.micro_steps, torch.zeros((), device=self.job.device)
         offloads = self.config.train.offload_activations
@@ -321,7 +324,7 @@ class Trainer:
         return inputs, targets
 
     def _clip_gradients(self) -> Tensor:
-        """Scale the gradients down to the largest norm. Return the norm before."""
+        """Scale the gradients down to the largest norm. Return their norm before scaling."""
         clip = self.config.train.clip
         if self.pipelined:
             return self.model.clip_grad_norm_(clip if clip > 0 else math.inf)
@@ -330,17 +333,18 @@ class Trainer:
             return nn.utils.clip_grad_norm_(parameters, clip)
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
-    def _agree(self, loss: Tensor, norm: Tensor, stop_signal: int) -> tuple[float, float]:
-        """Return the loss and the norm of the whole job. All ranks also learn of signals and of due checkpoints.
+    def _agree_on_saving_and_stopping(self, loss: Tensor, norm: Tensor) -> tuple[float, float]:
+        """Decide with all ranks whether to save and whether to stop. Return the loss and the norm of the whole job.
 
         One all-reduce brings all of these, so every rank comes to the same decisions.
         """
         with self._timed("agreement"):
-            flags = [self.state.save_wanted, *(stop_signal == number for number in SIGNALS)]
+            received = self.stop.signal
+            flags = [self.state.save_wanted, *(received == number for number in SIGNALS)]
             own = torch.stack([loss.double(), norm.to(loss.device).double()])
             mean_loss, mean_norm, saving, *stopping = self.job.mean(torch.cat([own, own.new_tensor(flags)]))
-        stopped_by = (number for number, share in zip(SIGNALS, stopping, strict=True) if share > 0)
-        self.state.stop_signal = next(stopped_by, 0)
+        signals = (number for number, share in zip(SIGNALS, stopping, strict=True) if share > 0)
+        self.state.stopped_by = next(signals, 0)
         self.state.save_due = saving > 0
         return mean_loss, mean_norm
 

@@ -59,7 +59,7 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 @final
-class Neighbour:
+class Neighbor:
     """A connection to the next rank, which shows when its process ends. Every rank must make one.
 
     After the last rank comes the first. `StallMonitor` uses it on GPUs.
@@ -259,7 +259,7 @@ class StallMonitor:
         self.activity = RankStatus()
         self.log: CollectiveLog | None = None  # of the model that made the last transfer or call
         self.diverged = ""  # the reason why transfers can never end, once it is known
-        self._neighbour: Neighbour | None = None  # made by `watch_processes`
+        self._neighbor: Neighbor | None = None  # made by `watch_processes`
         self.patience_seconds = groups.timeout_seconds
         # A launcher may keep its store over restarts. A new name hides what the ranks of an earlier start left there.
         new_name: str = groups.gather_objects(uuid.uuid4().hex)[0]
@@ -288,8 +288,8 @@ class StallMonitor:
 
     def watch_processes(self) -> None:
         """Start to watch whether the next rank's process ends. Every rank of a GPU job must call it."""
-        if self._neighbour is None and self.world > 1:
-            self._neighbour = Neighbour(self._groups)
+        if self._neighbor is None and self.world > 1:
+            self._neighbor = Neighbor(self._groups)
 
     def raise_if_diverged(self) -> None:
         """Raise StepError if the ranks are known to wait for transfers that can never end."""
@@ -394,7 +394,7 @@ class StallMonitor:
     def look_for_lost_peers(self) -> None:
         """Set `diverged` if this rank, or a peer without progress, has noticed that some rank's process has ended."""
         lost = self._ended_peer()
-        if lost is None and self._neighbour is not None:
+        if lost is None and self._neighbor is not None:
             everyone = [*range(self.rank + 1, self.world), *range(self.rank)]
             notes = self._read(everyone[:_FEW]).values()
             lost = next((note.lost for note in notes if note is not None and note.lost is not None), None)
@@ -406,7 +406,7 @@ class StallMonitor:
 
     def _ended_peer(self) -> int | None:
         """Return the number of the next rank if its process has ended, else None."""
-        return self._neighbour.rank if self._neighbour is not None and self._neighbour.is_gone else None
+        return self._neighbor.rank if self._neighbor is not None and self._neighbor.is_gone else None
 
     def release_device(self) -> None:
         """Abort the device's process groups if it is in a transfer, so that the training thread can continue."""

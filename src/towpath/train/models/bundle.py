@@ -25,6 +25,7 @@ from towpath.api import Values, blocks_of
 from towpath.checkpoint.manifest import TORCH_DTYPES
 from towpath.checkpoint.safe_open import hub_file, is_folder, named_file, reading
 from towpath.checkpoint.safetensors import INDEX, HeaderEntry, check_names, read_header, read_index
+from towpath.core.formats import shape_text
 from towpath.core.units import round_up
 from towpath.errors import ConfigError
 from towpath.train.config import ModelConfig
@@ -231,7 +232,8 @@ class Safetensors:
                     f"{_few(sorted(shapes))}. Names must be the model's own."
                 )
             if shapes[name] != shape:
-                raise ConfigError(f"{self.path}: {name} has shape {_shape(shapes[name])}; the model's {_shape(shape)}.")
+                there, here = shape_text(shapes[name]), shape_text(shape)
+                raise ConfigError(f"{self.path}: {name} has shape {there}; the model's {here}.")
         known = {name for names in expected for name in names}
         more = [n for n in sorted(set(shapes) - known) if ignored is None or not ignored.search(n)]
         if more:
@@ -241,7 +243,3 @@ class Safetensors:
 def _few(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape)) or "scalar"

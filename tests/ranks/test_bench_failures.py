@@ -1,0 +1,74 @@
+"""`towpath bench` in a job: a candidate that fails on one rank while others wait for it, or on all ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tests.ranks.strategies import seldom
+from towpath.topology.groups import as_rank
+
+# The losses of the second round, which measures in reverse order: compute only, torch-ddp, zero3.
+SECOND_LOSS = {"torch-ddp": 14, "zero3": 17}
+SCRIPT = """
+import os, sys
+from torch.nn import functional as F
+from towpath.cli.main import main
+
+ranks, number, *sys.argv[1:] = sys.argv[1:]
+compute, calls = F.cross_entropy, []
+
+def loss(*args):
+    calls.append(args)
+    if os.environ["RANK"] in ranks and len(calls) == int(number):
+        raise ValueError("a loss that fails")
+    return compute(*args)
+
+F.cross_entropy = loss
+main()
+"""
+
+
+def bench(folder: Path, failing: str, loss: int) -> list[tuple[int, str, str]]:
+    """Return the exit code and the output of both ranks."""
+    words = (
+        f"bench zero3 --peers torch-ddp --model 64x1 --length 8 --batch 1 --steps 1 --rounds 2 -o {folder}/page.html"
+    )
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, failing, str(loss), *words.split()],
+            env={**os.environ, **as_rank(rank, 2, store.port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        told = [each.communicate(timeout=120) for each in started]
+    finally:
+        for each in started:
+            each.kill()
+    return [(each.returncode, out, error) for each, (out, error) in zip(started, told, strict=True)]
+
+
+@pytest.mark.parametrize("candidate", ["torch-ddp", seldom("zero3")])
+def test_a_failure_on_one_rank_ends_bench_on_all(tmp_path: Path, candidate: str) -> None:
+    found = bench(tmp_path, "1", SECOND_LOSS[candidate])
+    for code, _, error in found:
+        assert code == 1 and f"rank 1: {candidate}: ValueError: a loss that fails. Other ranks waited there" in error
+    out = found[0][1]
+    assert all(name in out for name in ("zero3", "torch-ddp", "compute only", "Page: ")), out
+    assert not found[1][1] and (tmp_path / "page.html").exists()
+
+
+def test_a_failure_on_all_ranks_leaves_a_candidate_out(tmp_path: Path) -> None:
+    found = bench(tmp_path, "01", SECOND_LOSS["zero3"])
+    assert [code for code, _, _ in found] == [1, 1]  # no strategy is left
+    assert "zero3: left out: rank 0: ValueError: a loss that fails" in found[0][1], found[0]
