@@ -11,6 +11,7 @@ import functools
 import gc
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -164,10 +165,17 @@ def parse_model(text: str) -> tuple[int, int, int]:
 
 def parse_strategy(text: str, topology: Topology) -> Strategy:
     """Return the strategy of a preset's name and its options, such as 'mics gradients=int4:64'."""
-    name, *words = text.split()
-    options: dict[str, Any] = {option: value for option, _, value in (word.partition("=") for word in words)}
-    for option in options.keys() & _EXTENTS:
-        options[option] = Extent(*map(int, options[option].split("x")))
+    name, *words = text.split() or [""]
+    if name in ("", "auto"):
+        raise ConfigError('expected a preset\'s name. `towpath plan` and "auto" choose one by prediction.')
+    options: dict[str, Any] = {}
+    for word in words:
+        option, _, value = word.partition("=")
+        extent = re.fullmatch(r"(\d+)x(\d+)", value)
+        if not value or (option in _EXTENTS and extent is None):
+            expected = f"{option}=RANKSxNODES, such as 4x1" if option in _EXTENTS else "OPTION=VALUE"
+            raise ConfigError(f"got {word!r}, expected {expected}.")
+        options[option] = Extent(int(extent[1]), int(extent[2])) if option in _EXTENTS and extent else value
     return towpath.strategy(name, topology, **options)
 
 
@@ -468,17 +476,18 @@ class Comparison:
                 continue
             ratio, interval = self.speedup(ours, peer)
             bounds = f"({interval.coverage:.0%} interval {interval.low:.2f} to {interval.high:.2f})"
-            if interval.low <= 1 <= interval.high:
+            if rounds == 1:
+                text = f"{ours}: {ratio:.2f} times the speed of {peer} in one round."
+            elif interval.low <= 1 <= interval.high:
                 text = f"No measurable difference: {ours} against {peer}, ratio {ratio:.2f} {bounds}."
             else:
                 verb = "is" if coverage >= CONFIDENCE else "was, in these rounds,"
                 text = f"{ours} {verb} {ratio:.2f} times as fast as {peer} {bounds}."
             sentences.append(text + " It rounds what it sends." * (kind == "ours, lossy"))
         if rounds and coverage < CONFIDENCE:
-            sentences.append(
-                f"Not conclusive: intervals of {rounds} rounds contain the true ratio in {coverage:.0%} of "
-                "cases only. Use --rounds 6 or more."
-            )
+            why = f"intervals of {rounds} rounds contain the true ratio in {coverage:.0%} of cases only"
+            why = "one round has no interval" if rounds == 1 else why
+            sentences.append(f"Not conclusive: {why}. Use --rounds 6 or more.")
         return sentences
 
 

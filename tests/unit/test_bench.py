@@ -164,3 +164,17 @@ class TestCommand:
         parser.feed(text)
         assert not parser.found and "too &lt;large&gt;" in text
         assert all(f"<td>{each:.4g}</td>" in text for name in KINDS for each in found.seconds(name))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "expected a preset's name"),
+        ("auto", "expected a preset's name"),
+        ("lins params=[1,1]", r"got 'params=\[1,1\]', expected params=RANKSxNODES, such as 4x1"),
+        ("mics gradients", "got 'gradients', expected OPTION=VALUE"),
+    ],
+)
+def test_a_candidate_that_cannot_be_read_says_how_to_write_it(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        bench.check_candidates([text], [], Topology(2, 2), "float32")

@@ -190,17 +190,23 @@ def _job() -> Generator[_Place]:
 
 def show(found: Comparison) -> None:
     """Print the table of a comparison in 100 columns, and what can be concluded."""
-    rows = _rows(found)
-    shown = [i for i in range(len(_HEADINGS)) if i < 2 or any(row[i] for row in rows)]
+    headings, *rows = _filled(found)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for i in shown:
-        table.add_column(_HEADINGS[i], justify="left" if i < 2 else "right", no_wrap=i != 0)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i < 2 else "right", no_wrap=i != 0)
     for row in rows:
-        table.add_row(*(row[i] for i in shown))
+        table.add_row(*row)
     console = Console(width=100, highlight=False, markup=False)
     console.print(table)
     for text in (*found.verdicts(), *(f"{name}: left out: {why}" for name, why in found.failures.items()), _MARKS):
         console.print(text)
+
+
+def _filled(found: Comparison) -> list[tuple[str, ...]]:
+    """Return the headings and the rows of the table, without empty columns."""
+    rows = _rows(found)
+    shown = [i for i in range(len(_HEADINGS)) if i < 2 or any(row[i] for row in rows)]
+    return [tuple(row[i] for i in shown) for row in (_HEADINGS, *rows)]
 
 
 def _rows(found: Comparison) -> list[tuple[str, ...]]:
@@ -214,7 +220,8 @@ def _rows(found: Comparison) -> list[tuple[str, ...]]:
         ratio = interval = waiting = ""
         if peer is not None and kind:
             speedup, bounds = found.speedup(name, peer)
-            ratio, interval = f"{speedup:.2f}", "" if name == peer else f"{bounds.low:.2f} – {bounds.high:.2f}"
+            has_interval = name != peer and bounds.coverage > 0  # one round has none
+            ratio, interval = f"{speedup:.2f}", f"{bounds.low:.2f} – {bounds.high:.2f}" if has_interval else ""
         if COMPUTE in found.samples and kind:
             waiting = f"{max(0.0, 1 - found.step(COMPUTE) / found.step(name)):.0%}"
         marks = "+" * kind.startswith("ours") + "~" * kind.endswith("lossy")
@@ -250,7 +257,8 @@ def write_page(path: Path, about: str, found: Comparison) -> None:
         parts.append(("Left out", "Candidates that failed in a round.", failed))
     verdicts = "".join(f"<p>{html.escape(text)}</p>" for text in found.verdicts())
     best = {found.fastest("ours"), found.fastest("ours, lossy"), found.fastest("peer")}
-    table = table_html(_HEADINGS, _rows(found), ["best" if name in best else "" for name in names])
+    headings, *rows = _filled(found)
+    table = table_html(headings, rows, ["best" if name in best else "" for name in names])
     about = f"{about} Towpath {towpath.__version__}, PyTorch {torch.__version__}. {_MARKS}"
     figures = [figure_html(title, text, content, wide=True) for title, text, content in parts]
     write_page(path, "Towpath against FSDP2, HSDP and DDP", about, f"{verdicts}{table}", figures)
