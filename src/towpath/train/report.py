@@ -299,12 +299,12 @@ def _plots(outcomes: Sequence[Outcome]) -> list[str]:
     figures = (
         (
             "Loss against steps",
-            "A lossless strategy changes what travels, not what is learned.",
+            "Lossless strategies change what is sent, not what is learned.",
             svg(_loss_steps, outcomes, small),
         ),
         (
             "Loss against seconds",
-            "The same steps, as long as the network makes them.",
+            "The same losses, over the time that the steps took.",
             svg(_loss_seconds, outcomes, small),
         ),
         ("Where a step's time goes", "The mean step, on rank 0.", stacked("seconds", times)),
@@ -391,7 +391,7 @@ def figure_html(title: str, about: str, drawn: str, wide: bool = False) -> str:
 
 
 # A number with its unit, an interval of numbers, or nothing.
-_NUMBER = re.compile(r"[-–+−]?[\d.,]*\d?( ?[%×\wµ/]{0,9})?( ?[(\[].*[)\]])?$")
+_NUMBER = re.compile(r"[-–+−]?[\d.,]*( – [\d.,]+)?( ?[%×\wµ/]{0,9})?( ?[(\[].*[)\]])?$")
 
 
 def table_html(headings: Sequence[str], rows: Sequence[Sequence[str]], kinds: Sequence[str] = ()) -> str:
