@@ -227,12 +227,18 @@ def test_resume_is_off_auto_or_a_path(world: Worlds, options: tuple[str, ...], t
     assert world(2).run(_train, (*options, "checkpoint.resume=off"))[0].losses == first
     for spelled in (tmp_path, tmp_path / "checkpoints" / ".." / "checkpoints"):  # this run's own, which nobody moves
         seen = world(2).run(_train, (*options, f"checkpoint.resume={spelled}", "train.steps=5"))[0]
-        assert len(seen.losses) == 1 and "of another run" not in seen.said
+        assert len(seen.losses) == 1 and "note: moved" not in seen.said
         shutil.rmtree(folder / "step-000005")
     (tmp_path / "empty").mkdir()
     for nothing in (tmp_path / "nowhere", tmp_path / "empty"):
         for seen in world(2).run(_train, (*options, f"checkpoint.resume={nothing}")):
             assert seen.losses == [] and "expected a checkpoint, or a folder of some" in seen.error
+    # The step from the middle and "off" moved what was newer. The wrong paths moved nothing.
+    assert sorted(path.name for path in tmp_path.glob("checkpoints*")) == [
+        "checkpoints",
+        "checkpoints.1",
+        "checkpoints.2",
+    ]
 
 
 def test_what_the_configuration_says_now_counts(world: Worlds, options: tuple[str, ...], tmp_path: Path) -> None:
@@ -277,7 +283,8 @@ def test_a_run_that_begins_anew_sets_other_checkpoints_aside(
     """Else the next `auto` would take the newer ones of the older run."""
     world(1).run(_train, (*options, *_in(tmp_path, "train.steps=5")))
     seen = world(1).run(_train, (*options, *_in(tmp_path, "train.steps=3", "checkpoint.resume=off")))[0]
-    assert "1 checkpoints of another run" in seen.said
+    moved = f"note: moved 1 checkpoint from {tmp_path / 'checkpoints'} to {tmp_path / 'checkpoints.1'}"
+    assert f"{moved}, because this run does not resume from it" in seen.said
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("step-*")) == [
         "checkpoints.1/step-000005",
         "checkpoints/step-000003",

@@ -110,9 +110,6 @@ class CheckpointManager:
             keep_every=options.keep_every or None,
             background=options.background,
         )
-        if self._source != self._folder:
-            with self._job.fail_together():
-                self._set_aside()
         self._saved: int | None = None  # the step that is saved, or being saved
         self._saving: checkpoint.Saving | None = None
         self._since = monotonic()  # the time of the last save, or of the beginning
@@ -132,13 +129,18 @@ class CheckpointManager:
                 path.rename(target / path.name)
         except OSError as error:
             raise ConfigError(f"checkpoint.folder: cannot move {self._folder} aside: {error.strerror}.") from None
+        moved, them = (f"{len(others)} checkpoints", "them") if len(others) > 1 else ("1 checkpoint", "it")
         self._job.print_once(
-            f"note: {len(others)} checkpoints of another run were in {self._folder}; they are in {target} now"
+            f"note: moved {moved} from {self._folder} to {target}, because this run does not resume from {them}"
         )
 
     def __enter__(self) -> CheckpointManager:
         if self._source is not None:
             self._resume(self._source)
+        # Only a run that begins may move checkpoints. With a wrong checkpoint.resume, it has raised before.
+        if self._source != self._folder:
+            with self._job.fail_together():
+                self._set_aside()
         return self
 
     def _resume(self, source: Path) -> None:
