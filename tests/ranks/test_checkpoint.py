@@ -32,6 +32,7 @@ from tests.ranks.test_tensor_parallel_checkpoints import _one_model
 from towpath import Topology, checkpoint
 from towpath.checkpoint import dcp as towpath_dcp
 from towpath.checkpoint import folders, safetensors
+from towpath.checkpoint.dcp import FolderWriter
 from towpath.checkpoint.saving import Snapshot
 from towpath.errors import CheckpointError
 
@@ -303,6 +304,41 @@ def _copy_as_late_as_can_be() -> pytest.MonkeyPatch:
     return patch
 
 
+def test_savers_of_one_job_save_at_the_same_time(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_save_with_two, tmp_path)
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("step-*")}
+    assert names == {"recent/step-000009", "recent/step-000011", "best/step-000012", "recent/step-000013"}
+    assert all(checkpoint.verify(path).ok for path in tmp_path.rglob("step-*"))
+
+
+def _save_with_two(root: Path) -> None:
+    run = Run.of("zero3", Topology(2, 1))
+    state = run.state()
+    recent = checkpoint.Saver(root / "recent", state, keep_last=2)
+    best = checkpoint.Saver(root / "best", state, keep_last=1)
+    with pytest.raises(CheckpointError, match="another Saver of this job"):
+        checkpoint.Saver(root / ".." / root.name / "best", state)
+    threads, meet = threading.Barrier(2), FolderWriter.write_data
+
+    def together(*args: Any) -> Any:
+        threads.wait(30)
+        return meet(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FolderWriter, "write_data", together)
+        for step in range(1, 13, 2):
+            run.train([step])
+            recent.save(step)
+            best.save(step + 1)
+        for outcome in (recent.wait(), best.close()):
+            assert outcome is not None and outcome.ok
+    assert checkpoint.save(root / "recent", 13, state).ok  # while its saver is open
+    groups = len(state.groups._made)
+    checkpoint.Saver(root / "best", state).close()
+    assert len(state.groups._made) == groups
+    recent.close()
+
+
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -355,7 +391,7 @@ def _fail_to_write(root: Path, background: bool) -> list[str | None]:
     if rank() == 0:
         (root.parent / f"file-{background}").write_text("no folder")
         read_only.mkdir(mode=0o555)
-    refused = checkpoint.Saver(read_only, run.state(), background=background, lane="read-only")
+    refused = checkpoint.Saver(read_only, run.state(), background=background)
     superuser = os.geteuid() == 0  # for whom nothing is read-only
     if superuser:
         os.seteuid(65534)
@@ -368,7 +404,7 @@ def _fail_to_write(root: Path, background: bool) -> list[str | None]:
     attempt(6)
     towpath_dcp.free_bytes = real_free
     bad = {"loader": object()} if rank() == 1 else {}
-    other = checkpoint.Saver(root, run.state(data=_Extra(bad)), background=background, lane="bad")
+    other = checkpoint.Saver(root.parent / f"bad-{background}", run.state(data=_Extra(bad)), background=background)
     attempt(7, other)
     run.train([1])
     assert saver.save(8).outcome().ok

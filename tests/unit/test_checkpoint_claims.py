@@ -90,15 +90,20 @@ def test_the_claim_of_a_dead_job_is_taken_over_at_once(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_savers_of_one_job_share_its_folder_until_the_last_is_closed_or_forgotten(tmp_path: Path) -> None:
+def test_a_folder_has_one_saver_until_that_is_closed_or_forgotten(tmp_path: Path) -> None:
     state = State(nn.Linear(2, 2))
-    first, second = (checkpoint.Saver(tmp_path, state, lane=lane) for lane in ("first", "second"))
-    assert first.save(1).outcome().ok and second.save(2).outcome().ok
-    first.close()
+    first = checkpoint.Saver(tmp_path, state)
+    with pytest.raises(CheckpointError, match="another Saver of this job has it open"):
+        checkpoint.Saver(tmp_path / ".." / tmp_path.name, state)
+    assert first.save(1).outcome().ok and checkpoint.save(tmp_path, 2, state).ok
     assert (tmp_path / "claim-000001.json").exists()
-    assert first.save(3).outcome().ok  # it opens the folder again
     first.close()
+    second = checkpoint.Saver(tmp_path, state)
+    with pytest.raises(CheckpointError, match="another Saver of this job has it open"):
+        first.save(3)  # it would open the folder again
     del second
+    assert first.save(3).outcome().ok
+    first.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002", "step-000003"]
 
 

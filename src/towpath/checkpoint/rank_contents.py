@@ -5,7 +5,7 @@ A rank has a complete model, its shards, or some stages of a pipeline.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -235,6 +235,21 @@ def gather_or_raise(groups: Groups, what: str, mine: Callable[[], Value]) -> lis
     if failed:
         raise CheckpointError(f"{what}: {failed[0]}")
     return [value for value, _ in answers]
+
+
+class RanksDifferError(CheckpointError):
+    """Ranks pass different arguments, or have different extras. Every rank raises it."""
+
+
+def check_same(given: Sequence[Mapping[str, object]]) -> None:
+    """Raise RanksDifferError if a rank has passed other arguments than rank 0. `given` has those of each rank."""
+    for rank, mine in enumerate(given):
+        for what in {**given[0], **mine}:
+            first, here = given[0].get(what), mine.get(what)
+            if first != here:
+                raise RanksDifferError(
+                    f"{what} is {first} on rank 0 and {here} on rank {rank}. Pass the same on every rank."
+                )
 
 
 class ControlGroup:

@@ -12,6 +12,7 @@ stay as they are.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import weakref
@@ -25,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 from towpath.checkpoint import dcp, folders
 from towpath.checkpoint.dcp import FolderWriter, JsonSavePlanner, Pieces
-from towpath.checkpoint.folders import FolderInUseError, claim_of, release
-from towpath.checkpoint.rank_contents import ControlGroup, described
+from towpath.checkpoint.folders import Claim, FolderInUseError, claim_of, release
+from towpath.checkpoint.rank_contents import ControlGroup, check_same, described
 from towpath.checkpoint.state import State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
@@ -209,11 +210,12 @@ class Saver:
         keep_last: How many of the newest checkpoints to keep. By default all are kept.
         keep_every: Keep also the checkpoints whose step is a multiple of this. It requires `keep_last`.
         background: Write while the training continues. Set it to False if `save` should return when it has finished.
-        lane: A name for the saver's process group. Savers that work at the same time need different ones.
 
     Raises:
-        CheckpointError: Another job uses the folder, or the arguments are invalid.
+        CheckpointError: Another job or Saver uses the folder, or the arguments are invalid or differ between ranks.
     """
+
+    _shares_folder = False
 
     def __init__(
         self,
@@ -223,7 +225,6 @@ class Saver:
         keep_last: int | None = None,
         keep_every: int | None = None,
         background: bool = True,
-        lane: str = "checkpoint",
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last is at least 1, or None to keep all; got {keep_last}.")
@@ -232,7 +233,6 @@ class Saver:
         self.root, self.state = Path(root), state
         self._keep = keep_last, keep_every
         self._background = background
-        self._control = ControlGroup(state.groups, lane)
         self._memory = HostMemory()
         self._under_way: Saving | None = None
         self._hook: RemovableHandle | None = None
@@ -241,7 +241,28 @@ class Saver:
         state.savers.add(self)
 
     def _open(self) -> None:
-        """Claim the folder, or raise FolderInUseError on every rank if another job has it."""
+        """Claim the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
+        lanes: dict[int, Path] = self.state.groups.shared("lanes of savers", dict)
+        folder = self.root.resolve()
+        keep_last, keep_every = self._keep
+        given = {
+            "root": str(self.root),
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "background": self._background,
+        }
+        is_taken = folder in lanes.values() and not self._shares_folder
+        answers = self.state.groups.gather_objects((given, is_taken, list(lanes)))
+        check_same([given for given, _, _ in answers])
+        if any(taken for _, taken, _ in answers):
+            raise FolderInUseError(
+                f"{self.root} is in use: another Saver of this job has it open. Use that one, or close() it first."
+            )
+        # The threads of two savers would mix their messages in one process group. Each has its own therefore, a "lane",
+        # which the next saver reuses. A rank may forget a saver later than others, so the lane must be free on all.
+        lane = next(n for n in itertools.count() if not any(n in used for _, _, used in answers))
+        self._control = ControlGroup(self.state.groups, f"checkpoint {lane}")
+        lanes[lane] = folder
 
         def claimed() -> str | None:
             """Return "" if this job has the folder, why it has not, or None if that is not known yet."""
@@ -257,7 +278,7 @@ class Saver:
             return ""
 
         self._claim = claim_of(self.root)
-        self._release = weakref.finalize(self, release, self._claim)
+        self._release = weakref.finalize(self, _give_back, self._claim, self._control, lanes, lane)
         while (problem := self._control.first(claimed)) is None:
             pass
         if problem:
@@ -367,6 +388,12 @@ class Saver:
         return Outcome(step=step, path=path, failure=failure, seconds=seconds, held_seconds=0.0)
 
 
+def _give_back(claim: Claim, control: ControlGroup, lanes: dict[int, Path], lane: int) -> None:
+    release(claim)
+    if not control.lost:  # other ranks may still have a group that this rank has left
+        del lanes[lane]
+
+
 def _settling(saver: weakref.ref[Saver]) -> Callable[..., None]:
     """Return a hook for an optimizer's step. It keeps neither the saver nor its claim on the folder alive."""
 
@@ -376,6 +403,12 @@ def _settling(saver: weakref.ref[Saver]) -> Callable[..., None]:
             found.settle()
 
     return before_step
+
+
+class _OneTimeSaver(Saver):
+    """Saves once, also into the folder of an open Saver."""
+
+    _shares_folder = True
 
 
 def save(root: str | Path, step: int, state: State) -> Outcome:
@@ -392,9 +425,10 @@ def save(root: str | Path, step: int, state: State) -> Outcome:
         The outcome, with the reason if nothing was saved.
 
     Raises:
-        CheckpointError: Another job uses the folder.
+        CheckpointError: Another job uses the folder, or the arguments are invalid or differ between ranks.
     """
-    saver = Saver(root, state, background=False, lane="checkpoint at once")
-    outcome = saver.save(step).outcome()
-    saver.close()
-    return outcome
+    saver = _OneTimeSaver(root, state, background=False)
+    try:
+        return saver.save(step).outcome()
+    finally:
+        saver.close()

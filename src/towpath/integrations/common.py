@@ -174,7 +174,7 @@ def save_into(folder: str | Path, model: nn.Module, optimizer: Optimizer | None)
     state = State(model, optimizer)
     newest = _on_rank_0(model, lambda: latest(folder, quiet=True))
     step = 0 if newest is None else step_of(newest) + 1
-    saver = Saver(folder, state, keep_last=1, background=False, lane="checkpoint at once")
+    saver = Saver(folder, state, keep_last=1, background=False)
     outcome = saver.save(step).outcome()
     saver.close()
     if outcome.failure is not None:
