@@ -413,6 +413,47 @@ def _fail_to_write(root: Path, background: bool) -> list[str | None]:
     return outcomes
 
 
+def test_arguments_that_differ_between_ranks_are_refused(world: Worlds, tmp_path: Path) -> None:
+    answers = world(2).run(_pass_different_arguments, tmp_path)
+    assert answers[0] == answers[1]
+    step, folder, keep, extra, names, long, next_save, sound = answers[0]
+    assert step == "step is 3 on rank 0 and 4 on rank 1. Pass the same on every rank."
+    assert folder.startswith("root is ") and keep.startswith("keep_last is 1 on rank 0 and 2 on rank 1")
+    assert """the state of 'data' is {"epoch": 0} on rank 0 and {"epoch": 1} on rank 1""" in extra
+    assert "the state of 'data0' is {} on rank 0 and None on rank 1" in names
+    assert "the state of 'data' is a text of CRC-32" in long and len(long) < 200
+    assert next_save.startswith("step is 8 on rank 0 and 9 on rank 1")
+    assert sound == ""
+    assert [path.name for path in tmp_path.rglob("step-*")] == ["step-000005"]
+
+
+def _pass_different_arguments(root: Path) -> list[str]:
+    run, mine = Run.of("zero3", Topology(2, 1)), rank()
+
+    def answer(work: Callable[[], object]) -> str:
+        try:
+            work()
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    def saved(state: dict[str, Any]) -> str:
+        return answer(lambda: checkpoint.save(root, 3, run.state(data=_Extra(state))))
+
+    answers = [answer(lambda: checkpoint.save(root, 3 + mine, run.state()))]
+    answers.append(answer(lambda: checkpoint.save(root / str(mine), 3, run.state())))
+    answers.append(answer(lambda: checkpoint.Saver(root, run.state(), keep_last=1 + mine)))
+    answers.append(saved({"epoch": mine}))
+    answers.append(answer(lambda: checkpoint.save(root, 3, run.state(**{f"data{mine}": _Extra({})}))))
+    answers.append(saved({"seen": list(range(mine, 200))}))
+    saver = checkpoint.Saver(root, run.state())
+    assert not saver.save(8 + mine).outcome().ok
+    answers.append(answer(lambda: saver.save(10)))
+    saver.close()
+    tensors = _Extra({"position": torch.tensor(mine), 3: float("nan")})  # whose values are rank 0's
+    return [*answers, answer(lambda: checkpoint.save(root, 5, run.state(data=tensors)))]
+
+
 class _Extra:
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state

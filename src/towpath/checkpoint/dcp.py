@@ -55,7 +55,7 @@ from torch.futures import Future
 from towpath.checkpoint import folders, safetensors
 from towpath.checkpoint.folders import Claim, FolderInUseError
 from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, StoredBox, StoredFile, StoredTensor, write_manifest
-from towpath.checkpoint.rank_contents import described
+from towpath.checkpoint.rank_contents import RanksDifferError, check_same, described
 from towpath.errors import CheckpointError
 
 _SENDS_UNDER_WAY = 16
@@ -125,6 +125,8 @@ def _explained(work: Callable[[], object]) -> None:
             while current is not None:
                 traceback.clear_frames(current.__traceback__)
                 current = current.__context__
+        if isinstance(first, RanksDifferError):  # rank 0 has compared all ranks
+            raise RanksDifferError(str(first)) from None
         kind = FolderInUseError if isinstance(first, FolderInUseError) else CheckpointError
         raise kind(f"rank {rank}: {described(first)}{more}") from None
 
@@ -202,8 +204,11 @@ class _WrittenBox:
 class FolderWriter(StorageWriter):
     """Writes the checkpoint of one step into `root`, which this job holds by its `claim`."""
 
-    def __init__(self, root: Path, step: int, claim: Claim, strategy: str | None = None) -> None:
+    def __init__(
+        self, root: Path, step: int, claim: Claim, strategy: str | None = None, same: Mapping[str, str] | None = None
+    ) -> None:
         self._root, self._step, self._claim, self._strategy = root, step, claim, strategy
+        self._given = {"step": step, **(same or {})}  # what must be the same on every rank
         self._world = 1
         self._partial: Path | None = None
 
@@ -217,13 +222,14 @@ class FolderWriter(StorageWriter):
                 self._claim.hold()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Add the size of this rank's data to its plan."""
+        """Add the size of this rank's data to its plan, and what must be the same on every rank."""
         needed = sum(item.tensor_storage_size() or 0 for item in plan.items)
-        return replace(plan, storage_data=needed)
+        return replace(plan, storage_data=(needed, self._given))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the partial folder on rank 0, if there is room, and give each rank a file in it."""
-        needed = sum(plan.storage_data for plan in plans) + _MARGIN_BYTES
+        check_same([plan.storage_data[1] for plan in plans])
+        needed = sum(plan.storage_data[0] for plan in plans) + _MARGIN_BYTES
         with safetensors.writing(self._root):
             free = free_bytes(self._root)
         if needed > free:

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from towpath.checkpoint import dcp, folders
 from towpath.checkpoint.dcp import FolderWriter, JsonSavePlanner, Pieces
 from towpath.checkpoint.folders import Claim, FolderInUseError, claim_of, release
-from towpath.checkpoint.rank_contents import ControlGroup, check_same, described
+from towpath.checkpoint.rank_contents import ControlGroup, RanksDifferError, check_same, described
 from towpath.checkpoint.state import State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
@@ -236,7 +236,7 @@ class Saver:
         self._memory = HostMemory()
         self._under_way: Saving | None = None
         self._hook: RemovableHandle | None = None
-        self._lost: FolderInUseError | None = None
+        self._lost: FolderInUseError | RanksDifferError | None = None
         self._open()
         state.savers.add(self)
 
@@ -297,12 +297,14 @@ class Saver:
             The checkpoint that is being saved. Ignore it, or call its `outcome` to wait.
 
         Raises:
-            CheckpointError: Another job has taken the folder over. A failure to write is in the outcome instead.
+            CheckpointError: Another job has taken the folder over, or the step or the extras differ between ranks: of
+                this save, or of the previous one in the background. A failure to write is in the outcome instead.
         """
         began = time.perf_counter()
         self.wait()
-        if self._lost is not None:  # on every rank
-            raise FolderInUseError(str(self._lost))
+        before = self._lost
+        if before is not None:  # on every rank
+            raise type(before)(str(before))
         if not self._release.alive:  # it was closed
             self._open()
         if self._background and self._hook is None and self.state.optimizer is not None:
@@ -310,8 +312,9 @@ class Saver:
         saving = self._under_way = Saving()
         problem: str | None = None
         found: dict[str, Any] = {}
+        same: dict[str, str] = {}
         try:
-            found = self.state.collect()
+            found, same = self.state.collect()
             if self._background:
                 contents = self.state.contents
                 found, saving.snapshot = self._memory.snapshot(found, lambda: contents.writes)
@@ -325,13 +328,16 @@ class Saver:
                     saving.snapshot.take()
             except Exception as error:
                 failure = described(error)
-            saving.ended = self._write(step, found, failure, began)
+            saving.ended = self._write(step, found, same, failure, began)
 
         if self._background:
             saving.thread = threading.Thread(target=work, name=f"towpath checkpoint {step}", daemon=True)
             saving.thread.start()
         else:
             work()
+            if isinstance(self._lost, RanksDifferError):
+                lost, self._lost = self._lost, None
+                raise lost
         saving.held_seconds = time.perf_counter() - began
         return saving
 
@@ -362,8 +368,10 @@ class Saver:
             self._hook = None
         return outcome
 
-    def _write(self, step: int, found: dict[str, Any], problem: str | None, began: float) -> Outcome:
-        writer = FolderWriter(self.root, step, self._claim, self.state.contents.strategy)
+    def _write(
+        self, step: int, found: dict[str, Any], same: dict[str, str], problem: str | None, began: float
+    ) -> Outcome:
+        writer = FolderWriter(self.root, step, self._claim, self.state.contents.strategy, same)
         failure: str | None = None
         try:
             if self._control.lost:
@@ -371,13 +379,14 @@ class Saver:
             dcp.write(found, writer, JsonSavePlanner(problem), self._control.group)
         except CheckpointError as error:  # the same on every rank
             failure = str(error)
-            self._lost = error if isinstance(error, FolderInUseError) else None
+            self._lost = error if isinstance(error, (FolderInUseError, RanksDifferError)) else None
         except Exception as error:
             failure = described(error)
             self._control.leave()
         path = folders.checkpoint_of(self.root, step)
         if self._control.rank == 0 and failure is not None:
-            _LOG.error("CHECKPOINT OF STEP %d NOT SAVED: %s The training goes on.", step, failure)
+            after = " The training goes on." if self._background else ""
+            _LOG.error("CHECKPOINT OF STEP %d NOT SAVED: %s%s", step, failure, after)
             writer.clear()
         elif self._control.rank == 0:
             try:

@@ -35,6 +35,7 @@ from towpath.errors import CheckpointError, TowpathError
 _TAKEN = ("model", "optimizer", "rank", "engine", "rng", adapters.VALUE)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
 _NAMED_DIFFERENCES = 4
+_SHOWN = 200  # characters of an extra's state in an error
 
 
 class HasContents(Protocol):
@@ -58,8 +59,8 @@ class State:
         optimizer: The model's optimizer, for a pipeline that of this rank. Without one, only the model is saved.
         config: The model's configuration, which an export writes as Hugging Face's config.json.
         names: Other names for tensors in an export, by their names in the model.
-        **extras: Anything else with `state_dict()` and `load_state_dict()`. The states must be the same on every rank:
-            those of rank 0 are saved.
+        **extras: Anything else with `state_dict()` and `load_state_dict()`. The states must be the same on every rank.
+            Saving fails if they differ in anything but the values of tensors, of which rank 0's are saved.
 
     Raises:
         CheckpointError: An extra has a reserved name, or the model is only on a part of the job's ranks.
@@ -95,8 +96,11 @@ class State:
 
     # --- saving
 
-    def collect(self) -> dict[str, Any]:
-        """Return what this rank writes: pieces of the tensors in use, and on rank 0 all values that are not tensors."""
+    def collect(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return what this rank writes, and the texts that must be the same on every rank.
+
+        A rank writes pieces of the tensors in use. Rank 0 also writes all values that are not tensors.
+        """
         model = self.named()
         copies = self.contents.writes_copies
         found: dict[str, Any] = {}
@@ -112,9 +116,15 @@ class State:
             owned = optimizer_state.owned_states(self.optimizer, model, tensors)
             found.update(self._mine({name: t for name, t in tensors.items() if name not in owned}, copies))
             found.update(self._owned(owned))
+        same: dict[str, str] = {}
         for name, extra in self.extras.items():
             tensors = dict[str, torch.Tensor]()
             values[name] = to_json(extra.state_dict(), name, tensors.__setitem__)
+            shapes = [f"{t.dtype} {shape_text(tuple(t.shape))}" for t in tensors.values()]
+            text = json.dumps([values[name], *shapes] if shapes else values[name], sort_keys=True)
+            same[f"the state of {name!r}"] = (
+                text if len(text) <= _SHOWN else f"a text of CRC-32 {crc32(text.encode()):x}"
+            )
             found.update(self._mine(tensors, self.rank == 0))
         if self.config is not None:
             try:  # as in a config.json, which has no tuples, and only strings as keys
@@ -127,7 +137,7 @@ class State:
             values["names"] = self.names
         if self.rank == 0 and (found_adapters := adapters.adapters_of(self.model)):
             values[adapters.VALUE] = found_adapters
-        return {**found, **values} if self.rank == 0 else found
+        return {**found, **values} if self.rank == 0 else found, same
 
     def named(self) -> NamedTensors:
         """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
