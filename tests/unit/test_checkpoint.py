@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -260,8 +261,21 @@ def test_an_empty_folder_has_nothing_to_resume_from_and_a_lost_one_is_an_error(t
     state = State(TiedGPT())
     assert checkpoint.load(tmp_path, state) is None and checkpoint.load(tmp_path / "none", state) is None
     assert checkpoint.latest(tmp_path / "none") is None
+    (tmp_path / "logs").mkdir()  # of a run that has not saved yet
+    assert checkpoint.load(tmp_path, state) is None
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         checkpoint.load(tmp_path / "step-000001", state)
+
+
+def test_a_path_that_cannot_hold_checkpoints_is_an_error(tmp_path: Path) -> None:
+    model = TiedGPT()
+    (tmp_path / "weights.pt").touch()
+    with pytest.raises(CheckpointError, match=r"weights\.pt is a file; expected a checkpoint, or a folder of"):
+        checkpoint.load(tmp_path / "weights.pt", State(model))
+    with pytest.warns(UserWarning, match="in a single process"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"dcp is a checkpoint of torch\.distributed\.checkpoint"):
+        checkpoint.load(tmp_path / "dcp", State(model))
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:

@@ -112,6 +112,17 @@ def refuse_link(checkpoint: Path) -> None:
         )
 
 
+def refuse_others(where: Path) -> None:
+    """Raise CheckpointError if `where` exists and cannot hold checkpoints of Towpath."""
+    if where.exists() and not where.is_dir():
+        raise CheckpointError(f"{where} is a file; expected a checkpoint, or a folder of checkpoints. Check the path.")
+    if (where / ".metadata").exists():
+        raise CheckpointError(
+            f"{where} is a checkpoint of torch.distributed.checkpoint. Load it with dcp.load(), or name a folder of "
+            "Towpath's own checkpoints."
+        )
+
+
 def search_folder(where: Path) -> Path:
     """Return the folder to search: `where`, or its folder of checkpoints if `where` is the folder of a run."""
     inside = where / IN_RUN

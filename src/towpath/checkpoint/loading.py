@@ -32,7 +32,7 @@ class Loaded:
     Attributes:
         step: The step of the checkpoint.
         path: The folder of the checkpoint.
-        notes: Which checkpoints were damaged and why, and what could not be restored exactly.
+        notes: Which checkpoints were damaged and why, what was not loaded, and what could not be restored exactly.
     """
 
     step: int
@@ -51,10 +51,11 @@ def load(where: str | Path, state: State) -> Loaded | None:
         state: Where to load it. Strategy and number of ranks may differ from those that saved it.
 
     Returns:
-        What was loaded, or None if the folder has no checkpoint.
+        What was loaded, or None if the folder is missing or has no checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint is of another model, or no checkpoint is usable. All ranks raise it.
+        CheckpointError: The checkpoint is of another model, or no checkpoint is usable, or `where` is a file or a
+            checkpoint of torch.distributed.checkpoint. All ranks raise it.
     """
     state.settle()
     control = ControlGroup(state.groups, "checkpoint loading")
@@ -63,6 +64,8 @@ def load(where: str | Path, state: State) -> Loaded | None:
         """Return the checkpoints to try, and whether the user named one."""
         path = Path(where)
         named = folders.is_checkpoint(path)
+        if not named:
+            folders.refuse_others(path)
         return named, [path] if named else folders.checkpoints(folders.search_folder(path))
 
     named, paths = _on_rank_0(control, candidates, CheckpointError)
