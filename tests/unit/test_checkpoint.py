@@ -117,7 +117,15 @@ def test_schedules_and_data_positions_go_on_where_they_were(tmp_path: Path) -> N
     assert again.get_last_lr() == schedule.get_last_lr() and again.state_dict() == schedule.state_dict()
     assert [resumed.train([4]), elsewhere.draw()] == expected
     loaded = checkpoint.load(tmp_path, resumed.state(other=Position()))
-    assert loaded is not None and loaded.notes == ("the checkpoint has no 'other': it starts afresh",)
+    assert loaded is not None and loaded.notes == (
+        "'schedule' in the checkpoint was not loaded: this State has no such extra",
+        "'data' in the checkpoint was not loaded: this State has no such extra",
+        "the checkpoint has no 'other': it starts afresh",
+    )
+    alone = checkpoint.load(tmp_path, State(resumed.model, schedule=again, data=elsewhere))
+    assert alone is not None and alone.notes == (
+        "the states of AdamW in the checkpoint were not loaded: this State has no optimizer",
+    )
 
 
 class Position:
@@ -149,7 +157,10 @@ def test_tied_parameters_load_into_models_that_tie_and_into_models_that_do_not(t
     run = _saved(tmp_path / "tied")
     for model in (_untied(), towpath.shard(_untied(), "zero3", topology=ALONE)):
         optimizer = torch.optim.AdamW(model.parameters())
-        checkpoint.load(tmp_path / "tied", State(model, optimizer))
+        loaded = checkpoint.load(tmp_path / "tied", State(model, optimizer))
+        assert loaded is not None and loaded.notes == (
+            "head.weight and tokens.weight were one parameter in the checkpoint, and are two in this model",
+        )
         found, expected = content(model, optimizer), run.content()
         for key in ("{}", "exp_avg of {}", "step of {}"):
             assert torch.equal(found[key.format("head.weight")], expected[key.format("tokens.weight")])

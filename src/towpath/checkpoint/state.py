@@ -279,6 +279,8 @@ class Restore:
             key = f"model.{self._model.name_in(held, self._manifest.aliases, name)}"
             if key in self.targets:
                 self._untied.append((name, tensor, self.targets[key]))
+                first = key.removeprefix("model.")
+                self.notes.append(f"{name} and {first} were one parameter in the checkpoint, and are two in this model")
                 continue
             self.targets[key] = tensor.detach()
             if isinstance(tensor, ShardTensor) and tensor.rests_in is not None:
@@ -342,6 +344,15 @@ class Restore:
             self.notes += self._optimizer.finish(self.targets)
         elif state.optimizer is not None:
             self.notes.append("the checkpoint has no optimizer: its states start afresh")
+        elif "optimizer" in values:
+            kind = values["optimizer"]["kind"]
+            self.notes.append(f"the states of {kind} in the checkpoint were not loaded: this State has no optimizer")
+        known = {*state.extras, *_TAKEN, "config", "names"}
+        self.notes += [
+            f"{name!r} in the checkpoint was not loaded: this State has no such extra"
+            for name in values
+            if name not in known
+        ]
         for name, extra in state.extras.items():
             if name not in values:
                 self.notes.append(f"the checkpoint has no {name!r}: it starts afresh")

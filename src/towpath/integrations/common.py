@@ -188,8 +188,9 @@ def load_from(folder: str | Path, model: nn.Module, optimizer: Optimizer | None)
         raise CheckpointError(
             f"{folder}: no checkpoint of a sharded model. Expected what Towpath's integration saved. Check the path."
         )
+    log = _LOG.warning if optimizer is not None else _LOG.info  # only the weights are wanted, to evaluate
     for note in loaded.notes if engine_of(model).comm.groups.rank == 0 else ():
-        _LOG.warning("%s", note)
+        log("%s", note)
 
 
 def load_full(
