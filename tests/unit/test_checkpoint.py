@@ -457,6 +457,14 @@ def test_the_command_lists_verifies_and_shows(tmp_path: Path) -> None:
     (tmp_path / "step-000003" / FILE).unlink()
     code, text = _command("checkpoint", "ls", tmp_path, "--json")
     assert code == 1 and "is missing" in json.loads(text)[0]["problem"]
+    (tmp_path / "step-000004").symlink_to(tmp_path / "step-000002")
+    code, text = _command("checkpoint", "ls", tmp_path, "--json")
+    linked, missing, usable = (row["problem"] for row in json.loads(text))
+    assert code == 1 and "is a symbolic link, which the search does not follow" in linked and usable is None
+    code, text = _command("checkpoint", "ls", tmp_path)
+    assert f"\nstep-000004: {linked}\nstep-000003: {missing}\n" in text  # each on one line
+    assert _command("checkpoint", "ls", tmp_path / "step-000004")[0] == 0
+    (tmp_path / "step-000004").unlink()
     assert _command("checkpoint", "ls", tmp_path / "none")[0] == 2
 
 

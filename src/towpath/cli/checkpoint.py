@@ -42,13 +42,15 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
     Exit code: 0, or 1 if a checkpoint is damaged, or 2 if there is none.
     """
     load_torch()
-    from towpath.checkpoint import read_manifest
+    from towpath.checkpoint import folders, read_manifest
 
     rows: list[dict[str, Any]] = []
     for path in _checkpoints(folder):
         row: dict[str, Any] = {"name": path.name}
         rows.append(row)
         try:
+            if path != folder:
+                folders.refuse_link(path)
             manifest = read_manifest(path)
             row |= {"step": manifest.step, "seconds": manifest.seconds, "ranks": manifest.world}
             row |= {"bytes": manifest.bytes, "tensors": len(manifest.tensors), "problem": None}
@@ -63,8 +65,11 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
             written = datetime.fromtimestamp(row["seconds"]).strftime("%Y-%m-%d %H:%M") if "seconds" in row else ""
             held = size(row["bytes"]) if "bytes" in row else ""
             counts = (str(row.get(key, "")) for key in ("ranks", "tensors"))
-            table.add_row(row["name"], written, *counts, held, row["problem"] or "")
+            table.add_row(row["name"], written, *counts, held, "damaged" if row["problem"] else "")
         _console().print(table)
+        for row in rows:
+            if row["problem"]:
+                print(f"{row['name']}: {row['problem']}")
     _exit(any(row["problem"] for row in rows))
 
 
