@@ -404,6 +404,9 @@ def test_tensors_leave_under_the_names_that_others_know(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "run", 1, State(model, names={"weight": "lm_head.weight"}))
     checkpoint.export(tmp_path / "run" / "step-000001", tmp_path / "out")
     assert sorted(load_file(tmp_path / "out" / "model.safetensors")) == ["bias", "lm_head.weight"]
+    root = checkpoint.import_safetensors(tmp_path / "out", tmp_path / "imported")
+    with pytest.raises(CheckpointError, match=r"Start from the safetensors .* \(towpath train: model\.weights\)"):
+        checkpoint.load(root, State(model, names={"weight": "lm_head.weight"}))
 
 
 def test_what_cannot_leave_or_arrive_is_told_in_one_line(tmp_path: Path) -> None:

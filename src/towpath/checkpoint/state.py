@@ -212,9 +212,14 @@ class State:
         ]
         if found:
             more = f"; and {len(found) - _NAMED_DIFFERENCES} more" if len(found) > _NAMED_DIFFERENCES else ""
+            advice = "Build the model that was saved, or load another checkpoint."
+            if any(exported != name and exported in held for name, exported in self.names.items()):
+                advice = (
+                    "It has the names that an export gives to this model, as Hugging Face does. Start from the "
+                    "safetensors themselves, without an import (towpath train: model.weights)."
+                )
             raise CheckpointError(
-                f"the checkpoint is of another model: {'; '.join(found[:_NAMED_DIFFERENCES])}{more}. Build the model "
-                "that was saved, or load another checkpoint."
+                f"the checkpoint is of another model: {'; '.join(found[:_NAMED_DIFFERENCES])}{more}. {advice}"
             )
 
 
