@@ -525,6 +525,8 @@ def to_json(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) ->
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            raise CheckpointError(f"{path} is a tensor on the meta device, which has no values to save.")
         keep(path, value)
         return {_TENSOR_AT: path}
     if isinstance(value, bytes):

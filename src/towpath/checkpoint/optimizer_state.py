@@ -135,7 +135,8 @@ class OptimizerRestore:
         if self._saved["kind"] != kind_of(optimizer):
             raise CheckpointError(
                 f"the checkpoint has the states of {self._saved['kind']}, and the optimizer is "
-                f"{kind_of(optimizer)}. Make a {self._saved['kind']}, or load without an optimizer."
+                f"{kind_of(optimizer)}. Make the optimizer that was saved (towpath train: train.optimizer), or load "
+                "without one."
             )
         groups = (group for each in whole_of(optimizer) for group in each.param_groups)
         self._owner_stepped = {id(p) for group in groups for p in group["params"]}

@@ -190,6 +190,11 @@ class RankContents:
 def contents_of(model: Any) -> RankContents:
     """Return the contents of a model, sharded or not, or of a pipeline, which knows its own."""
     if not isinstance(model, nn.Module):
+        if not hasattr(model, "checkpoint_contents"):
+            kind = type(model).__name__
+            raise CheckpointError(
+                f"model: expected a torch.nn.Module, or a pipeline of towpath.pipeline; got a {kind}."
+            )
         return model.checkpoint_contents()
     engine: Engine | None = getattr(model, "towpath_engine", None)
     places = [] if engine is None else [p for u in engine.units for b in u.buckets for p in b.layout.places]

@@ -28,6 +28,7 @@ from towpath.checkpoint import dcp, folders
 from towpath.checkpoint.dcp import FolderWriter, JsonSavePlanner, Pieces
 from towpath.checkpoint.folders import Claim, FolderInUseError, claim_of, release
 from towpath.checkpoint.rank_contents import ControlGroup, RanksDifferError, check_same, described
+from towpath.checkpoint.safe_open import shown
 from towpath.checkpoint.state import State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
@@ -226,10 +227,13 @@ class Saver:
         keep_every: int | None = None,
         background: bool = True,
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise CheckpointError(f"keep_last is at least 1, or None to keep all; got {keep_last}.")
-        if keep_every is not None and (keep_every < 1 or keep_last is None):
-            raise CheckpointError(f"keep_every is at least 1, and goes with keep_last; got {keep_every}, {keep_last}.")
+        _check_state(state)
+        if keep_last is not None and not _is_count(keep_last, 1):
+            raise CheckpointError(f"keep_last is at least 1, or None to keep all; got {keep_last!r}.")
+        if keep_every is not None and (not _is_count(keep_every, 1) or keep_last is None):
+            raise CheckpointError(
+                f"keep_every is at least 1, and goes with keep_last; got {keep_every!r}, {keep_last}."
+            )
         self.root, self.state = Path(root), state
         self._keep = keep_last, keep_every
         self._background = background
@@ -297,9 +301,11 @@ class Saver:
             The checkpoint that is being saved. Ignore it, or call its `outcome` to wait.
 
         Raises:
-            CheckpointError: Another job has taken the folder over, or the step or the extras differ between ranks: of
-                this save, or of the previous one in the background. A failure to write is in the outcome instead.
+            CheckpointError: The step is not a count, or another job has taken the folder over, or the step or the
+                extras differ between ranks: of this save, or of the previous one in the background. A failure to write
+                is in the outcome instead.
         """
+        _check_step(step)
         began = time.perf_counter()
         self.wait()
         before = self._lost
@@ -397,6 +403,23 @@ class Saver:
         return Outcome(step=step, path=path, failure=failure, seconds=seconds, held_seconds=0.0)
 
 
+def _check_state(state: object) -> None:
+    if not isinstance(state, State):
+        raise CheckpointError(
+            f"state: expected a checkpoint.State; got {shown(state)}. The arguments are save(root, step, state) and "
+            "Saver(root, state)."
+        )
+
+
+def _check_step(step: object) -> None:
+    if not _is_count(step, 0):
+        raise CheckpointError(f"step: expected the number of steps done, an integer from 0 on; got {shown(step)}.")
+
+
+def _is_count(value: object, low: int) -> bool:
+    return type(value) is int and value >= low
+
+
 def _give_back(claim: Claim, control: ControlGroup, lanes: dict[int, Path], lane: int) -> None:
     release(claim)
     if not control.lost:  # other ranks may still have a group that this rank has left
@@ -436,6 +459,8 @@ def save(root: str | Path, step: int, state: State) -> Outcome:
     Raises:
         CheckpointError: Another job uses the folder, or the arguments are invalid or differ between ranks.
     """
+    _check_state(state)
+    _check_step(step)
     saver = _OneTimeSaver(root, state, background=False)
     try:
         return saver.save(step).outcome()
