@@ -389,9 +389,7 @@ def simulate(
         )
     if pipeline > 1:
         if jitter or straggler or offload:
-            raise ConfigError(
-                "--jitter, --straggler and --offload are for steps without a pipeline: leave out --pipeline, or them."
-            )
+            raise ConfigError("--jitter, --straggler and --offload need steps without stages: leave out --pipeline, or them.")
         PipelineOptions((pipeline,), (tensor,), (schedule,), (compression,))
         layout = Layout(pipeline, schedule, strategy, compression, tensor)
         predicted = _simulate_pipeline(solver, model, length, layout, batching, trace)
