@@ -389,7 +389,7 @@ def simulate(
         )
     if pipeline > 1:
         if jitter or straggler or offload:
-            raise ConfigError("--jitter, --straggler and --offload need steps without stages: leave out --pipeline, or them.")
+            raise ConfigError("--jitter, --straggler and --offload need no stages: leave out --pipeline, or them.")
         PipelineOptions((pipeline,), (tensor,), (schedule,), (compression,))
         layout = Layout(pipeline, schedule, strategy, compression, tensor)
         predicted = _simulate_pipeline(solver, model, length, layout, batching, trace)
