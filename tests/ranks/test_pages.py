@@ -194,6 +194,7 @@ AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "lightning": _for_lightning,
     "peft": _for_peft,
     "data": _for_data,
+    "dcp": _for_checkpoints,
     "pipeline": _for_pipeline,
     "docs/guides/checkpoints.md": _for_checkpoints,
     "docs/guides/state-dicts.md": _for_checkpoints,
