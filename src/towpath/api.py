@@ -27,13 +27,14 @@ from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Offload, Strategy
 from towpath.core.units import units_from_numels
 from towpath.engine.build import agree, agreement, build, check_exchangeable
-from towpath.engine.executor import Batch, engine_of
+from towpath.engine.executor import engine_of
 from towpath.engine.hooks import attach, check_arguments
 from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out, least_free_bytes
 from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import CHECK_EVERY
+from towpath.engine.uneven import Batch
 from towpath.errors import ShardError, StrategyError, TopologyError
 from towpath.logs import logger
 from towpath.planner.request import Workload

@@ -48,7 +48,8 @@ class Stats:
     Attributes:
         transfers: Calls, bytes and seconds of each transfer.
         last_step: The transfers of the last complete step, in order.
-        memory_bytes: The bytes on the device, by kind.
+        memory_bytes: The bytes on the device, by kind. "arriving gradients" is an upper bound: the gradients of the
+            largest unit, as autograd makes them.
         buffers_made: The buffers that the engine has allocated. It makes none after the second step of a training loop.
         seconds_host: The time of the engine's bookkeeping on the training thread, around each unit's forward and
             backward. Waiting for transfers is not part of it: see `seconds_exposed`.
@@ -147,6 +148,9 @@ class Observable(ABC):
 
 def stats(model: nn.Module | Observable) -> Stats:
     """Return calls, bytes and seconds of each transfer so far, and the memory by kind. Printing it gives a table.
+
+    Calls and bytes are always counted. On a GPU, timing costs two events for each transfer and each wait. So seconds
+    are counted there from the first call of `stats` or `sums` for this model, and during a `trace`.
 
     Args:
         model: A model that `shard` returned, or a `Pipeline`. Every rank of a pipeline must call it.
@@ -261,6 +265,7 @@ def intervals_of_ranks(model: nn.Module | Observable, trace: Trace) -> dict[int,
 
 def _memory_bytes(engine: Engine) -> dict[str, int]:
     total = {"weight slots": engine.weights.nbytes, "gradient slots": engine.gradients.nbytes}
+    total["arriving gradients"] = max(unit.plan.arriving_bytes for unit in engine.units)
     total["wire"] = engine.comm.queues.wire_buffer_bytes
     if engine.matrix_steps:
         total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from towpath.engine.executor import Batch, Engine, joined
+from towpath.engine.executor import Engine
 from towpath.engine.hooks import HookedModule, add_mixin, register_known_methods
 from towpath.engine.parameters.full_parameters import reshard, unshard
+from towpath.engine.uneven import Batch, joined
 from towpath.errors import ShardError
 
 

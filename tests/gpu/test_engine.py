@@ -115,12 +115,13 @@ def _time_transfers() -> None:
     model = towpath.shard(entry.make(torch.float32).cuda(), "zero3", topology=Topology(2, 1))
     optimizer = optimizer_for(model)
     inputs = [t.cuda() for t in entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)]
+    before = towpath.stats(model)  # seconds are counted from here on
     for _ in range(3):
         entry.loss(model, *inputs).backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.synchronize()
-    done = towpath.stats(model)
+    done = towpath.stats(model).since(before)
     assert all(t.seconds_in_flight > 0 for t in done.transfers), done
     # Two processes that share a GPU take turns on it: their transfers are waited for.
     assert done.seconds_exposed > 0, done

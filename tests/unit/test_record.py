@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from towpath.core.routes import Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.engine.streams.record import Record, TransferWait
+from towpath.engine.streams.record import Record, Trace, TransferWait
 from towpath.engine.streams.streams import HostTimer, Mark
 from towpath.topology.cluster import Topology
 
@@ -41,10 +41,14 @@ class Event:
 class Device:
     """Its stream has come to `now`; what the host enqueues is marked at the end of the queue, `end`."""
 
+    is_free = False
+
     def __init__(self) -> None:
         self.now = self.end = 0.0
+        self.made = 0
 
     def mark(self) -> Mark:
+        self.made += 1
         return cast(Any, Event(self.end))
 
     def is_known(self, mark: Mark) -> bool:
@@ -64,6 +68,7 @@ class Device:
 def test_seconds_of_a_device_are_added_when_they_are_known_and_calls_at_once() -> None:
     device = Device()
     counted = record(device)
+    counted.totals()
     first, second = gather("a"), gather("b")
     for transfer in (first, second):
         with counted.running([transfer], micro_step=0):
@@ -82,6 +87,42 @@ def test_seconds_of_a_device_are_added_when_they_are_known_and_calls_at_once() -
     assert [(t.calls, t.seconds_in_flight, t.seconds_exposed) for t in counted.totals()] == [(1, 2, 0), (1, 2, 0.5)]
     assert counted.sums().exposed_seconds == {TransferKind.GATHER: 0.5}
     assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(1, 2), (1, 2)]  # once
+
+
+def test_events_are_made_only_while_somebody_reads_seconds() -> None:
+    device = Device()
+    counted = record(device)
+    wait = TransferWait(counted, [gather("a")])
+
+    def run() -> int:
+        before = device.made
+        with counted.running([gather("a")], micro_step=0):
+            device.end += 2.0
+        device.settle()
+        return device.made - before
+
+    assert run() == 0 and not wait.is_timed
+    [total] = counted.totals()  # calls and bytes were counted all the same
+    assert (total.calls, total.seconds_in_flight) == (1, 0.0) and total.inter_bytes > 0
+    assert run() == 2 and wait.is_timed
+    assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(2, 2.0)]
+
+
+def test_a_trace_times_transfers_that_nobody_else_reads() -> None:
+    device = Device()
+    counted = record(device)
+    counted.trace = Trace(device)
+    with counted.running([gather("a")], micro_step=0):
+        device.end += 2.0
+    counted.trace.end()
+    assert [i.seconds for i in counted.trace.intervals if i.name == "gather of a"] == [2.0]
+    counted.trace = None
+    assert not counted.is_timed([gather("a")])
+
+
+def test_what_ranks_compare_is_always_timed_by_the_host() -> None:
+    compared = replace(gather(""), kind=TransferKind.UNUSED_PARAMS)
+    assert record(Device()).is_timed([compared]) and not record(Device()).is_timed([gather("a")])
 
 
 def test_only_what_holds_the_host_up_is_taken_off_its_seconds() -> None:
@@ -127,6 +168,7 @@ def test_what_waits_for_a_device_does_not_grow_with_the_transfers() -> None:
     """As in inference, where no boundary comes, and spans become known while others are noted."""
     device = Device()
     counted = record(device)
+    counted.totals()
     for number in range(20_000):
         device.end = number + 1.0
         with counted.running([gather("a")], 0):

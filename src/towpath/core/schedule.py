@@ -305,7 +305,10 @@ class Schedule(SentBytes):
         return {kind: copied for kind, copied in found.items() if copied}
 
     def buffer_bytes(self) -> dict[str, int]:
-        """Return the bytes of one rank's temporary buffers: slots for unsharded weights and gradients, wire buffers."""
+        """Return the bytes of one rank's temporary buffers: slots for unsharded weights and gradients, wire buffers.
+
+        "arriving gradients" are those of one unit that the engine has not copied to a slot yet, or added to a sum.
+        """
         kinds = {t.kind for t in self.transfers}.intersection(WITH_TRANSPORT)
         owners = {"whole matrices": self.matrices.buffer_bytes} if self.matrices is not None else {}
         return buffer_bytes(self.plans, kinds) | owners
@@ -334,7 +337,7 @@ def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
 
 
 def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[TransferKind] = WITH_TRANSPORT) -> dict[str, int]:
-    """Return the bytes of one rank's slots, and of the wire buffers for transfers of these kinds."""
+    """Return the bytes of one rank's temporary buffers, with the wire buffers for transfers of these kinds."""
     root = [p for p in plans if p.spec.kept]
     others = [p for p in plans if not p.spec.kept]
     depth = min(UNITS_IN_FLIGHT, len(others))
@@ -351,6 +354,7 @@ def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[TransferKind] = WI
         "weight slots": weights,
         "gradient slots": depth * _bytes(largest(p.gradient_needs for p in _distinct(others)))
         + sum(_bytes(p.gradient_needs) for p in root),
+        "arriving gradients": max((p.arriving_bytes for p in _distinct(plans)), default=0),
         "wire": sum(MAX_IN_FLIGHT[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in transports.items()),
     }
 

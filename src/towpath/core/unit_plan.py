@@ -14,11 +14,14 @@ from towpath.core.placement import GroupCollective, Partition, everyone
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Needs, Range, Transfer
 from towpath.core.transport import Factored, Transport
-from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.units import BucketSpec, UnitSpec, round_up
 from towpath.errors import StrategyError
 
 # A gather up to this size takes longer to start than to run. Those of one unit are packed into one (MiCS, section 4).
 SMALL_GATHER_BYTES = 1 << 20
+
+# Elements. NCCL copies memory at multiples of 16 bytes fastest, and that of 128 bytes fills a line of the cache.
+_WIRE_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,19 @@ class BucketPlan:
         """True if `.grad` can be the tensor that autograd makes, because it is neither sent, rounded nor sharded."""
         travel = self.transfers[TransferKind.REDUCE] or self.transfers[TransferKind.GRAD_SYNC]
         return not travel and self.optimizer.count == 1 and self.grad_is_view
+
+    @property
+    def narrowed_in(self) -> tuple[int, int] | None:
+        """Start and end of the sums in the wire buffer of their dtype, if a gradient sync sends them in a narrower one.
+
+        The transfers themselves use the buffer up to the start.
+        """
+        transfers = self.transfers[TransferKind.GRAD_SYNC]
+        if not transfers or self.factored or transfers[0].dtype == self.accumulate_dtype:
+            return None
+        used = max(t.wire_needs.get(t.dtype, 0) for t in transfers)
+        start = round_up(used, _WIRE_ALIGNMENT)
+        return start, start + transfers[0].elements
 
     def divisors(self, kind: TransferKind, world: int) -> tuple[int, float]:
         """Return what a gradient is divided by before and after a transfer, so that the last one leaves the mean.
@@ -206,7 +222,17 @@ class UnitPlan:
             for b in self.buckets
             if b.factored and kind is TransferKind.GRAD_SYNC
         ]
-        return largest([{"uint8": max([packed, *factors])}, *(t.wire_needs for t in self.transfers(kind))])
+        narrowed: list[Needs] = []
+        for bucket in self.buckets if kind is TransferKind.GRAD_SYNC else ():
+            if (span := bucket.narrowed_in) is not None:
+                narrowed.append({bucket.transfers[kind][0].dtype: span[1]})
+        transfers = (t.wire_needs for t in self.transfers(kind))
+        return largest([{"uint8": max([packed, *factors])}, *narrowed, *transfers])
+
+    @property
+    def arriving_bytes(self) -> int:
+        """The bytes of the unit's gradients as autograd makes them. They are held until all of them are stored."""
+        return sum(b.numel * item_bytes(b.compute_dtype) for b in self.buckets if b.spec.trainable)
 
     @property
     def weight_needs(self) -> Needs:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from time import perf_counter
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -127,6 +126,7 @@ class Engine:
         # How many calls into units have not returned, and how many transfers the step had before the outermost one.
         self._calls = self._before_call = 0
         self._trained = [u for u in in_backward_order(units) if u.trainable]
+        self._arriving: Unit | None = None  # the only unit whose gradients may be held, and not stored yet
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
         self._unused_params = UnusedParams(strategy, self._trained, comm)
         comm.queues.plan(u.plan for u in units)
@@ -198,6 +198,8 @@ class Engine:
     def _submit(self, task: Task) -> Handle | None:
         unit, slot = self.units[task.unit], task.slot
         after = [cast(Handle, t.handle) for t in task.after if t.handle is not None]
+        if unit is self._arriving and task.kind in (TransferKind.REDUCE, TransferKind.GRAD_SYNC):
+            self._gradients_arrive_for(None)
         match task.kind:
             case TransferKind.PARAM_SYNC:
                 return unit.param_sync()
@@ -288,6 +290,7 @@ class Engine:
         if passed.running or self._only_weight_gradients:
             return
         passed.inputs_done, passed.inputs_awaited = 0, passed.inputs
+        self._gradients_arrive_for(self.units[passed.unit])
         if _reached is not None:
             self._expect_some(passed, inputs, _reached)
         with self._maybe_first_of_a_backward_pass():
@@ -324,8 +327,10 @@ class Engine:
 
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Accept the unsharded gradient that autograd has accumulated for parameter `index` of `bucket`."""
-        # It runs often, and takes its own times. The copy in `arrive` is the computation's work, not the engine's.
+        # It runs often, and takes its own times. Sums and copies are the computation's work, not the engine's.
         machine, gradients = self.machine, bucket.gradients
+        if unit is not self._arriving:
+            self._gradients_arrive_for(unit)
         if not machine.is_collecting(unit.index):
             self._first_gradient(unit, bucket, index, grad)
         began = perf_counter()
@@ -338,6 +343,14 @@ class Engine:
         if gradients.arrived and all(b.gradients.arrived for b in unit.trainable):
             machine.gradients_complete(unit.index)
         self.host.seconds += perf_counter() - began - (has_arrived - arrives)
+
+    def _gradients_arrive_for(self, unit: Unit | None) -> None:
+        """Store the gradients of the last unit that got any, unless it is `unit`. So only one unit's are ever held."""
+        if self._arriving is not None and self._arriving is not unit:
+            began = perf_counter()
+            self._arriving.store_gradients()
+            self.host.take_off(perf_counter() - began)
+        self._arriving = unit
 
     @on_host
     def _first_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
@@ -368,6 +381,7 @@ class Engine:
         self.comm.record.ends("backward", None)
         with torch.no_grad():
             try:
+                self._gradients_arrive_for(None)
                 self.execute(self.machine.backward_pass_ended())
             except BaseException:
                 self._backward_failed()
@@ -559,41 +573,3 @@ def engine_of(model: nn.Module) -> Engine:
             "on the model first, and pass what it returns."
         )
     return engine
-
-
-# --- uneven data ------------------------------------------------------------------------------------------------------
-#
-# Data may end earlier on some ranks. Such a rank repeats its last batch, with gradients that count as zero.
-
-
-Batch = TypeVar("Batch")
-
-_HAS_NONE, _REPEATS, _HAS_ONE = 0, 1, 2
-
-
-def joined(engine: Engine, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield as many batches on every rank as the rank with the most batches has.
-
-    A rank without further batches must still take part in the transfers of the others. It gets its last batch again.
-    Raise StepError if a rank has no batch at all.
-    """
-    groups, program, source = engine.comm.groups, engine.comm.program, iter(batches)
-    last: list[Batch] = []
-    while True:
-        found = list(islice(source, 1))
-        mine = _HAS_ONE if found else _REPEATS if last else _HAS_NONE
-        last = found or last
-        with program.shared("join()", Call.PROGRAM):
-            everyones = groups.gather_rows(torch.tensor([mine]), program.wait).flatten().tolist()
-        if _HAS_ONE not in everyones:
-            return
-        if _HAS_NONE in everyones:
-            raise StepError(
-                f"rank {groups.rank}: rank {everyones.index(_HAS_NONE)} has no batch at all, and cannot repeat its "
-                "last one while the others train. Give every rank at least one batch."
-            )
-        engine.muted = mine == _REPEATS
-        try:
-            yield last[0]
-        finally:
-            engine.muted = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -24,52 +24,6 @@ from towpath.engine.layout import ParameterPlace, torch_dtype
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import StepError
-
-# --- in place ---------------------------------------------------------------------------------------------------------
-#
-# Casts a tensor to a narrower dtype and back within its own memory. A sum that is sent needs no second buffer.
-#
-# Narrowing writes element i closer to the start than it was read, and widening writes it further away. The cast
-# works on spans that double in length, so that no span overwrites elements that are still to be read. A tensor of
-# any length takes about thirty kernel launches.
-
-
-def narrowed(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round a contiguous 1-D tensor to `dtype` in place, and return the result: a view at the start of its memory.
-
-    The memory behind the view holds no values of use afterwards.
-    """
-    if dtype == wide.dtype:
-        return wide
-    assert dtype.itemsize < wide.dtype.itemsize, (dtype, wide.dtype)
-    narrow = wide.view(dtype)[: wide.numel()]
-    for start, end in _spans(wide.numel()):
-        narrow[start:end].copy_(_source_of(wide, start, end))
-    return narrow
-
-
-def widen(narrow: torch.Tensor, wide: torch.Tensor) -> None:
-    """Undo `narrowed`: write the values of `narrow` to `wide`.
-
-    `narrow` is a slice of the tensor that `narrowed` returned. `wide` is the same slice of its argument.
-    """
-    if narrow.dtype != wide.dtype:
-        for start, end in reversed(list(_spans(wide.numel()))):
-            wide[start:end].copy_(_source_of(narrow, start, end))
-
-
-def _spans(elements: int) -> Iterator[tuple[int, int]]:
-    """Yield the spans [0, 1), [1, 2), [2, 4), [4, 8) and so on, up to `elements`."""
-    start, end = 0, 1
-    while start < elements:
-        yield start, min(end, elements)
-        start, end = end, 2 * end
-
-
-def _source_of(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Return a slice of `tensor`. The one at 0 is copied, because it shares its first bytes with the target."""
-    return tensor[start:end].clone() if start == 0 else tensor[start:end]
-
 
 # --- slices -----------------------------------------------------------------------------------------------------------
 #
@@ -152,7 +106,11 @@ class BucketGradients(ABC):
 
     `Unit` and `Bucket` drive them, in this order:
 
-    begin → arrive, once for each parameter → fill_missing → reduce (each micro-step) → grad_sync → set_grads (boundary)
+    begin → arrive, once for each parameter → store → fill_missing → reduce (each micro-step)
+    grad_sync → set_grads (boundary)
+
+    Gradients are held as autograd made them until `store`, which takes all of a unit's at once: on a GPU a launch takes
+    longer than the copy of a small gradient.
 
     `used` says for each parameter whether this rank computed a gradient for it since the last boundary.
     `expected` is the number of gradients per micro-step before the unit no longer needs its weights.
@@ -166,6 +124,8 @@ class BucketGradients(ABC):
         self.expected = len(places)
         self._arrived: set[int] = set()  # parameters whose memory holds a gradient: later ones are added to it
         self._arrived_now: set[int] = set()  # parameters whose gradient arrived in this micro-step
+        self._held: dict[int, torch.Tensor | None] = {}  # gradients that `store` will take over; None for a zero
+        self._streams: set[torch.cuda.Stream] = set()  # the streams that computed them
 
     def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
         """Use the transfers of `plan` from now on. `new_grad_sync`: the gradient sync has new transfers."""
@@ -196,7 +156,7 @@ class BucketGradients(ABC):
         """Start a micro-step. Its gradients are reduced from `buffer`; with None they are summed in place."""
 
     def arrive(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Take over the gradient of the parameter at `index`. None counts as a gradient of zero."""
+        """Hold the gradient of the parameter at `index` until `store`. None counts as a gradient of zero."""
         if gradient is None:
             self._arrive_as_zero(index)
             return
@@ -205,21 +165,42 @@ class BucketGradients(ABC):
             gradient = parallel.part_of_gradient(gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        self._add(index, gradient)
-        self._arrived.add(index)
+        if index in self._held:  # with reentrant checkpoints a parameter gets several gradients in one micro-step
+            self.store()
+        self._held[index] = gradient
+        if gradient.is_cuda:
+            self._streams.add(torch.cuda.current_stream(gradient.device))
         self._arrived_now.add(index)
         self.used[index] = True
 
+    def store(self) -> None:
+        """Take over the gradients that have arrived: with one launch for all copies, and one for all sums."""
+        if not self._held:
+            return
+        held, self._held = self._held, {}
+        # The user may compute parts of a unit on streams of their own. Each gradient is complete on the stream that
+        # was current when it arrived. Its memory belongs to a stream, too, and must not be reused before it was read.
+        for stream in self._streams:
+            current = torch.cuda.current_stream(stream.device)
+            if stream != current:
+                current.wait_stream(stream)
+                for gradient in held.values():
+                    if gradient is not None:
+                        gradient.record_stream(current)
+        self._streams.clear()
+        self._store(held)
+
     @abstractmethod
-    def _add(self, index: int, gradient: torch.Tensor) -> None: ...
+    def _store(self, held: Mapping[int, torch.Tensor | None]) -> None: ...
 
     @abstractmethod
     def _arrive_as_zero(self, index: int) -> None: ...
 
     def fill_missing(self) -> None:
-        """Let each parameter without a gradient on this rank add zero to the sum."""
+        """Store the gradients, and let each parameter without one on this rank add zero to the sum."""
         for index in range(len(self.used)):
             self._arrive_as_zero(index)
+        self.store()
 
     @abstractmethod
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
@@ -261,6 +242,8 @@ class BucketGradients(ABC):
     def restart(self) -> None:
         """Drop the accumulated gradients."""
         self._arrived.clear()
+        self._held.clear()
+        self._streams.clear()
         self.used = [False] * len(self.used)
 
 
@@ -318,15 +301,29 @@ class OwnGradients(BucketGradients):
         assert buffer is None
         self._arrived_now.clear()
 
-    def _add(self, index: int, gradient: torch.Tensor) -> None:
-        before = self._sums[index]
-        if before is None:
-            own = gradient if _is_alone_in_its_memory(gradient) else gradient.clone()
-            if own.dtype is not self._dtype:  # a step has many gradients, and a call of to() is not free
-                own = own.to(self._dtype)
-            self._sums[index] = own.reshape(-1)
-        else:
-            before.add_(gradient.reshape(-1))
+    def _store(self, held: Mapping[int, torch.Tensor | None]) -> None:
+        wide: list[torch.Tensor] = []
+        narrow: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        for index, gradient in held.items():
+            assert gradient is not None
+            before = self._sums[index]
+            if before is not None:
+                sums.append(before)
+                added.append(gradient.reshape(-1))
+            elif gradient.dtype is not self._dtype:
+                own = torch.empty(gradient.numel(), dtype=self._dtype, device=gradient.device)
+                self._sums[index] = own
+                wide.append(own)
+                narrow.append(gradient.reshape(-1))
+            else:
+                own = gradient if _is_alone_in_its_memory(gradient) else gradient.clone()
+                self._sums[index] = own.reshape(-1)
+        if wide:
+            torch._foreach_copy_(wide, narrow)  # pyright: ignore
+        if sums:
+            torch._foreach_add_(sums, added)  # pyright: ignore
 
     def _arrive_as_zero(self, index: int) -> None:
         self._arrived_now.add(index)
@@ -342,9 +339,10 @@ class OwnGradients(BucketGradients):
     def grad_sync(self, terms: int, workspace: Workspace) -> None:
         """Divide the sums in place."""
         before, after = self.plan.divisors(TransferKind.GRAD_SYNC, terms)
-        for each in self._sums:
-            if each is not None:
-                each.div_(before).div_(after)
+        sums = [each for each in self._sums if each is not None]
+        for divisor in (before, after):
+            if sums and divisor != 1:
+                torch._foreach_div_(sums, divisor)  # pyright: ignore
 
     def _means(self) -> Sequence[torch.Tensor | None]:
         return self._sums
@@ -390,7 +388,8 @@ class FlatGradients(BucketGradients):
         self.sums: torch.Tensor | None = None
         self._holds_sums = False
         self._mean: torch.Tensor | None = None
-        self._arriving: list[torch.Tensor] = []
+        self._arriving: list[torch.Tensor] = []  # the memory of each parameter's gradient
+        self._padding: list[torch.Tensor] = []  # the memory between them
         self._user_can_read: list[weakref.ref[torch.Tensor]] = []
 
     def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
@@ -441,29 +440,31 @@ class FlatGradients(BucketGradients):
             buffer = self.sums
         else:
             self._arrived.clear()
-        if not self._arrived:
-            self._clear_padding(buffer)
         if not self._arriving or self._arriving[0].data_ptr() != buffer.data_ptr():
             self._arriving = [place.of(buffer) for place in self._places]
+            ends = [*(p.offset for p in self._places[1:]), self.plan.numel]
+            spans = [(p.offset + p.numel, end) for p, end in zip(self._places, ends, strict=True)]
+            self._padding = [buffer[start:end] for start, end in spans if start < end]
+        if self._padding and not self._arrived:
+            torch._foreach_zero_(self._padding)  # pyright: ignore
 
-    def _clear_padding(self, buffer: torch.Tensor) -> None:
-        ends = [*(p.offset for p in self._places[1:]), self.plan.numel]
-        for place, end in zip(self._places, ends, strict=True):
-            start = place.offset + place.numel
-            if start < end:
-                buffer[start:end].zero_()
-
-    def _add(self, index: int, gradient: torch.Tensor) -> None:
-        if index in self._arrived:
-            self._arriving[index].add_(gradient)
-        else:
-            self._arriving[index].copy_(gradient)
+    def _store(self, held: Mapping[int, torch.Tensor | None]) -> None:
+        zeros = [self._arriving[index] for index, gradient in held.items() if gradient is None]
+        arrived = [(index, gradient) for index, gradient in held.items() if gradient is not None]
+        fresh = [(index, gradient) for index, gradient in arrived if index not in self._arrived]
+        added = [(index, gradient) for index, gradient in arrived if index in self._arrived]
+        self._arrived.update(held)
+        if zeros:
+            torch._foreach_zero_(zeros)  # pyright: ignore
+        if fresh:
+            torch._foreach_copy_([self._arriving[index] for index, _ in fresh], [gradient for _, gradient in fresh])  # pyright: ignore
+        if added:
+            torch._foreach_add_([self._arriving[index] for index, _ in added], [gradient for _, gradient in added])  # pyright: ignore
 
     def _arrive_as_zero(self, index: int) -> None:
         self._arrived_now.add(index)
         if index not in self._arrived:
-            self._arriving[index].zero_()
-            self._arrived.add(index)
+            self._held.setdefault(index)
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
         """Reduce-scatter `buffer`, and add this rank's slice of the result to the G shard."""
@@ -492,13 +493,17 @@ class FlatGradients(BucketGradients):
         if self.low_rank is not None:
             self.low_rank.run(self.sums, after, workspace)
         elif transfers := self._transfers[TransferKind.GRAD_SYNC]:
-            # The sum is sent in a dtype that may be narrower. Until the transfer ends, its memory holds the narrow
-            # values.
-            travelling = narrowed(self.sums, torch_dtype(transfers[0].transfer.dtype))
-            own = self._own_slice(travelling)
+            whole = self.sums if transfers[0].transfer.move.op is Op.REDUCE_SCATTER else mine
+            sent = whole
+            if (span := self.plan.narrowed_in) is not None:
+                # The sum is sent in a narrower dtype. It is rounded into a wire buffer, behind what the transfers use.
+                start, end = span
+                sent = workspace.take(end, torch_dtype(transfers[0].transfer.dtype))[start:].copy_(whole)
+            own = sent if whole is mine else self._own_slice(sent)
             for bound in transfers:
-                bound.run(travelling if bound.transfer.move.op is Op.REDUCE_SCATTER else own, own, workspace)
-            widen(own, mine)
+                bound.run(sent if bound.transfer.move.op is Op.REDUCE_SCATTER else own, own, workspace)
+            if sent is not whole:
+                mine.copy_(own)
         if after != 1 and self.low_rank is None:
             mine.div_(after)
         if not self.plan.grad_is_view:

@@ -344,13 +344,15 @@ class Record:
     """The transfers of one model on one rank: those of the current step and of the last one, and all totals.
 
     `CommContext` makes it. The queues, the transfers and the engine report to it, and pass the reports on to `trace`
-    while a trace is recorded. `host` measures the engine's own seconds.
+    while a trace is recorded. `host` measures the engine's own seconds. Calls are always counted. Where timing is not
+    free, seconds are counted during a trace, and from the first call of `totals` or `sums` on.
     """
 
     def __init__(self, peers: StallMonitor, timer: Timer) -> None:
         self.host = HostClock()
         self.peers, self.timer, self._host_timer = peers, timer, HostTimer()
         self.trace: Trace | None = None
+        self._is_read = False  # whether someone has read the seconds
         self._lock = threading.Lock()  # the threads of the streams report, too
         self._unknown: list[_Span] = []
         self._look_again = _UNKNOWN  # the length of `_unknown` at which it is checked
@@ -381,6 +383,10 @@ class Record:
         """Return the timer of the device that executes these transfers. What ranks compare is sent by the hosts."""
         return self._host_timer if transfers and transfers[0].kind is TransferKind.UNUSED_PARAMS else self.timer
 
+    def is_timed(self, transfers: Sequence[Transfer]) -> bool:
+        """Return whether the seconds of these transfers, and of waits for them, are counted."""
+        return self._is_read or self.trace is not None or self.timer_of(transfers).is_free
+
     def end_step(self) -> None:
         """Note that the current step has ended, and begin the next one."""
         with self._lock:
@@ -389,19 +395,21 @@ class Record:
 
     @contextmanager
     def running(self, transfers: Sequence[Transfer], micro_step: int) -> Generator[None]:
-        """Run transfers that are one message. Count and time them unless they raise."""
+        """Run transfers that are one message. Count them unless they raise, and time them if `is_timed`."""
         activity, timer = self.peers.activity, self.timer_of(transfers)
         activity.begins(transfers)
-        began = timer.mark()
+        began = timer.mark() if self.is_timed(transfers) else None
         try:
             with profiled("", transfers):
                 yield
-            ended = timer.mark()
+            ended = None if began is None else timer.mark()
         finally:
             activity.ends()
         with self._lock:
             for transfer in transfers:
                 self._total(transfer).calls += 1
+            if began is None or ended is None:
+                return
             self._note(_Span(transfers, began, ended, exposed=False))
         if self.trace is not None:
             self.trace.transferred(transfers, began, ended, micro_step)
@@ -466,6 +474,7 @@ class Record:
 
     def totals(self) -> list[TransferStats]:
         """Return the totals of every transfer that was executed."""
+        self._is_read = True
         with self._lock:
             self._add_known()
             return [
@@ -483,6 +492,7 @@ class Record:
 
     def sums(self) -> Sums:
         """Return the sums over all transfers. It is fast enough to be called after every step."""
+        self._is_read = True
         with self._lock:
             self._add_known()
             totals = list(self._totals.items())
@@ -508,6 +518,11 @@ class TransferWait:
     def profiled(self) -> AbstractContextManager[object]:
         """Return a profiler range to wait in."""
         return profiled("wait ", self._transfers)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the record counts the seconds of this wait."""
+        return self._record.is_timed(self._transfers)
 
     def mark(self) -> Mark:
         """Return a mark of the current time."""

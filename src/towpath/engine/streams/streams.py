@@ -23,7 +23,8 @@ from towpath.engine.checks.activity import Event
 # Marks of time: by the host's clock, or on a GPU by events in the streams that do the work.
 #
 # The host's own work is timed by its clock on GPUs, too. The time of an event is read only after the device has reached
-# it, so that timing never waits for the device.
+# it, so that timing never waits for the device. Events cost the host some microseconds each, so transfers on a GPU are
+# timed only while someone reads their seconds.
 
 
 Mark = float | torch.cuda.Event
@@ -31,6 +32,11 @@ Mark = float | torch.cuda.Event
 
 class Timer(Protocol):
     """Interface of a timer, which makes marks and returns the seconds between them."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether marks cost next to nothing, so that everything may be timed."""
+        ...
 
     def mark(self) -> Mark:
         """Return a mark of the current time: on a GPU, the time at which the current stream reaches this point."""
@@ -56,6 +62,8 @@ class Timer(Protocol):
 class HostTimer:
     """A timer that reads the host's clock."""
 
+    is_free = True
+
     def mark(self) -> Mark:
         return time.perf_counter()
 
@@ -76,6 +84,8 @@ class HostTimer:
 @final
 class DeviceTimer:
     """A timer that records CUDA events in the current stream."""
+
+    is_free = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -190,6 +200,11 @@ class Waiting(Protocol):
 
     def profiled(self) -> AbstractContextManager[object]:
         """Return a profiler range to wait in."""
+        ...
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a wait must be timed. If not, a handle need not report it."""
         ...
 
     def mark(self) -> Mark:
@@ -329,8 +344,8 @@ class _CudaHandle(Handle):
             self._wait(on_host)
             return
         with self._waiting.profiled():
-            if self._event.query():  # the job has ended, so there is no wait to time
-                self.join()
+            if not self._waiting.is_timed or self._event.query():  # once the job has ended, there is no wait to time
+                self._wait(on_host)
                 return
             began = self._waiting.mark()
             self._wait(on_host)
