@@ -68,6 +68,7 @@ def test_a_failure_on_one_rank_ends_bench_on_all(tmp_path: Path, candidate: str)
     assert not found[1][1] and (tmp_path / "page.html").exists()
 
 
+@pytest.mark.parity
 def test_a_failure_on_all_ranks_leaves_a_candidate_out(tmp_path: Path) -> None:
     found = bench(tmp_path, "01", SECOND_LOSS["zero3"])
     assert [code for code, _, _ in found] == [1, 1]  # no strategy is left

@@ -36,7 +36,7 @@ from transformers.utils import ModelOutput
 
 import towpath
 from tests.ranks.reference import optimizer_for
-from tests.ranks.server import World
+from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import TOLERANCE, Loss, Twin, distance
 from towpath import Topology, errors
@@ -1120,11 +1120,12 @@ def _train_from_meta(label: str) -> None:
         assert distance(found, expected[1].detach()) <= TOLERANCE, name
 
 
-def test_from_the_meta_device_a_rank_never_holds_more_than_one_unit_beyond_its_shards(world: Worlds) -> None:
+def test_from_the_meta_device_a_rank_never_holds_more_than_one_unit_beyond_its_shards() -> None:
     blocks = 6
     # They are drawn in the very buffer that is cut into shards.
     largest = max(b.spec.padded(slices=4) for unit in lay_out(_meta_model(blocks)) for b in unit.buckets) * 8
-    for peak in world(4).run(_materialise_watched, blocks):
+    # New ranks: next to the threads of earlier models, a broadcast may let go of its tensor some microseconds later.
+    for peak in run_ranks(_materialise_watched, 4, blocks):
         assert 0 < peak <= largest
 
 
