@@ -34,11 +34,10 @@ from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import CHECK_EVERY
-from towpath.engine.uneven import Batch
 from towpath.errors import ShardError, StrategyError, TopologyError
 from towpath.logs import logger
 from towpath.planner.request import Workload
-from towpath.sharded_module import ShardedModule, attach_api, check_class
+from towpath.sharded_module import Batch, ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 from towpath.topology.init import check_devices

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
+from towpath.core.collective_log import Call
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import HookedModule, add_mixin, register_known_methods
 from towpath.engine.parameters.full_parameters import reshard, unshard
-from towpath.engine.uneven import Batch, joined
-from towpath.errors import ShardError
+from towpath.errors import ShardError, StepError
+
+Batch = TypeVar("Batch")
+
+# What a rank has to train on, when the ranks compare it in `join`.
+_NONE, _LAST_AGAIN, _ONE = 0, 1, 2
 
 
 class ShardedModule(nn.Module):
@@ -106,7 +113,27 @@ class ShardedModule(nn.Module):
         Raises:
             StepError: A rank has no batch at all.
         """
-        return joined(self.towpath_engine, batches)
+        engine, source = self.towpath_engine, iter(batches)
+        groups, program = engine.comm.groups, engine.comm.program
+        last: list[Batch] = []
+        while True:
+            found = list(islice(source, 1))
+            mine = _ONE if found else _LAST_AGAIN if last else _NONE
+            last = found or last
+            with program.shared("join()", Call.PROGRAM):
+                everyones = groups.gather_rows(torch.tensor([mine]), program.wait).flatten().tolist()
+            if _ONE not in everyones:
+                return
+            if _NONE in everyones:
+                raise StepError(
+                    f"rank {groups.rank}: rank {everyones.index(_NONE)} has no batch at all, and cannot repeat its "
+                    "last one while the others train. Give every rank at least one batch."
+                )
+            engine.muted = mine == _LAST_AGAIN
+            try:
+                yield last[0]
+            finally:
+                engine.muted = False
 
     def broadcast_buffers(self, rank: int = 0) -> None:
         """Overwrite each rank's buffers, such as a BatchNorm's running statistics, with those of one rank.

@@ -118,7 +118,7 @@ class Engine:
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
         self._changes = {step for kind in TransferKind for step in strategy.transport(kind).changes}
-        self.muted = False  # whether this rank's gradients count as zero (see `joined`)
+        self.muted = False  # whether this rank's gradients count as zero (see `ShardedModule.join`)
         # A pipeline may halve a backward pass. In the first half `_held_back` lists the forward passes whose weight
         # gradients are still to be computed. In the second half `_only_weight_gradients` is true.
         self._held_back: list[ForwardPass] | None = None
