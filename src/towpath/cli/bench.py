@@ -83,8 +83,8 @@ def bench(
     On a cluster: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath bench --model 1b`
 
     All candidates train the same GPT. Each round measures every candidate once, in a new order, with only one model in
-    memory. The result is a table, and a page with every measurement. A candidate that fails is left out. If
-    ranks wait for one that has failed, the comparison ends with the samples so far.
+    memory. The result is a table, and a page with every measurement. A candidate that fails is left out. If ranks
+    wait for one that has failed, the comparison ends with the samples so far.
 
     Exit code: 0, or 1 if the comparison ended early, or no strategy or no baseline could be measured, or 2 if nothing
     could start.

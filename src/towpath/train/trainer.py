@@ -237,9 +237,8 @@ class Trainer:
                 checkpoints.save_if_due()
                 last, every = state.step == config.steps, config.evaluate_every
                 evaluation_due = last or (every and state.step % every == 0)
-                if (
-                    evaluation_due and not state.stopped_by
-                ):  # after a signal there may be less than 30 seconds left to save
+                # After a signal there may be less than 30 seconds left to save.
+                if evaluation_due and not state.stopped_by:
                     metrics.log_evaluation(*self.evaluate())
         metrics.print_summary()
         return exit_code(state.stopped_by) if state.step < config.steps else 0
