@@ -6,6 +6,7 @@ share two cores. Batches are made anew for every rank, micro-step and step, alik
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+# Where the ranks train. `make gpu` runs tests of tests/ranks on a GPU that all ranks share (tests/ranks/server.py).
+DEVICE = torch.device(os.environ.get("TOWPATH_TEST_DEVICE", "cpu"))
 
 VOCABULARY = 37
 SEQUENCE = 6
@@ -31,12 +35,12 @@ class Entry:
 
     def make(self, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(20260)
-        return self.build().to(dtype).train()
+        return self.build().to(DEVICE, dtype).train()
 
     def micro_batch(self, rank: int, micro_step: int, step: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(1 + rank + 100 * micro_step + 10_000 * step)
         inputs = self.batch(generator)
-        return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+        return tuple(x.to(DEVICE, dtype) if x.is_floating_point() else x.to(DEVICE) for x in inputs)
 
 
 # --- an MLP of odd sizes ---------------------------------------------------------------------------------------------

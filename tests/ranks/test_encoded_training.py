@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import towpath
-from tests.ranks.models import MODELS, GPTBlock
+from tests.ranks.models import DEVICE, MODELS, GPTBlock
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from towpath.codecs.kernels import reference
@@ -72,7 +72,7 @@ def _tiny() -> nn.Module:
 
 
 def _tiny_loss(model: nn.Module, rank: int, micro: int) -> Tensor:
-    ids = torch.randint(0, 8, (2, 6), generator=torch.Generator().manual_seed(10 * rank + micro))
+    ids = torch.randint(0, 8, (2, 6), generator=torch.Generator().manual_seed(10 * rank + micro)).to(DEVICE)
     return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -291,7 +291,7 @@ class Wide(nn.Module):
 
 def _wide_loss(model: nn.Module, rank: int, micro: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * rank + micro)
-    return (model(torch.randn(4, 2048, generator=generator)) - 0.5).square().mean()
+    return (model(torch.randn(4, 2048, generator=generator).to(DEVICE)) - 0.5).square().mean()
 
 
 def test_zero_plus_plus_as_it_is_shipped_trains_on_true_gradients(world: Worlds, whole_product: bool) -> None:

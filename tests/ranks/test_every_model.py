@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
 import towpath
+from tests.ranks.models import DEVICE
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
@@ -54,7 +55,7 @@ WIDTH = 6
 
 def _noise(rank: int, micro: int, step: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
-    return torch.randn(*(shape or (3, WIDTH)), generator=generator, dtype=torch.float64)
+    return torch.randn(*(shape or (3, WIDTH)), generator=generator, dtype=torch.float64).to(DEVICE)
 
 
 def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:

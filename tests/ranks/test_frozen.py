@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
+from tests.ranks.models import DEVICE
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import TOLERANCE, Twin
@@ -60,7 +61,7 @@ class Model(nn.Module):
 
 def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
-    return model(torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)).square().mean()
+    return model(torch.randn(3, WIDTH, generator=generator, dtype=torch.float64).to(DEVICE)).square().mean()
 
 
 def _strategy(label: str, frozen: str | None = None, **options: Any) -> towpath.Strategy:

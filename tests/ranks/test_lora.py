@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import towpath
+from tests.ranks.models import DEVICE
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import TOLERANCE, Twin
@@ -40,7 +41,7 @@ def _adapted() -> nn.Module:
 
 def _loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
-    ids = torch.randint(VOCABULARY, (2, 8), generator=generator)
+    ids = torch.randint(VOCABULARY, (2, 8), generator=generator).to(DEVICE)
     return model(input_ids=ids, labels=ids).loss
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import towpath
+from tests.ranks.models import DEVICE
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
@@ -46,7 +47,9 @@ class Net(nn.Module):
 
 
 def _batch(rank: int, micro: int, step: int) -> Tensor:
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(rank + 10 * micro + 100 * step)).double()
+    return (
+        torch.randn(3, 6, generator=torch.Generator().manual_seed(rank + 10 * micro + 100 * step)).double().to(DEVICE)
+    )
 
 
 def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:

@@ -21,7 +21,7 @@ import pytest
 
 import towpath
 from tests.ranks import reference
-from tests.ranks.models import LOUDNESS, MODELS
+from tests.ranks.models import DEVICE, LOUDNESS, MODELS
 from tests.ranks.reference import Task
 from tests.ranks.server import World
 from tests.ranks.strategies import ROUNDING, family, labels, seldom, strategy_of
@@ -135,7 +135,7 @@ def train(case: Case, steps: int, expected_file: Path) -> Distance:
     losses: list[float] = []
     norms: list[float] = []
     for step, loudness in enumerate(LOUDNESS[:steps]):
-        mean_loss = torch.zeros((), dtype=torch.float64)
+        mean_loss = torch.zeros((), dtype=torch.float64, device=DEVICE)
         for micro_step in range(case.micro_steps):
             boundary = micro_step == case.micro_steps - 1
             with nullcontext() if boundary else model.no_sync():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
-from tests.ranks.models import MODELS
+from tests.ranks.models import DEVICE, MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.strategies import strategy_of
 
@@ -99,7 +99,7 @@ def mean_of_all_ranks(plain: nn.Module) -> Generator[None]:
     for p in parameters:
         p.grad = None
     yield
-    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64, device=parameters[0].device)
     own = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     total = torch.cat([used, *(g.flatten() for g in own)])
     dist.all_reduce(total)
@@ -112,7 +112,7 @@ def mean_of_all_ranks(plain: nn.Module) -> Generator[None]:
 
 def _build(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(7)
-    return build().double()
+    return build().double().to(DEVICE)
 
 
 def _check_slice(name: str, found: towpath.ShardTensor, expected: Tensor) -> None:
@@ -124,5 +124,6 @@ def distance(found: towpath.ShardTensor, expected: Tensor) -> float:
     """Of what this rank holds. All ranks together ask for every element, and nothing has to be gathered."""
     assert found.shape == expected.shape
     start, end = found.shard_spec.bounds()
-    off = (found.to_local().detach() - expected.reshape(-1)[start:end]).abs()
+    local = found.to_local().detach()
+    off = (local - expected.reshape(-1)[start:end].to(local.device)).abs()
     return off.max().item() if end > start else 0.0
