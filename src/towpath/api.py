@@ -11,13 +11,13 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Literal, Never, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from towpath import __version__
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
@@ -249,7 +249,7 @@ def _resolve(
 def _environment(groups: Groups, check_every: int) -> list[str]:
     return [
         # Ranks with another version may lay out other transfers. Ranks with other process groups would wait forever.
-        f"towpath {version('towpath')}, torch {torch.__version__}",
+        f"towpath {__version__}, torch {torch.__version__}",
         f"values compared every {check_every} steps",
         f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}",
         f"process groups that were made so far: {groups.describe_made()}",

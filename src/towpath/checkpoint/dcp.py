@@ -21,7 +21,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from towpath import __version__
 from towpath.checkpoint import folders, safetensors
 from towpath.checkpoint.folders import Claim, FolderInUseError
 from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, StoredBox, StoredFile, StoredTensor, write_manifest
@@ -272,7 +272,7 @@ class FolderWriter(StorageWriter):
                 values[result.index.fqn] = json.loads(result.storage_data)
         manifest = Manifest(
             step=self._step,
-            written_by=f"towpath {version('towpath')}, torch {torch.__version__}",
+            written_by=f"towpath {__version__}, torch {torch.__version__}",
             seconds=time.time(),
             world=self._world,
             strategy=self._strategy,

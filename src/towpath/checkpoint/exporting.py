@@ -13,13 +13,13 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from towpath import __version__
 from towpath.checkpoint import folders
 from towpath.checkpoint.adapters import VALUE as ADAPTERS
 from towpath.checkpoint.folders import claim_of, release
@@ -312,7 +312,7 @@ def import_safetensors(
             tensors.update(held)
         manifest = Manifest(
             step=0,
-            written_by=f"towpath {version('towpath')}, imported from {source.name}",
+            written_by=f"towpath {__version__}, imported from {source.name}",
             seconds=time.time(),
             world=1,
             strategy=None,
