@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from towpath.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from towpath import checkpoint as checkpoint
     from towpath import codecs as codecs
@@ -46,8 +48,6 @@ if TYPE_CHECKING:
     from towpath.planner.request import Workload
     from towpath.topology.cluster import Extent, Topology
     from towpath.topology.init import init
-
-__version__ = "0.2.0"
 
 __all__ = [
     "Extent",

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from towpath import __version__
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
@@ -41,6 +40,7 @@ from towpath.sharded_module import Batch, ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 from towpath.topology.init import check_devices
+from towpath.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

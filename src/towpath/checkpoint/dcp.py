@@ -51,12 +51,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from towpath import __version__
 from towpath.checkpoint import folders, safetensors
 from towpath.checkpoint.folders import Claim, FolderInUseError
 from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, StoredBox, StoredFile, StoredTensor, write_manifest
 from towpath.checkpoint.rank_contents import RanksDifferError, check_same, described
 from towpath.errors import CheckpointError
+from towpath.version import __version__
 
 _SENDS_UNDER_WAY = 16
 _MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what the file system itself needs

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 
-from towpath import __version__
 from towpath.checkpoint import folders
 from towpath.checkpoint.adapters import VALUE as ADAPTERS
 from towpath.checkpoint.folders import claim_of, release
@@ -48,6 +47,7 @@ from towpath.checkpoint.safetensors import (
     writing,
 )
 from towpath.errors import CheckpointError
+from towpath.version import __version__
 
 _PREFIX = "model."
 _FLOATING = ("F64", "F32", "BF16", "F16")
