@@ -1,0 +1,157 @@
+"""One rank of a large world, without the others: what it launches, counted.
+
+The process group is PyTorch's fake one. It sends nothing, and a gather copies this rank's values to all places. The
+engine takes it for NCCL, and jobs run on the thread that submits them, as on a GPU. For each job, `Launches` counts the
+calls of the backend, the launches of codec kernels, and other operations on memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import towpath
+from towpath.codecs import packing
+from towpath.codecs.kernels import Kernels
+from towpath.collectives import native
+from towpath.core.collective_log import CollectiveLog
+from towpath.core.transfer import Transfer
+from towpath.engine.streams import queue
+from towpath.engine.streams.streams import Handle, Job, Stream, Waiting
+from towpath.topology import groups
+
+# In a job's counts: calls of collectives, messages between two ranks, kernels of codecs, other operations.
+CALLS, MESSAGES, CODECS, OTHERS = "calls", "messages", "codecs", "others"
+_MESSAGES = ("c10d.send", "c10d.recv_")
+
+
+@dataclass
+class Launches:
+    """What one rank has launched: for each job its transfers and its counts, and the groups that were made."""
+
+    jobs: list[tuple[tuple[Transfer, ...], Counter[str]]] = field(default_factory=list)
+    groups: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    computation: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.counts = self.computation
+
+    @contextmanager
+    def of_job(self, transfers: Sequence[Transfer]) -> Generator[None]:
+        before, self.counts = self.counts, Counter[str]()
+        self.jobs.append((tuple(transfers), self.counts))
+        try:
+            yield
+        finally:
+            self.counts = before
+
+    @property
+    def communicators(self) -> set[tuple[int, ...]] | list[tuple[int, ...]]:
+        """The ranks of each communicator on the device that this rank is in, beside the parent."""
+        return [ranks for ranks, backend in self.groups if len(ranks) > 1 and backend != "gloo"]
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, launches: Launches) -> None:
+        super().__init__()
+        self._launches = launches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        counts = self._launches.counts
+        if name.startswith("c10d."):
+            counts[MESSAGES if name.startswith(_MESSAGES) else CALLS] += 1
+        elif func._schema.is_mutable or not _is_view(func):
+            counts[OTHERS] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _is_view(func: Any) -> bool:
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+
+
+class _InlineStream(Stream):
+    """Runs a job when it is submitted, as a GPU's stream enqueues it."""
+
+    def __init__(self, depth: int, launches: Launches) -> None:
+        super().__init__(depth)
+        self._launches = launches
+
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+        with torch.no_grad(), self._launches.of_job(getattr(waiting, "_transfers", ())):
+            for work in job.works:
+                work(job.workspace)
+        return _Done()
+
+    def finish(self) -> None:
+        """Do nothing: nothing is left."""
+
+    def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
+        """Do nothing: jobs have ended."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Done(Handle):
+    def wait(self, on_host: bool = False) -> None:
+        """Return at once."""
+
+    join = wait
+
+
+def _counted(kernels: Kernels, launches: Launches, work: bool) -> Kernels:
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            launches.counts[CODECS] += 1
+            if work:
+                function(*args, **kwargs)
+
+        return call
+
+    functions = {f.name: counted(getattr(kernels, f.name)) for f in fields(Kernels) if f.name != "name"}
+    return replace(kernels, **functions)
+
+
+@contextmanager
+def fake_world(
+    nodes: int, ranks_per_node: int, rank: int = 0, kernels: bool = True, watch: bool = True
+) -> Generator[tuple[towpath.Topology, Launches]]:
+    """Yield the topology, and what is launched inside. Without `kernels`, codecs do nothing but count."""
+    topology, launches = towpath.Topology(nodes, ranks_per_node), Launches()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world)
+
+    def make_group(ranks: list[int], purpose: str, backend: str | None = None, **options: Any) -> dist.ProcessGroup:
+        launches.groups.append((tuple(ranks), backend or "nccl"))
+        made = dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose, backend="fake")
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+
+    replaced = [
+        (groups, "backends_of", lambda group: {"cpu": "nccl"}),
+        (groups, "new_group", make_group),
+        (groups, "connect", lambda group: None),
+        (queue, "make_stream", lambda name, device, depth: _InlineStream(depth, launches)),
+        # The other ranks' digests are missing in what the fake group combines.
+        (CollectiveLog, "check", lambda self, combined, of_all_ranks: self.turn()),
+    ]
+    for module in (packing, native):
+        made = module.kernels_for
+        replaced.append(
+            (module, "kernels_for", lambda device, made=made: _counted(made(device), launches, work=kernels))
+        )
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(_Watch(launches) if watch else nullcontext())
+        yield topology, launches
