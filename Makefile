@@ -9,7 +9,7 @@
 #   make docs     serve the documentation on port 8000 of this machine
 #   make parity   run every test with every strategy, cluster shape and model (hours)
 #   make soak     run trainings whose ranks are killed again and again
-#   make gpu      run what needs CUDA: tests, kernels, a trace. Commit the results that it writes.
+#   make gpu      run what needs CUDA, in four stages of up to eight minutes. Commit the results that it writes.
 
 PYTHON ?= $(shell .ci/python)
 # One more than the cores of a small machine: tests on ranks wait for each other.
@@ -81,7 +81,4 @@ soak: $(READY)
 
 # Install a torch with CUDA first. constraints.txt pins the version, and the package index decides on the build.
 gpu: $(READY)
-	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu: torch sees no CUDA device here. Install a torch with CUDA into .venv, of the version in constraints.txt.")'
-	$(BIN)/python -m pytest -n 0 -v --record-to tests/results/gpu.json tests/gpu
-	$(BIN)/python -m benchmarks kernels --device cuda
-	$(BIN)/python -m benchmarks timeline --device cuda --trace benchmarks/results/trace-gpu.json
+	$(BIN)/python tools/gpu.py

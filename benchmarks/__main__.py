@@ -17,6 +17,7 @@ SUITES = {
     "overhead": ("overhead", "one rank against the bare module, and the engine's time on the host"),
     "step_check": ("overhead", "the time that ranks need to compare what they did in a step"),
     "host": ("host", "the time on the host of one rank among 64, per unit"),
+    "gpu": ("gpu", "what one GPU can show: calls, the host's time, a step, bytes"),
     "checkouts": ("overhead", "steps of another commit against steps of this one"),
     "ablations": ("ablations", "one part at a time: kernels, message sizes, routes, group sizes, placements"),
     "muon": ("ablations", "optimizer.step() of Muon on matrix owners, against every rank doing all of it"),

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath
+from towpath import api
 from towpath.codecs import packing
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import native
@@ -124,11 +125,14 @@ def _counted(kernels: Kernels, launches: Launches, work: bool) -> Kernels:
 
 @contextmanager
 def fake_world(
-    nodes: int, ranks_per_node: int, rank: int = 0, kernels: bool = True, watch: bool = True
+    nodes: int, ranks_per_node: int, device: str = "cpu", kernels: bool = True, watch: bool = True
 ) -> Generator[tuple[towpath.Topology, Launches]]:
-    """Yield the topology, and what is launched inside. Without `kernels`, codecs do nothing but count."""
+    """Yield the topology, and what rank 0 launches inside. Without `kernels`, codecs do nothing but count.
+
+    On "cuda" the streams are real ones, and launches are not counted by job.
+    """
     topology, launches = towpath.Topology(nodes, ranks_per_node), Launches()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=topology.world)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=topology.world)
 
     def make_group(ranks: list[int], purpose: str, backend: str | None = None, **options: Any) -> dist.ProcessGroup:
         launches.groups.append((tuple(ranks), backend or "nccl"))
@@ -137,13 +141,15 @@ def fake_world(
         return made
 
     replaced = [
-        (groups, "backends_of", lambda group: {"cpu": "nccl"}),
+        (groups, "backends_of", lambda group: {device: "nccl"}),
         (groups, "new_group", make_group),
         (groups, "connect", lambda group: None),
-        (queue, "make_stream", lambda name, device, depth: _InlineStream(depth, launches)),
+        (api, "check_devices", lambda groups, device: None),  # all ranks are on one device
         # The other ranks' digests are missing in what the fake group combines.
         (CollectiveLog, "check", lambda self, combined, of_all_ranks: self.turn()),
     ]
+    if device == "cpu":
+        replaced.append((queue, "make_stream", lambda name, device, depth: _InlineStream(depth, launches)))
     for module in (packing, native):
         made = module.kernels_for
         replaced.append(

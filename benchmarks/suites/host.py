@@ -66,18 +66,21 @@ class Block(nn.Module):
         return _NoWork.apply(x, *self.weights)
 
 
-def milliseconds(strategy: str) -> float:
-    """Return the median milliseconds per unit and micro-step of one rank, without its boundaries."""
+def milliseconds(strategy: str, device: str = "cpu") -> float:
+    """Return the median milliseconds per unit and micro-step of one rank, without its boundaries.
+
+    On a GPU, its streams and the kernels of codecs are launched.
+    """
     import towpath
     from benchmarks.harness.fake_world import fake_world
     from towpath.core import routes
 
     routes.SMALLEST_PART_BYTES = SMALLEST_PART_BYTES
     torch.set_num_threads(1)
-    with fake_world(NODES, RANKS_PER_NODE, kernels=False, watch=False) as (topology, _):
-        blocks = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(torch.bfloat16)
+    with fake_world(NODES, RANKS_PER_NODE, device, kernels=device == "cuda", watch=False) as (topology, _):
+        blocks = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device, torch.bfloat16)
         model: Any = towpath.shard(blocks, strategy, topology=topology, units=[Block])
-        x, found = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True), list[float]()
+        x, found = torch.ones(2, 4, dtype=torch.bfloat16, device=device, requires_grad=True), list[float]()
         for _ in range(WARM_UP + MICRO_STEPS):
             began = time.perf_counter()
             with model.no_sync():
@@ -100,7 +103,7 @@ class HostCase:
             found: dict[str, list[float]] = {side: [] for side in sides}
             for _ in range(settings.rounds):
                 for side, root in sides.items():
-                    found[side].append(_in_process(self.name, root))
+                    found[side].append(in_process(self.name, root))
         now = statistics.median(found["now"])
         checks = [Check("host milliseconds per unit and micro-step", now)]
         if other:
@@ -109,9 +112,10 @@ class HostCase:
         return {"checks": checks, "milliseconds": found, "against": other}
 
 
-def _in_process(strategy: str, root: Path) -> float:
+def in_process(strategy: str, root: Path = results.ROOT, device: str = "cpu") -> float:
+    """Return the milliseconds of a strategy, measured in a new process with the code at `root`."""
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{results.ROOT}"}
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.suites.host", strategy]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.suites.host", strategy, device]
     done = subprocess.run(command, env=environment, cwd=results.ROOT, capture_output=True, text=True)
     if done.returncode:
         raise CaseError(f"{strategy}: {done.stderr.strip().splitlines()[-1]}")
@@ -122,7 +126,7 @@ def _against(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", metavar="COMMIT", help="the other side")
 
 
-SUITES = (Suite("host", __doc__, [HostCase(name) for name in (*FLAT, *CODED)], options=_against),)
+SUITES = (Suite("host", __doc__ or "", [HostCase(name) for name in (*FLAT, *CODED)], options=_against),)
 
 if __name__ == "__main__":
-    print(json.dumps(milliseconds(sys.argv[1])))
+    print(json.dumps(milliseconds(*sys.argv[1:])))
