@@ -55,7 +55,7 @@ def _transfer(op: Op, route: str, shape: Topology, elements: int, dtype: str, me
 
 def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Collective:
     transfer = _transfer(op, route, shape, elements, dtype, members)
-    return select(transfer, members, "gloo", torch.device("cpu"))
+    return select(transfer, members, torch.device("cpu"))
 
 
 class Unobserved:
@@ -168,7 +168,7 @@ def _coalesced(shape: Topology, local_major: bool) -> None:
         dtypes = ("float32", "bfloat16", "float32", "uint8", "float64")
         sizes = [shape.world * n for n in (5, 3, 0, 7, 100)]
         gathers = [_transfer(Op.ALL_GATHER, route, shape, n, d, members) for n, d in zip(sizes, dtypes, strict=True)]
-        together = CoalescedAllGather(gathers, members, "gloo", torch.device("cpu"))
+        together = CoalescedAllGather(gathers, members, torch.device("cpu"))
         expected = [_values(n, d, i) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))]
         regions = [torch.zeros_like(e) for e in expected]
         together.run(regions, [_own(e, members).clone() for e in expected], workspace())
@@ -215,7 +215,7 @@ def test_a_tensor_that_a_collective_was_not_made_for_is_refused_at_once(world: W
 def _misfit(shape: Topology) -> None:
     members = _members(shape)
     transfer = _transfer(Op.ALL_GATHER, "ho-ring", shape, 240, "float32", members)
-    collective = select(transfer, members, "gloo", torch.device("cpu"))
+    collective = select(transfer, members, torch.device("cpu"))
     bound = RankTransfer(transfer, members, collective, Unobserved())
     good = torch.zeros(240)
     for region, shard, words in (

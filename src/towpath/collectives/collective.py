@@ -96,14 +96,16 @@ class GroupRank:
     """The group of a collective, and this rank's position in it.
 
     Attributes:
-        process_group: The process group of all members.
+        process_group: The process group of all members. A transfer by rows and columns does not use it, and it is then
+            `row`.
         between_nodes: A process group of the same ranks for messages between nodes. It lets them overlap with other
             messages on backends that run a group's messages one after the other. It may be `process_group` itself.
         group: The ranks in ring order, and their slices.
         position: The position of this rank in the group.
         nodes: The node of each member.
-        row: In the form 'collectives', the process group of the members of this node, in their order.
-        column: In the form 'collectives', the process group of the members at this place of each node, by node.
+        row: The process group of the members of this node, in their order. It is None in the form of messages.
+        column: The process group of the members at this place of each node, by node. It is None in the form of
+            messages. If collectives of the whole group execute the transfer, both are `process_group`.
     """
 
     process_group: dist.ProcessGroup
