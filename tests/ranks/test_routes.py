@@ -204,8 +204,6 @@ def _columns_and_rows(shape: Topology) -> None:
     for number, (route, op, (order, slots)) in enumerate(product(ROUTES, COLLECTIVES, _slots(shape).items())):
         if op is Op.ALL_REDUCE and order != "rank order":
             continue  # no group of the engine has one
-        if op is not Op.ALL_GATHER and route == "two-hop":
-            continue
         elements, dtype, apart = 12 * shape.world, ("float64", "float32", "int64")[number % 3], bool(number % 2)
         transfer = _in_calls(op, route, shape, slots, elements, dtype)
         members = group_rank(transfer, rank, lambda ranks, purpose: groups.of(ranks, f"test{purpose}"))

@@ -92,10 +92,12 @@ def group_rank(transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], d
     group = transfer.move.group_of(rank)
     nodes = tuple(map(transfer.topology.node_of, group.ranks))
     position = group.ranks.index(rank)
+    everyone = tuple(g.ranks for g in transfer.move.groups)
     if transfer.by_rows_and_columns:
         row, column = group_of(transfer.rows, " in nodes"), group_of(transfer.columns, " between nodes")
-        return GroupRank(row, row, group, position, nodes, row, column)
-    whole = group_of(tuple(g.ranks for g in transfer.move.groups), "")
+        whole = group_of(everyone, "") if transfer.route == "two-hop" else row  # for the messages of an all-to-all
+        return GroupRank(whole, whole, group, position, nodes, row, column)
+    whole = group_of(everyone, "")
     each = whole if transfer.form is Form.COLLECTIVES else None
     return GroupRank(whole, whole, group, position, nodes, each, each)
 
