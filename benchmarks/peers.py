@@ -60,7 +60,6 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups
 
 # (the model, whether this micro-step is the last) -> the context of the micro-step
 Context = Callable[[Any, bool], AbstractContextManager[Any]]
@@ -280,7 +279,7 @@ class RingReduceScatter(ReduceScatter):
             collective = GroupCollective(Op.REDUCE_SCATTER, 1, (members.group,))
             payload = Range("", "FSDP2", region.numel(), str(region.dtype).removeprefix("torch."))
             transfer = Transfer(TransferKind.REDUCE, payload, collective, Transport("ring"), self._topology)
-            ring = select(transfer, members, Groups(group).backend(region.device), region.device)
+            ring = select(transfer, members, region.device)
             self._rings[key] = ring, Workspace(WireBuffers(region.device))
         return self._rings[key]
 

@@ -135,16 +135,16 @@ def work_of(kind: str, case: CollectiveCase, kilobytes: int, members: GroupRank)
             route = "ho-ring" if case.op is Op.ALL_GATHER else "two-hop"
             routes.SMALLEST_PART_BYTES = kilobytes * 2**10 // case.topology.world // int(kind.split()[0])
         transfer = transfer_of(case.op, cast(Route, route), kilobytes, case.topology, members)
-        collective, region = select(transfer, members, "gloo", device), torch.zeros(transfer.elements)
+        collective, region = select(transfer, members, device), torch.zeros(transfer.elements)
         mine = region[slice(*transfer.bounds(members.slot))]
         return lambda: collective.run(region, mine, workspace)
     transfer = transfer_of(case.op, "flat", SMALL_KILOBYTES, case.topology, members)
     regions = [torch.zeros(transfer.elements) for _ in range(SMALL)]
     shards = [region[slice(*transfer.bounds(members.slot))].clone() for region in regions]
     if kind == "coalesced":
-        together = CoalescedAllGather([transfer] * SMALL, members, "gloo", device)
+        together = CoalescedAllGather([transfer] * SMALL, members, device)
         return lambda: together.run(regions, shards, workspace)
-    single = select(transfer, members, "gloo", device)
+    single = select(transfer, members, device)
 
     def one_after_another() -> None:
         for region, shard in zip(regions, shards, strict=True):

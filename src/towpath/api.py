@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from towpath.collectives.rank_transfer import form_for
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
@@ -28,7 +29,15 @@ from towpath.core.units import units_from_numels
 from towpath.engine.build import agree, agreement, build, check_exchangeable
 from towpath.engine.executor import engine_of
 from towpath.engine.hooks import attach, check_arguments
-from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out, least_free_bytes
+from towpath.engine.layout import (
+    UnitChoice,
+    UnitLayout,
+    describe,
+    device_of,
+    device_of_parameters,
+    lay_out,
+    least_free_bytes,
+)
 from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -176,7 +185,8 @@ def _shard(
             check_exchangeable(chosen, layouts, groups)
     specs = [unit.spec for unit in layouts]
     free = least_free_bytes(layouts, groups) if depends_on_memory(chosen, specs) else None
-    decision = decided(chosen, specs, precision, free)
+    form = form_for(groups.backend(device_of(layouts, groups)))
+    decision = decided(chosen, specs, precision, free, form)
     if decision.why and groups.rank == 0:
         _LOG.info(decision.why)
     engine = build(model, decision.strategy, precision, values, layouts, groups)
@@ -475,9 +485,14 @@ def schedule(
         specs = tuple(u.spec for u in layouts)
     else:
         layouts, specs = [], units_from_numels(model_or_numels)
-    strategy = decided(strategy, specs, precision or Precision(), memory).strategy
+    if isinstance(model_or_numels, ShardedModule):
+        form = model_or_numels.towpath_engine.comm.form
+    else:
+        groups = Groups()
+        form = form_for(groups.backend(groups.device))
+    strategy = decided(strategy, specs, precision or Precision(), memory, form).strategy
     stepped = tuple(_whole_parameters(layouts, owner_stepped))
-    return derive_schedule(strategy, specs, micro_steps, precision, whole=stepped)
+    return derive_schedule(strategy, specs, micro_steps, precision, whole=stepped, form=form)
 
 
 def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[OwnedParameter]:

@@ -37,7 +37,7 @@ def carried(rank: int, world: int, op: Op, route: str, elements: int) -> tuple[i
     )
     assert dist.group.WORLD is not None
     members = GroupRank(dist.group.WORLD, dist.group.WORLD, group, rank, nodes)
-    collective = select(transfer, members, "gloo", torch.device("cpu"))
+    collective = select(transfer, members, torch.device("cpu"))
     region = torch.ones(elements)
     shard = region.chunk(world)[rank]
     collective.run(region, shard, workspace())  # members compare what they mean, once

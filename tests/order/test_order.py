@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import towpath
+from tests.forms import in_form
 from tests.order.checker import Checker, LogicalStream, RaceError, check_communications, checking
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World
@@ -22,6 +23,7 @@ from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.workspace import workspace
 from towpath.checkpoint import State, load, save
 from towpath.collectives.collective import Workspace
+from towpath.core.routes import Form
 from towpath.core.step_state import Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.engine.executor import Engine
@@ -184,14 +186,15 @@ def sharded(label: str, build: Callable[[], nn.Module] = Deep, **options: Any) -
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+@pytest.mark.parametrize("form", Form)
 @in_turn(LABELS, 1)
-def test_every_strategy_keeps_its_order(world: Worlds, label: str) -> None:
-    assert min(world(4).run(_train_and_drop, label)) > 1000  # operations
+def test_every_strategy_keeps_its_order(world: Worlds, label: str, form: Form) -> None:
+    assert min(world(4).run(_train_and_drop, label, form)) > 1000  # operations
 
 
-def _train_and_drop(label: str) -> int:
+def _train_and_drop(label: str, form: Form) -> int:
     """The second model takes the memory of the first, which is dropped with transfers under way."""
-    with checking() as checker:
+    with in_form(form), checking() as checker:
         for _ in range(2):
             model, optimizer = sharded(label)
             train(model, optimizer)
@@ -204,13 +207,14 @@ def _train_and_drop(label: str) -> int:
 AT_REST = ("zero3 frozen_codec=int8 frozen=1x1", "zero3 frozen_codec=int4:64 frozen=2x1", "hpz frozen_codec=int8")
 
 
+@pytest.mark.parametrize("form", Form)
 @in_turn((*AT_REST, "mics frozen_codec=int8 gradients=int4:64", "zero3 frozen=2x1"), 1)
-def test_what_is_frozen_is_decoded_in_order(world: Worlds, label: str) -> None:
-    world(4).run(_train_partly_frozen, label)
+def test_what_is_frozen_is_decoded_in_order(world: Worlds, label: str, form: Form) -> None:
+    world(4).run(_train_partly_frozen, label, form)
 
 
-def _train_partly_frozen(label: str) -> None:
-    with checking() as checker:
+def _train_partly_frozen(label: str, form: Form) -> None:
+    with in_form(form), checking() as checker:
         for _ in range(2):
             model, optimizer = sharded(label, PartlyFrozen)
             train(model, optimizer, micro_steps=1)

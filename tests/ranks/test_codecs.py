@@ -69,7 +69,7 @@ def _transfer(op: Op, transport: Transport, shape: Topology, elements: int, dtyp
 
 
 def _select(transfer: Transfer, members: GroupRank) -> Collective:
-    return select(transfer, members, "gloo", torch.device("cpu"))
+    return select(transfer, members, torch.device("cpu"))
 
 
 def _each(shape: Topology, elements: int, dtype: str, seed: int = 0) -> torch.Tensor:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,14 +20,16 @@ from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
 from towpath.collectives.collective import Collective, GroupRank
-from towpath.collectives.rank_transfer import CoalescedAllGather, RankTransfer, select
+from towpath.collectives.rank_transfer import CoalescedAllGather, RankTransfer, group_rank, select
+from towpath.core.formats import item_bytes
 from towpath.core.placement import GroupCollective
-from towpath.core.routes import ROUTES, Group, Op
+from towpath.core.routes import COLLECTIVES, ROUTES, Form, Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
 from towpath.errors import StepError
 from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups
 
 Worlds = Callable[[int], World]
 
@@ -55,7 +58,7 @@ def _transfer(op: Op, route: str, shape: Topology, elements: int, dtype: str, me
 
 def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Collective:
     transfer = _transfer(op, route, shape, elements, dtype, members)
-    return select(transfer, members, "gloo", torch.device("cpu"))
+    return select(transfer, members, torch.device("cpu"))
 
 
 class Unobserved:
@@ -168,11 +171,80 @@ def _coalesced(shape: Topology, local_major: bool) -> None:
         dtypes = ("float32", "bfloat16", "float32", "uint8", "float64")
         sizes = [shape.world * n for n in (5, 3, 0, 7, 100)]
         gathers = [_transfer(Op.ALL_GATHER, route, shape, n, d, members) for n, d in zip(sizes, dtypes, strict=True)]
-        together = CoalescedAllGather(gathers, members, "gloo", torch.device("cpu"))
+        together = CoalescedAllGather(gathers, members, torch.device("cpu"))
         expected = [_values(n, d, i) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))]
         regions = [torch.zeros_like(e) for e in expected]
         together.run(regions, [_own(e, members).clone() for e in expected], workspace())
         assert all(map(torch.equal, regions, expected)), route
+
+
+# --- collectives of columns and rows ----------------------------------------------------------------------------------
+
+
+def _in_calls(op: Op, route: str, shape: Topology, slots: tuple[int, ...], elements: int, dtype: str) -> Transfer:
+    move = GroupCollective(op, 1, (Group(tuple(range(shape.world)), slots),))
+    payload = Range("block", "float", elements, dtype)
+    return Transfer(TransferKind.GRAD_SYNC, payload, move, Transport(route), shape, form=Form.COLLECTIVES)
+
+
+def _slots(shape: Topology) -> dict[str, tuple[int, ...]]:
+    ranks = range(shape.world)
+    local_major = tuple(shape.local_of(r) * shape.nodes + shape.node_of(r) for r in ranks)
+    return {"rank order": tuple(ranks), "local-major": local_major, "other": tuple(reversed(ranks))}
+
+
+@more_shapes
+def test_collectives_of_columns_and_rows_move_what_messages_do(world: Worlds, shape: Topology) -> None:
+    """In every order of slices, and without more memory than the transfer says."""
+    world(shape.world).run(_columns_and_rows, shape)
+
+
+def _columns_and_rows(shape: Topology) -> None:
+    rank, groups = dist.get_rank(), Groups()
+    for number, (route, op, (order, slots)) in enumerate(product(ROUTES, COLLECTIVES, _slots(shape).items())):
+        if op is Op.ALL_REDUCE and order != "rank order":
+            continue  # no group of the engine has one
+        elements, dtype, apart = 12 * shape.world, ("float64", "float32", "int64")[number % 3], bool(number % 2)
+        transfer = _in_calls(op, route, shape, slots, elements, dtype)
+        members = group_rank(transfer, rank, lambda ranks, purpose: groups.of(ranks, f"test{purpose}"))
+        collective, used = select(transfer, members, torch.device("cpu")), workspace()
+        each = [_values(elements, dtype, 100 * number + r) for r in range(shape.world)]
+        expected = each[0] if op is Op.ALL_GATHER else torch.stack(each).sum(0)
+        region = expected.clone() if op is Op.ALL_GATHER else each[rank].clone()
+        shard = _own(region, members)
+        if op is Op.ALL_GATHER:
+            mine = shard.clone()
+            region.fill_(99)
+            shard.copy_(mine)
+        if apart:
+            shard = shard.clone()
+        collective.run(region, shard, used)
+        case = route, op, order, dtype, apart
+        if op is Op.REDUCE_SCATTER:
+            assert torch.equal(shard, _own(expected, members)), case
+        else:
+            assert torch.equal(region, expected), case
+        allowed = sum(count * item_bytes(name) for name, count in transfer.wire_needs.items())
+        assert used.buffers.nbytes <= allowed, case
+
+
+@shapes
+def test_collectives_gather_several_regions_in_place(world: Worlds, shape: Topology) -> None:
+    world(shape.world).run(_coalesced_calls, shape)
+
+
+def _coalesced_calls(shape: Topology) -> None:
+    groups = Groups()
+    sizes = [(5, "float32"), (3, "bfloat16"), (7, "uint8"), (100, "float64")]
+    for route, (order, slots) in product(("flat", "two-hop"), _slots(shape).items()):
+        gathers = [_in_calls(Op.ALL_GATHER, route, shape, slots, shape.world * n, dtype) for n, dtype in sizes]
+        members = group_rank(gathers[0], dist.get_rank(), lambda ranks, purpose: groups.of(ranks, f"test{purpose}"))
+        together, used = CoalescedAllGather(gathers, members, torch.device("cpu")), workspace()
+        expected = [_values(shape.world * n, dtype, i) for i, (n, dtype) in enumerate(sizes)]
+        regions = [torch.zeros_like(e) for e in expected]
+        together.run(regions, [_own(e, members).clone() for e in expected], used)
+        assert all(map(torch.equal, regions, expected)), (route, order)
+        assert used.buffers.nbytes <= sum(gather.coalesced_bytes for gather in gathers), (route, order)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -215,7 +287,7 @@ def test_a_tensor_that_a_collective_was_not_made_for_is_refused_at_once(world: W
 def _misfit(shape: Topology) -> None:
     members = _members(shape)
     transfer = _transfer(Op.ALL_GATHER, "ho-ring", shape, 240, "float32", members)
-    collective = select(transfer, members, "gloo", torch.device("cpu"))
+    collective = select(transfer, members, torch.device("cpu"))
     bound = RankTransfer(transfer, members, collective, Unobserved())
     good = torch.zeros(240)
     for region, shard, words in (

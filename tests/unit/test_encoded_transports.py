@@ -189,4 +189,4 @@ def test_an_encoded_reduction_on_a_route_without_hops_is_refused(monkeypatch: py
     members: Any = SimpleNamespace(grid=Grid(2, 2))
     monkeypatch.setattr(rank_transfer, "hops_of", lambda route, grid: ())
     with pytest.raises(StrategyError, match="hops_of"):
-        rank_transfer.select(transfer, members, "gloo", torch.device("cpu"))
+        rank_transfer.select(transfer, members, torch.device("cpu"))

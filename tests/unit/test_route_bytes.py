@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from itertools import product
 
 import pytest
 
@@ -12,7 +13,17 @@ import towpath
 from tests.unit.test_routes import group_of
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.placement import GroupCollective
-from towpath.core.routes import COLLECTIVES, ROUTES, Op, Send, encoded_slice, piece_bounds, sends
+from towpath.core.routes import (
+    COLLECTIVES,
+    ROUTES,
+    Form,
+    Op,
+    Send,
+    effective_route,
+    encoded_slice,
+    piece_bounds,
+    sends,
+)
 from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
@@ -25,7 +36,7 @@ SHAPES = [Topology(nodes, ranks) for nodes in range(1, MOST + 1) for ranks in ra
 CODECS = ("none", "none", Codec.parse("int8:32"), Codec.parse("int4:whole"), Codec.parse("e4m3:64+hadamard"))
 
 
-def drawn(route: str, shape: Topology) -> Transfer:
+def drawn(route: str, shape: Topology, form: Form = Form.MESSAGES) -> Transfer:
     """An operation, order of slices, length, dtype and codec: drawn, but the same in every run."""
     draw = random.Random(f"{route} {shape}")
     op, codec = draw.choice(list(COLLECTIVES)), draw.choice(CODECS)
@@ -40,6 +51,7 @@ def drawn(route: str, shape: Topology) -> Transfer:
         GroupCollective(op, 1, (group,)),
         Transport(route, codec),
         shape,
+        form=form,
     )
 
 
@@ -56,7 +68,12 @@ def one_by_one(t: Transfer) -> tuple[int, list[int]]:
 
 def _plan(t: Transfer) -> list[Send]:
     group = t.move.groups[0]
-    return list(sends(t.move.op, t.route, group, list(map(t.topology.node_of, group.ranks)), t.parts))
+    nodes = list(map(t.topology.node_of, group.ranks))
+    if t.form is Form.MESSAGES or t.move.op is not Op.ALL_REDUCE:
+        return list(sends(t.move.op, t.route, group, nodes, t.parts))
+    gather = effective_route(t.route, t.grid, Op.ALL_GATHER, t.form)
+    reduction = sends(Op.REDUCE_SCATTER, t.route, group, nodes, t.parts)
+    return [*reduction, *sends(Op.ALL_GATHER, gather, group, nodes, 1)]
 
 
 def _message_bytes(t: Transfer, slot: int, part: int, parts: int, adds: bool) -> int:
@@ -68,19 +85,59 @@ def _message_bytes(t: Transfer, slot: int, part: int, parts: int, adds: bool) ->
     return codec.encoded_bytes(end - start) if codec else (end - start) * item_bytes(t.dtype)
 
 
+@pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize("route", ROUTES)
-def test_the_closed_form_is_the_sum_of_the_messages(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_closed_form_is_the_sum_of_the_messages(route: str, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("towpath.core.routes.SMALLEST_PART_BYTES", 256)
     seen: Counter[tuple[object, ...]] = Counter()
     turn = list(ROUTES).index(route)
     # All messages of many ranks are very many: of the larger grids every route meets a third, and another one each.
     for shape in (s for number, s in enumerate(SHAPES) if s.world <= MOST // 2 or number % 3 == turn % 3):
-        transfer = drawn(route, shape)
+        transfer = drawn(route, shape, form)
         inside, leaving = one_by_one(transfer)
         assert (transfer.intra_bytes, [*map(transfer.cable_bytes, range(shape.nodes))]) == (inside, leaving), transfer
         assert transfer.inter_bytes == sum(leaving)
         seen[transfer.move.op, transfer.transport.encoding is not None, transfer.parts > 1] += 1
     assert len({op for op, *_ in seen}) == len(COLLECTIVES) and len({coded for _, coded, _ in seen}) == 2
+
+
+SLICE = 48  # elements
+
+
+def in_calls(op: Op, route: str, shape: Topology, order: str = "rank order", elements: int | None = None) -> Transfer:
+    move = GroupCollective(op, 1, (group_of(shape, order),))
+    payload = Range("", "", SLICE * shape.world if elements is None else elements, "float32")
+    return Transfer(TransferKind.GRAD_SYNC, payload, move, Transport(route), shape, form=Form.COLLECTIVES)
+
+
+def test_what_columns_and_rows_send_is_counted_call_by_call() -> None:
+    """A call of n members sends n − 1 times what each has, and a column crosses with all of it."""
+    shape = Topology(4, 8)
+    nodes, width = 4, 8
+    mine = SLICE * 4
+    for op, route in product((Op.ALL_GATHER, Op.REDUCE_SCATTER), ("hierarchical", "ho-ring")):
+        transfer = in_calls(op, route, shape)
+        assert transfer.route == "hierarchical" and transfer.parts == 1
+        assert transfer.inter_bytes == width * nodes * (nodes - 1) * mine
+        assert transfer.intra_bytes == nodes * width * (width - 1) * (nodes * mine)
+        assert {len(row) for row in transfer.rows} == {width} and {len(c) for c in transfer.columns} == {nodes}
+    both = in_calls(Op.ALL_REDUCE, "two-hop", shape)
+    assert both.inter_bytes == 2 * width * nodes * (nodes - 1) * mine
+
+
+def test_wire_buffers_hold_a_bundle_unless_columns_are_contiguous() -> None:
+    shape = Topology(4, 8)
+    region, bundle = SLICE * 32, SLICE * 4
+    for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
+        assert in_calls(op, "ho-ring", shape).wire_needs == {"float32": bundle}
+        assert in_calls(op, "ho-ring", shape, "local-major").wire_needs == {"float32": 0}
+        assert in_calls(op, "flat", shape).wire_needs == {"float32": 0}
+        assert in_calls(op, "flat", shape, "local-major").wire_needs == {"float32": region}
+
+
+def test_what_cannot_be_cut_evenly_goes_as_a_flat_collective() -> None:
+    transfer = in_calls(Op.ALL_REDUCE, "ho-ring", Topology(2, 4), elements=1001)
+    assert transfer.route == "flat" and transfer.wire_needs == {"float32": 0}
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero3 two-hop", "mics", "paro-iig", "zero++"])

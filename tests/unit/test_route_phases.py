@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from towpath.core.placement import GroupCollective, Placement, everyone, legal_extents, transitions
-from towpath.core.routes import ROUTES, Grid, Group, Op, phases, sends
+from towpath.core.routes import COLLECTIVES, ROUTES, Form, Grid, Group, Op, effective_route, phases, sends
 from towpath.core.strategy import TransferKind, move_shapes
 from towpath.topology.cluster import Topology
 
@@ -47,6 +47,28 @@ def test_rounds_and_loads_are_those_of_the_messages(route: str) -> None:
         assert phases(Op.ALL_REDUCE, route, grid, parts) == phases(op, route, grid, parts) + phases(
             Op.ALL_GATHER, route, grid, parts
         )
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_collectives_take_the_time_of_rings_and_few_calls(route: str) -> None:
+    """Their bytes and rounds are those of the messages of the route that they stand for."""
+    calls_of = {"flat": 1, "hierarchical": 2, "one-hop": 1, "two-hop": 2 * CUT["two-hop"]}
+    for grid, op in product(GRIDS, COLLECTIVES):
+        parts = 1 if grid.plain else CUT.get(route, 1)
+        found = phases(op, route, grid, parts, Form.COLLECTIVES)
+        used = [effective_route(route, grid, o, Form.COLLECTIVES) for o in (Op.REDUCE_SCATTER, Op.ALL_GATHER)]
+        halves = {Op.REDUCE_SCATTER: used[:1], Op.ALL_GATHER: used[1:], Op.ALL_REDUCE: used}[op]
+        expected = [
+            phase
+            for half, name in zip((Op.REDUCE_SCATTER, Op.ALL_GATHER)[op is Op.ALL_GATHER :], halves, strict=False)
+            for phase in phases(half, name, grid, parts if name == "two-hop" else 1)
+        ]
+        assert [(p.rounds, p.leaving, p.inside) for p in found] == [
+            (p.rounds, p.leaving, p.inside) for p in expected
+        ], (op, grid)
+        calls = sum(p.messages_out + p.messages_inside for p in found)
+        assert calls == sum(calls_of[name] for name in (halves[:1] if halves == ["flat", "flat"] else halves))
+        assert calls <= 8
 
 
 def test_a_reduction_does_last_what_a_gather_does_first() -> None:

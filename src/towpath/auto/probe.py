@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
@@ -25,10 +25,10 @@ import torch.distributed as dist
 from towpath.auto.measure import measure_host_work
 from towpath.codecs.kernels import kernels_for
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
-from towpath.collectives.rank_transfer import has_group_between_nodes, select
+from towpath.collectives.rank_transfer import form_for, group_rank, select
 from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.core.placement import GroupCollective
-from towpath.core.routes import ROUTES, Grid, Group, Op, Route
+from towpath.core.routes import ROUTES, Grid, Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
@@ -404,31 +404,28 @@ def _route_probes(
         meshes["in nodes"] = tuple(tuple(range(node * width, (node + 1) * width)) for node in range(nodes))
     if nodes > 1 and width > 1:
         meshes["across nodes"] = tuple(tuple(range(local, topology.world, width)) for local in range(width))
-    backend = groups.backend(device)
-    for mesh, rows in meshes.items():
-        ranks = next(row for row in rows if groups.rank in row)
-        homes = tuple(map(topology.node_of, ranks))
-        for route in ROUTES if not Grid.of(homes).plain else ("flat",):
-            group = groups.of(rows, "probe")
-            between = groups.of(rows, "probe between nodes") if has_group_between_nodes(route, backend) else group
-            members = GroupRank(group, between, Group(ranks, tuple(range(len(ranks)))), ranks.index(groups.rank), homes)
+    form = form_for(groups.backend(device))
+    for mesh, sets in meshes.items():
+        each = tuple(Group(ranks, tuple(range(len(ranks)))) for ranks in sets)
+        for route in ROUTES if not Grid.of(tuple(map(topology.node_of, sets[0]))).plain else ("flat",):
             for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
-                yield route_name(op, route, mesh), _collective(op, route, topology, members, backend, device)
+                move = GroupCollective(op, 1, each)
+                payload = Range("", "probe", move.members, "float32")
+                transfer = Transfer(TransferKind.GRAD_SYNC, payload, move, Transport(route), topology, form=form)
+                members = group_rank(transfer, groups.rank, lambda ranks, purpose: groups.of(ranks, f"probe{purpose}"))
+                yield route_name(op, route, mesh), _collective(transfer, members, device)
 
 
-def _collective(
-    op: Op, route: Route, topology: Topology, members: GroupRank, backend: str, device: torch.device
-) -> Callable[[int], Work]:
+def _collective(transfer: Transfer, members: GroupRank, device: torch.device) -> Callable[[int], Work]:
+    """Return a function that returns the work of `transfer` with a region of some number of bytes."""
+
     def of_size(size: int) -> Work:
         count = len(members.group.ranks)
         numel = max(1, size // 4 // count) * count
         region = torch.zeros(numel, device=device)
-        move = GroupCollective(op, 1, (members.group,))
-        transfer = Transfer(
-            TransferKind.GRAD_SYNC, Range("", "probe", numel, "float32"), move, Transport(route), topology
-        )
-        collective = select(transfer, members, backend, device)
-        shard, workspace = region[slice(*transfer.bounds(members.slot))], Workspace(WireBuffers(device))
+        sized = replace(transfer, payload=Range("", "probe", numel, "float32"))
+        collective = select(sized, members, device)
+        shard, workspace = region[slice(*sized.bounds(members.slot))], Workspace(WireBuffers(device))
         return lambda: collective.run(region, shard, workspace)
 
     return of_size

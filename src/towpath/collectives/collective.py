@@ -96,12 +96,16 @@ class GroupRank:
     """The group of a collective, and this rank's position in it.
 
     Attributes:
-        process_group: The process group of all members.
+        process_group: The process group of all members. A transfer by rows and columns does not use it, and it is then
+            `row`.
         between_nodes: A process group of the same ranks for messages between nodes. It lets them overlap with other
             messages on backends that run a group's messages one after the other. It may be `process_group` itself.
         group: The ranks in ring order, and their slices.
         position: The position of this rank in the group.
         nodes: The node of each member.
+        row: The process group of the members of this node, in their order. It is None in the form of messages.
+        column: The process group of the members at this place of each node, by node. It is None in the form of
+            messages. If collectives of the whole group execute the transfer, both are `process_group`.
     """
 
     process_group: dist.ProcessGroup
@@ -109,6 +113,8 @@ class GroupRank:
     group: Group
     position: int
     nodes: tuple[int, ...]
+    row: dist.ProcessGroup | None = None
+    column: dist.ProcessGroup | None = None
 
     @property
     def slot(self) -> int:

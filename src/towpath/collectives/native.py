@@ -5,6 +5,8 @@ They serve the route 'flat'. All-gathers of encoded slices wrap a collective of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -37,36 +39,42 @@ def reduce_scatter_single(shard: torch.Tensor, region: torch.Tensor, group: dist
     getattr(dist, name)(shard, region, group=group)
 
 
+def launched_together(group: dist.ProcessGroup, calls: int) -> AbstractContextManager[object]:
+    """Return a context in which `calls` calls of one kind become one launch of `group`. gloo makes them one by one."""
+    if calls == 1 or group.name() == "gloo":
+        return nullcontext()
+    return dist.distributed_c10d._coalescing_manager(group)  # pyright: ignore[reportPrivateUsage]
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class FlatAllGather(Collective):
-    """An all-gather by the backend's own collective."""
+    """An all-gather by the backend's own collective. Member i holds slice i."""
 
     members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Gather the shards. If slices are not in the members' order, gather into a list of slices."""
-        if self.members.group.in_order:
-            all_gather_single(region, shard, self.members.process_group)
-        else:
-            slices = region.chunk(len(self.members.group.ranks))
-            dist.all_gather([slices[s] for s in self.members.group.slots], shard, group=self.members.process_group)
+        """Gather the shards of all members into the region."""
+        all_gather_single(region, shard, self.members.process_group)
+
+    def run_all(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
+        """Gather `shards[i]` of every member into `regions[i]`, all of them with one launch."""
+        group = self.members.process_group
+        with launched_together(group, len(regions)):
+            for region, shard in zip(regions, shards, strict=True):
+                all_gather_single(region, shard, group)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FlatReduceScatter(Collective):
-    """A reduce-scatter by the backend's own collective."""
+    """A reduce-scatter by the backend's own collective. Member i holds slice i."""
 
     members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Reduce into the shard. If slices are not in the members' order, reduce from a list of slices."""
-        if self.members.group.in_order:
-            reduce_scatter_single(shard, region, self.members.process_group)
-        else:
-            slices = region.chunk(len(self.members.group.ranks))
-            dist.reduce_scatter(shard, [slices[s] for s in self.members.group.slots], group=self.members.process_group)
+        """Sum the regions of all members, and write this member's slice of the sum to `shard`."""
+        reduce_scatter_single(shard, region, self.members.process_group)
 
 
 @final

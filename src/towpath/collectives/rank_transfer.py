@@ -6,7 +6,7 @@ run them (`core/collective_log.py`).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, final
@@ -16,71 +16,90 @@ import torch.distributed as dist
 
 from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank, Workspace
+from towpath.collectives.columns_and_rows import ColumnRowAllGather, grouped, is_direct
 from towpath.collectives.native import (
     EncodedAllGather,
     FlatAllGather,
     FlatAllReduce,
     FlatMaximum,
-    FlatReduceScatter,
     ReduceThenGather,
-    all_gather_single,
     of_bytes,
 )
 from towpath.collectives.owners import OwnersExchange
 from towpath.collectives.point_to_point import PointToPoint
-from towpath.core.routes import Op, hops_of
+from towpath.core.routes import Form, Op, hops_of
 from towpath.core.strategy import TransferKind
-from towpath.core.transfer import Range, Transfer
+from towpath.core.transfer import Range, Ranks, Transfer
 from towpath.errors import StepError, StrategyError
 
 # --- select -----------------------------------------------------------------------------------------------------------
 #
-# These functions choose the class that executes a transfer, by its operation, its route, its codec and the backend.
+# These functions choose the class that executes a transfer, by its operation, its form, its route and its codec.
 
 
-_FLAT = {Op.ALL_GATHER: FlatAllGather, Op.REDUCE_SCATTER: FlatReduceScatter, Op.ALL_REDUCE: FlatAllReduce}
+def form_for(backend: str) -> Form:
+    """Return the form of transfers on a backend, such as 'nccl' or 'gloo'."""
+    return Form.COLLECTIVES if backend == "nccl" else Form.MESSAGES
 
 
-def select(transfer: Transfer, members: GroupRank, backend: str, device: torch.device) -> Collective:
+def select(transfer: Transfer, members: GroupRank, device: torch.device, start: int = 0) -> Collective:
     """Return the collective that executes `transfer` on this rank.
 
     Args:
-        transfer: The operation, its route and codec, and the length of the region.
+        transfer: The operation, its form, its route and codec, and the length of the region.
         members: The group, and this rank's position in it.
-        backend: The backend of the process group, such as 'nccl' or 'gloo'.
         device: The device of the tensors.
+        start: The elements of the wire buffer that the caller uses itself.
     """
     if transfer.kind is TransferKind.UNUSED_PARAMS:
         return FlatMaximum(members)
-    op, codec = transfer.move.op, transfer.transport.encoding
+    op, route, codec = transfer.move.op, transfer.route, transfer.transport.encoding
     if op is Op.ALL_GATHER and codec is not None:
-        inner = select(of_bytes(transfer, codec), members, backend, device)
-        return EncodedAllGather(transfer, members, inner, device)
-    # Point-to-point messages replace some of the backend's own collectives. These need slices of equal length. The
-    # reduce-scatter of gloo is an all-reduce inside, and sends twice the bytes. The all-gather of gloo allocates a copy
-    # of the region in each call, which fragments the heap.
-    backend_fits = backend != "gloo" and transfer.elements % transfer.move.members == 0
-    if transfer.route == "flat" and (op is Op.ALL_REDUCE or backend_fits):
-        return _FLAT[op](members)
-    if op is Op.ALL_GATHER or not hops_of(transfer.route, members.grid):
-        if codec is not None:  # a route that was added without its hops would send unencoded values
-            raise StrategyError(f"{transfer}: {codec} needs hops, and hops_of() has none for {transfer.route!r}.")
+        encoded = of_bytes(transfer, codec)
+        return EncodedAllGather(transfer, members, select(encoded, members, device, encoded.elements), device)
+    if op is Op.ALL_REDUCE and route == "flat":
+        return FlatAllReduce(members)
+    # Collectives of the backend need slices of equal length. In the form of messages, point-to-point messages replace
+    # some of them. The reduce-scatter of gloo is an all-reduce inside, and sends twice the bytes. The all-gather of
+    # gloo allocates a copy of the region in each call, which fragments the heap.
+    in_calls = transfer.form is Form.COLLECTIVES and transfer.elements % transfer.move.members == 0
+    if op is not Op.ALL_GATHER and hops_of(route, members.grid):
+        reduce = AllToAllReduceScatter(transfer, members, device)
+    elif codec is not None:  # a route that was added without its hops would send unencoded values
+        raise StrategyError(f"{transfer}: {codec} needs hops, and hops_of() has none for {route!r}.")
+    elif not in_calls:
         return PointToPoint(transfer, members)
-    reduce = AllToAllReduceScatter(transfer, members, device)
+    elif op is Op.ALL_GATHER:
+        return grouped(op, route, members, transfer.elements, device, start)
+    else:
+        reduce = grouped(Op.REDUCE_SCATTER, route, members, transfer.elements, device)
     if op is Op.REDUCE_SCATTER:
         return reduce
     gather = replace(transfer, move=replace(transfer.move, op=Op.ALL_GATHER))
     own = slice(*transfer.bounds(members.slot))
-    return ReduceThenGather(own, reduce, select(gather, members, backend, device))
+    return ReduceThenGather(own, reduce, select(gather, members, device))
 
 
-def has_group_between_nodes(route: str, backend: str) -> bool:
-    """Return whether messages between nodes need a process group of their own to overlap with messages inside nodes.
+def group_rank(transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], dist.ProcessGroup]) -> GroupRank:
+    """Return the group of `transfer` that `rank` belongs to, with the process groups that execute the transfer.
 
-    NCCL runs the messages of one group one after the other. With gloo they overlap anyway. The routes 'flat' and 'ring'
-    have nothing to overlap.
+    Args:
+        transfer: The transfer.
+        rank: This rank.
+        group_of: A function that returns this rank's process group of some sets of ranks, which have every rank once.
+            Its second argument says which part of the transfer's groups they are: '', ' in nodes' or ' between nodes'.
     """
-    return backend == "nccl" and route not in ("flat", "ring")
+    group = transfer.move.group_of(rank)
+    nodes = tuple(map(transfer.topology.node_of, group.ranks))
+    position = group.ranks.index(rank)
+    everyone = tuple(g.ranks for g in transfer.move.groups)
+    if transfer.by_rows_and_columns:
+        row, column = group_of(transfer.rows, " in nodes"), group_of(transfer.columns, " between nodes")
+        whole = group_of(everyone, "") if transfer.route == "two-hop" else row  # for the messages of an all-to-all
+        return GroupRank(whole, whole, group, position, nodes, row, column)
+    whole = group_of(everyone, "")
+    each = whole if transfer.form is Form.COLLECTIVES else None
+    return GroupRank(whole, whole, group, position, nodes, each, each)
 
 
 # --- coalesced --------------------------------------------------------------------------------------------------------
@@ -93,11 +112,11 @@ def has_group_between_nodes(route: str, backend: str) -> bool:
 class CoalescedAllGather:
     """One all-gather for several regions, over one route. Each member has an equal slice of every region.
 
-    NCCL launches its own gathers together. On other backends and routes, a member's slices are sent as one message.
-    They are packed into a wire buffer as large as all regions, gathered there, and copied to their regions.
+    Collectives of the backend launch all gathers together. Otherwise a member's slices are sent as one message. They
+    are packed into a wire buffer as large as all regions, gathered there, and copied to their regions.
     """
 
-    def __init__(self, gathers: Sequence[Transfer], members: GroupRank, backend: str, device: torch.device) -> None:
+    def __init__(self, gathers: Sequence[Transfer], members: GroupRank, device: torch.device) -> None:
         first, count = gathers[0], len(members.group.ranks)
         for each in gathers:
             op = each.move.op
@@ -110,22 +129,21 @@ class CoalescedAllGather:
         self._members = members
         self._bytes = sum(each.region_bytes for each in gathers)
         packed = replace(first, payload=Range("", "", self._bytes, "uint8"))
-        as_one_launch = backend == "nccl" and first.route == "flat" and members.group.in_order
-        self._gather = None if as_one_launch else select(packed, members, backend, device)
+        self._direct = first.form is Form.COLLECTIVES and is_direct(first.route, members)
+        self._gather = select(packed, members, device, 0 if self._direct else self._bytes)
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
         """Gather `shards[i]` of every member into `regions[i]`, for all regions together."""
-        if self._gather is None:
-            group = self._members.process_group
-            with dist.distributed_c10d._coalescing_manager(group):  # pyright: ignore[reportPrivateUsage]
-                for region, shard in zip(regions, shards, strict=True):
-                    all_gather_single(region, shard, group)
+        octets = [region.view(torch.uint8) for region in regions]
+        mine = [shard.view(torch.uint8) for shard in shards]
+        if self._direct:
+            assert isinstance(self._gather, (FlatAllGather, ColumnRowAllGather))
+            self._gather.run_all(octets, mine, workspace)
             return
         packed = workspace.take(self._bytes, torch.uint8).view(len(self._members.group.ranks), -1)
-        mine = packed[self._members.slot]
-        torch.cat([shard.view(torch.uint8) for shard in shards], out=mine)
-        self._gather.run(packed.view(-1), mine, workspace)
-        each = [region.view(torch.uint8).view(len(packed), -1) for region in regions]  # [slots, bytes of a slice]
+        torch.cat(mine, out=packed[self._members.slot])
+        self._gather.run(packed.view(-1), packed[self._members.slot], workspace)
+        each = [region.view(len(packed), -1) for region in octets]  # [slots, bytes of a slice]
         for whole, arrived in zip(each, packed.split([e.shape[1] for e in each], dim=1), strict=True):
             whole.copy_(arrived)
 

@@ -15,12 +15,19 @@ The routes of an all-gather:
 Only all-gathers are written out. In an all-gather every member receives each part that it lacks exactly once, and
 before it forwards that part. Reductions therefore use the same messages in reverse order, and each message adds its
 content at the target.
+
+A *form* says how a route is executed. NCCL takes few large collectives in place of the messages:
+
+    flat, ring               the backend's own collective over the whole group
+    hierarchical, ho-ring    an all-gather over a *column* (one member of each node), then one over each *row* (a node)
+    two-hop                  as hierarchical, but reductions exchange slices all-to-all, first in rows, then in columns
+    one-hop                  as flat, but reductions exchange slices all-to-all
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from math import ceil, prod
@@ -49,11 +56,23 @@ COLLECTIVES = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
 WITH_OWNERS = (Op.TO_OWNERS, Op.FROM_OWNERS)
 
 
+class Form(StrEnum):
+    """How a route is executed."""
+
+    # As the messages that `sends` lists: for gloo, whose messages overlap.
+    MESSAGES = "messages"
+    # As few collectives of the backend, over columns and rows: for NCCL, where each call costs the host time.
+    COLLECTIVES = "collectives"
+
+
 # A node shares out the last part when nothing crosses any more, so more parts make this tail shorter. Nodes with
 # more members get more parts: each part then has more receivers but is smaller, so that they need no more memory.
 HO_RING_PARTS = 4
 # The hop inside nodes of one part overlaps with the hop between nodes of another part (ZeRO++ 4.1.2, pipelining).
 TWO_HOP_PARTS = 4
+# In the form of collectives, each part takes two calls. An all-reduce ends with the two calls of a gather. With three
+# parts it makes as many calls as a reduction of four parts.
+TWO_HOP_PARTS_OF_AN_ALL_REDUCE = 3
 # Each part costs a fixed time. Smaller parts lose more by it than they gain (benchmarks/suites/collectives.py).
 SMALLEST_PART_BYTES = 1 << 18
 # How many steps an item of the HO-Ring may take. Two items are in flight at a time, so that no link waits for the next
@@ -143,23 +162,50 @@ class Grid:
         return node % self.nodes * self.width + place % self.width
 
 
-def effective_route(route: str, grid: Grid) -> str:
+def effective_route(route: str, grid: Grid, op: Op = Op.ALL_GATHER, form: Form = Form.MESSAGES) -> str:
     """Return the route that is used on `grid` when `route` is configured.
 
     On a plain grid no route is better than the backend's own collectives. All routes but 'ring' and 'one-hop' then
-    become 'flat'.
+    become 'flat'. In the form of collectives, routes that make the same calls become one. For an all-reduce, it is the
+    route of the reduction.
     """
     assert route in ROUTES, route
+    if form is Form.COLLECTIVES:
+        direct = op is not Op.ALL_GATHER and route in ALL_TO_ALL
+        if not direct:
+            route = "flat" if route in ("flat", "ring", "one-hop") else "hierarchical"
     return "flat" if grid.plain and route not in ("ring", "one-hop") else route
 
 
-def parts_of(route: str, grid: Grid, slice_bytes: int) -> int:
+def parts_of(route: str, grid: Grid, slice_bytes: int, op: Op = Op.ALL_GATHER, form: Form = Form.MESSAGES) -> int:
     """Return how many parts `route` cuts each slice into.
 
     With several parts, one link forwards a part while another link still receives the next one.
     """
-    most = {"ho-ring": max(HO_RING_PARTS, grid.width), "two-hop": TWO_HOP_PARTS}.get(effective_route(route, grid), 1)
+    two_hop = TWO_HOP_PARTS
+    if form is Form.COLLECTIVES and op is Op.ALL_REDUCE:
+        two_hop = TWO_HOP_PARTS_OF_AN_ALL_REDUCE
+    used = effective_route(route, grid, op, form)
+    most = {"ho-ring": max(HO_RING_PARTS, grid.width), "two-hop": two_hop}.get(used, 1)
     return max(1, min(most, slice_bytes // SMALLEST_PART_BYTES))
+
+
+class Order(StrEnum):
+    """The order of a group's slices in memory. Collectives over columns and rows need some of them to be contiguous."""
+
+    ROWS = "rows"  # The slices of each node are contiguous, in the members' order.
+    COLUMNS = "columns"  # The slices of each column are contiguous, and so are the columns, in the members' order.
+    OTHER = "other"
+
+
+@lru_cache(maxsize=1024)
+def order_of(slots: tuple[int, ...], grid: Grid) -> Order:
+    """Return the order of the slices of a group whose member i holds slice `slots[i]`."""
+    if all(slots[grid.at(j, m)] == slots[grid.at(j, 0)] + m for j, m in grid.places):
+        return Order.ROWS
+    if all(slots[grid.at(j, m)] == m * grid.nodes + j for j, m in grid.places):
+        return Order.COLUMNS
+    return Order.OTHER
 
 
 def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) -> Iterator[Send]:
@@ -322,22 +368,68 @@ def hops_of(route: str, grid: Grid) -> tuple[int, ...]:
 
 
 def wire_elements(
-    op: Op, route: str, grid: Grid, parts: int, elements: int, codec: Codec | None = None
+    op: Op,
+    route: str,
+    grid: Grid,
+    parts: int,
+    elements: int,
+    codec: Codec | None = None,
+    form: Form = Form.MESSAGES,
+    slots: tuple[int, ...] = (),
 ) -> tuple[int, int]:
     """Return how large a wire buffer one member needs for a collective.
+
+    Args:
+        op: The collective.
+        route: The configured route.
+        grid: The members of the group.
+        parts: How many parts each slice is cut into, as `parts_of` returns.
+        elements: The length of the region.
+        codec: The codec of the slices, if any.
+        form: How the route is executed.
+        slots: The slice that each member holds. By default, member i holds slice i.
 
     Returns:
         Two sizes. The first is in elements of the region's dtype, or in bytes with a codec. The second is in float32
         elements: scratch memory to sum narrow dtypes in, or to compute what a codec rounds away.
     """
-    route, members = effective_route(route, grid), grid.nodes * grid.width
+    members = grid.nodes * grid.width
     gathered = encoded_slice(codec, elements, members) * members if codec else 0
-    if op is Op.ALL_GATHER or (op is Op.ALL_REDUCE and route == "flat"):
+    gather_route = effective_route(route, grid, Op.ALL_GATHER, form)
+    route = effective_route(route, grid, op, form)
+    if op is Op.ALL_REDUCE and route == "flat":
         return gathered, 0
+    gathering = gathered
+    if form is Form.COLLECTIVES:
+        gathering += grouped_wire_elements(gather_route, grid, gathered if codec else elements, slots)
+    if op is Op.ALL_GATHER:
+        return gathering, 0
     if hops := hops_of(route, grid):
         layout = AllToAll(hops, parts, elements, codec)
-        return max(layout.wire_elements, gathered if op is Op.ALL_REDUCE else 0), layout.sum_elements
+        return max(layout.wire_elements, gathering if op is Op.ALL_REDUCE else 0), layout.sum_elements
+    if form is Form.COLLECTIVES and elements % members == 0:
+        return grouped_wire_elements(route, grid, elements, slots), 0
     return _concurrent_receives(route, grid, parts) * cell_elements(elements, members, parts), 0
+
+
+def grouped_wire_elements(route: str, grid: Grid, elements: int, slots: tuple[int, ...] = ()) -> int:
+    """Return how large a wire buffer a gather or a reduce-scatter needs in the form of collectives.
+
+    It holds the bundle of this member's column, one slice of each node, unless columns are contiguous in the region.
+    If rows are not contiguous either, it also holds a copy of the region in the members' order.
+
+    Args:
+        route: The route that is used: 'flat' or 'hierarchical'.
+        grid: The members of the group.
+        elements: The length of the region.
+        slots: The slice that each member holds. By default, member i holds slice i.
+    """
+    in_order = slots in ((), tuple(range(grid.nodes * grid.width)))
+    if route == "flat":
+        return 0 if in_order else elements
+    order = Order.ROWS if in_order else order_of(slots, grid)
+    bundle = elements // grid.width
+    return {Order.ROWS: bundle, Order.COLUMNS: 0, Order.OTHER: bundle + elements}[order]
 
 
 @lru_cache(maxsize=1024)
@@ -431,8 +523,17 @@ class Traffic:
     leaving: tuple[int, ...]
 
 
-def traffic_of_group(op: Op, route: str, grid: Grid, gathered: Sequence[int], reduced: Sequence[int]) -> Traffic:
+def traffic_of_group(
+    op: Op,
+    route: str,
+    grid: Grid,
+    gathered: Sequence[int],
+    reduced: Sequence[int],
+    form: Form = Form.MESSAGES,
+) -> Traffic:
     """Return how many bytes one collective of a group sends.
+
+    In the form of collectives, an all-gather of the backend counts as a ring, and an all-to-all as direct messages.
 
     Args:
         op: The collective. An all-reduce counts as a reduction and a gather.
@@ -440,14 +541,17 @@ def traffic_of_group(op: Op, route: str, grid: Grid, gathered: Sequence[int], re
         grid: The members of the group.
         gathered: The bytes of each member's slice in a gather, in ring order.
         reduced: The bytes of each member's slice in a reduction, in ring order.
+        form: How the route is executed.
     """
-    route, inside, leaving = effective_route(route, grid), 0, [0] * grid.nodes
+    inside, leaving = 0, [0] * grid.nodes
     if op is not Op.ALL_GATHER:
-        inside += _inside(route, grid, reduced)
-        leaving = _arriving_in_a_gather(route, grid, reduced)
+        used = effective_route(route, grid, op, form)
+        inside += _inside(used, grid, reduced)
+        leaving = _arriving_in_a_gather(used, grid, reduced)
     if op is not Op.REDUCE_SCATTER:
-        inside += _inside(route, grid, gathered)
-        leaving = [a + b for a, b in zip(leaving, _leaving_in_a_gather(route, grid, gathered), strict=True)]
+        used = effective_route(route, grid, Op.ALL_GATHER, form)
+        inside += _inside(used, grid, gathered)
+        leaving = [a + b for a, b in zip(leaving, _leaving_in_a_gather(used, grid, gathered), strict=True)]
     return Traffic(inside, tuple(leaving))
 
 
@@ -502,8 +606,9 @@ class Phase:
         rounds: How many rounds follow one another.
         leaving: Slices that leave each node.
         inside: Slices that each rank sends inside its node.
-        messages_out: Messages that each rank sends out of its node.
-        messages_inside: Messages that each rank sends inside its node.
+        messages_out: Messages that each rank sends out of its node. In the form of collectives, these are the calls of
+            groups that cross nodes.
+        messages_inside: Messages that each rank sends inside its node, or calls of groups that stay inside.
     """
 
     rounds: int
@@ -514,7 +619,7 @@ class Phase:
 
 
 @lru_cache(maxsize=4096)
-def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
+def phases(op: Op, route: str, grid: Grid, parts: int = 1, form: Form = Form.MESSAGES) -> tuple[Phase, ...]:
     """Return the phases of one collective of a group, in their order.
 
     Args:
@@ -522,16 +627,32 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
         route: The configured route.
         grid: The members of the group, or the two ends of a message.
         parts: How many parts each slice is cut into, as `parts_of` returns.
+        form: How the route is executed.
     """
     if op is Op.SEND:
         out, inside = (1, 0) if grid.nodes > 1 else (0, 1)
         return (Phase(1, out, inside, out, inside),)
-    gather = tuple(p for p in _PHASES[effective_route(route, grid)](grid, parts) if p.rounds)
-    return {
-        Op.ALL_GATHER: gather,
-        Op.REDUCE_SCATTER: gather[::-1],
-        Op.ALL_REDUCE: (*gather[::-1], *gather),
-    }[op]
+    found: list[Phase] = []
+    if op is not Op.ALL_GATHER:
+        found += reversed(_gather_phases(effective_route(route, grid, op, form), grid, parts, form))
+    if op is not Op.REDUCE_SCATTER:
+        # The slices of an all-reduce are not cut into parts by the gather of the other form.
+        cut = parts if form is Form.MESSAGES else 1
+        gather = _gather_phases(effective_route(route, grid, Op.ALL_GATHER, form), grid, cut, form)
+        if form is Form.COLLECTIVES and op is Op.ALL_REDUCE and effective_route(route, grid, op, form) == "flat":
+            gather = [replace(p, messages_out=0, messages_inside=0) for p in gather]  # one call does both halves
+        found += gather
+    return tuple(found)
+
+
+def _gather_phases(route: str, grid: Grid, parts: int, form: Form) -> list[Phase]:
+    found = list(_PHASES[route](grid, parts))
+    if form is Form.COLLECTIVES:
+        crossing = (1, 0) if grid.nodes > 1 else (0, 1)
+        # The calls of each phase, out of the node and inside. Each part of two hops takes one call in each hop.
+        calls = {"hierarchical": [(1, 0), (0, 1)], "two-hop": [(parts, parts - 1), (0, 1)]}.get(route, [crossing])
+        found = [replace(p, messages_out=o, messages_inside=i) for p, (o, i) in zip(found, calls, strict=True)]
+    return [p for p in found if p.rounds]
 
 
 def _ring_phases(grid: Grid, parts: int) -> Iterator[Phase]:

@@ -17,6 +17,7 @@ from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.pipeline import Compression, Message, Order, PassKind, StagePass, messages
 from towpath.core.placement import everyone, send
+from towpath.core.routes import Form
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
 from towpath.core.step_state import Action, ForwardPass, PlannedUnit, Submit, Task, in_backward_order
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
@@ -375,6 +376,7 @@ def schedule(
     precision: Precision | None = None,
     passes: Sequence[StagePass] = (),
     whole: Collection[OwnedParameter] = (),
+    form: Form = Form.MESSAGES,
 ) -> Schedule:
     """Return the schedule of one optimizer step in steady state.
 
@@ -385,13 +387,14 @@ def schedule(
         precision: The dtypes for compute, reduction and accumulation. None means `Precision()`.
         passes: For a pipeline stage, the passes that it computes, in order.
         whole: The parameters that the optimizer steps as full matrices.
+        form: How transfers are executed: as messages with gloo, as collectives with NCCL.
 
     Raises:
         StrategyError: If `micro_steps` is not an integer of at least 1.
     """
     if type(micro_steps) is not int or micro_steps < 1:
         raise StrategyError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
-    plans = tuple(plan_unit(strategy, unit, precision or Precision()) for unit in units)
+    plans = tuple(plan_unit(strategy, unit, precision or Precision(), form) for unit in units)
     laid_out = tuple(_laid_out(strategy, plans, micro_steps, passes))
     if not whole:
         return Schedule(strategy, micro_steps, plans, laid_out)
@@ -443,7 +446,13 @@ def depends_on_memory(strategy: Strategy, units: Sequence[UnitSpec]) -> bool:
     return frozen and trains and strategy.frozen is None and strategy.placement.params.nodes > 1
 
 
-def decided(strategy: Strategy, units: Sequence[UnitSpec], precision: Precision, memory: int | None) -> Decision:
+def decided(
+    strategy: Strategy,
+    units: Sequence[UnitSpec],
+    precision: Precision,
+    memory: int | None,
+    form: Form = Form.MESSAGES,
+) -> Decision:
     """Decide the placement of frozen parameters. Ranks with equal arguments decide the same.
 
     Args:
@@ -451,6 +460,7 @@ def decided(strategy: Strategy, units: Sequence[UnitSpec], precision: Precision,
         units: The units of the model.
         precision: The dtypes for compute and reduction.
         memory: The bytes that a rank has for the engine and everything else. None means enough.
+        form: How transfers are executed.
 
     Returns:
         The strategy with `frozen` decided, and the reason. It stays None if the model has no frozen parameters, or if
@@ -466,7 +476,7 @@ def decided(strategy: Strategy, units: Sequence[UnitSpec], precision: Precision,
             return Decision(replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}.")
         return Decision(strategy)
     inside = replace(strategy, frozen=Extent(strategy.topology.ranks_per_node))
-    needed = kept_bytes([plan_unit(inside.at(0), unit, precision) for unit in units])
+    needed = kept_bytes([plan_unit(inside.at(0), unit, precision, form) for unit in units])
     what = f"what the engine keeps then takes {needed:,} bytes of a rank"
     if memory is None:
         return Decision(

@@ -17,15 +17,20 @@ from typing import NamedTuple
 from towpath.core.formats import NARROW, Codec, item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import (
+    COLLECTIVES,
     WITH_OWNERS,
     AllToAll,
+    Form,
     Grid,
     Group,
     Op,
+    Order,
     Traffic,
     bounds,
     encoded_slice,
+    grouped_wire_elements,
     hops_of,
+    order_of,
     parts_of,
     slice_bytes,
     traffic_of_group,
@@ -240,6 +245,8 @@ def traffic_of_owners(
 
 # How many elements of memory something needs, by dtype.
 Needs = dict[str, int]
+# Sets of ranks that have every rank of the job once.
+Ranks = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +262,7 @@ class Transfer:
         transport: Its route and codec.
         topology: The nodes that the ranks are on.
         micro_step: The micro-step in which it is submitted, or the micro-batch of an activation.
+        form: How its route is executed. The engine takes collectives with NCCL, and messages with gloo.
     """
 
     kind: TransferKind
@@ -263,6 +271,7 @@ class Transfer:
     transport: Transport
     topology: Topology
     micro_step: int = 0
+    form: Form = Form.MESSAGES
 
     @property
     def unit(self) -> str:
@@ -297,9 +306,31 @@ class Transfer:
     def route(self) -> str:
         """The route that is used, which can differ from the configured one.
 
-        For example, some routes make no difference where there is only one kind of link.
+        For example, some routes make no difference where there is only one kind of link. For an all-reduce, it is the
+        route of its reduction.
         """
-        return self.transport.route_on(self.move.op, self.grid)
+        # Collectives of the backend need slices of equal length. Encoded slices have one.
+        in_calls = self.form is Form.COLLECTIVES and self.move.op in COLLECTIVES
+        if in_calls and self.transport.encoding is None and self.elements % self.move.members:
+            return "flat"
+        return self.transport.route_on(self.move.op, self.grid, self.form)
+
+    @property
+    def by_rows_and_columns(self) -> bool:
+        """True if collectives of rows and columns execute it, and none of the whole group."""
+        return self.form is Form.COLLECTIVES and self.route in ("hierarchical", "two-hop")
+
+    @property
+    def rows(self) -> Ranks:
+        """The ranks of each group that are on one node."""
+        width = self.grid.width
+        return tuple(g.ranks[i : i + width] for g in self.move.groups for i in range(0, len(g.ranks), width))
+
+    @property
+    def columns(self) -> Ranks:
+        """The ranks of each group that have the same place in their nodes."""
+        width = self.grid.width
+        return tuple(g.ranks[place::width] for g in self.move.groups for place in range(width))
 
     @property
     def parts(self) -> int:
@@ -307,7 +338,7 @@ class Transfer:
         if self.move.op is Op.SEND or isinstance(self.payload, Matrices):
             return 1
         size = slice_bytes(self.elements, self.move.members, item_bytes(self.dtype), self.transport.encoding)
-        return parts_of(self.route, self.grid, size)
+        return parts_of(self.route, self.grid, size, self.move.op, self.form)
 
     @property
     def grain(self) -> int:
@@ -349,7 +380,7 @@ class Transfer:
         if isinstance(self.payload, Matrices):
             return _owner_traffic(self.move, self.topology, self.payload.matrices, item, self.transport.encoding)
         return _sent_by_all(
-            self.move, self.route, self.topology, self.parts, self.elements, item, self.transport.encoding
+            self.move, self.route, self.topology, self.parts, self.elements, item, self.transport.encoding, self.form
         )
 
     @property
@@ -366,13 +397,31 @@ class Transfer:
             return {"uint8": encoded_by_a_rank(self.payload.matrices, self.transport.encoding)}
         if self.move.op is Op.SEND:
             return {"uint8": self.message_bytes}
-        codec = self.transport.encoding
-        own, sums = wire_elements(self.move.op, self.route, self.grid, self.parts, self.elements, codec)
+        codec, slots = self.transport.encoding, self.move.groups[0].slots
+        own, sums = wire_elements(
+            self.move.op, self.route, self.grid, self.parts, self.elements, codec, self.form, slots
+        )
         if codec is not None:
             return {"uint8": own, "float32": sums if any(self.kept_elements) else 0}
         if self.dtype not in NARROW:
             return {self.dtype: own}
         return {self.dtype: own, "float32": sums}
+
+    @property
+    def coalesced_bytes(self) -> int:
+        """Bytes of the wire buffer that this gather needs if others of its group run with it as one.
+
+        As messages, the shards of all gathers are packed into it. Collectives that launch together need no copy, unless
+        slices are in an order that they cannot work on.
+        """
+        if self.form is Form.MESSAGES:
+            return self.region_bytes
+        slots = self.move.groups[0].slots
+        direct = order_of(slots, self.grid) is not Order.OTHER
+        if self.route == "flat":
+            direct = self.move.groups[0].in_order
+        grouped = grouped_wire_elements(self.route, self.grid, self.region_bytes, slots)
+        return grouped if direct else grouped + self.region_bytes
 
     @property
     def kept_elements(self) -> tuple[int, ...]:
@@ -442,7 +491,14 @@ def _grid(move: GroupCollective, topology: Topology) -> Grid:
 
 @lru_cache(maxsize=4096)
 def _sent_by_all(
-    move: GroupCollective, route: str, topology: Topology, parts: int, elements: int, item: int, codec: Codec | None
+    move: GroupCollective,
+    route: str,
+    topology: Topology,
+    parts: int,
+    elements: int,
+    item: int,
+    codec: Codec | None,
+    form: Form,
 ) -> Traffic:
     """Return the bytes that all groups send inside nodes, and out of each node of the topology."""
     members = move.members
@@ -461,7 +517,7 @@ def _sent_by_all(
         if key not in alike:
             grid = Grid.of(nodes)
             sizes = ([nbytes[slot] for slot in group.slots] for nbytes in (gathered, reduced))
-            alike[key] = grid.width, traffic_of_group(move.op, route, grid, *sizes)
+            alike[key] = grid.width, traffic_of_group(move.op, route, grid, *sizes, form=form)
         width, sent = alike[key]
         inside += sent.inside
         for node, nbytes in zip(nodes[::width], sent.leaving, strict=True):

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
-from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Grid, Op, Route, effective_route
+from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
 from towpath.core.units import BucketSpec
 from towpath.errors import StrategyError
 
@@ -227,8 +227,8 @@ class Transport:
         factor = 0 if self.low_rank is None else self.low_rank.rank * matrix_of(shape)[1]
         return factor, 0 if self.feedback == "none" else prod(shape)
 
-    def route_on(self, op: Op, grid: Grid) -> str:
-        """Return the route that is used for `op` on `grid`.
+    def route_on(self, op: Op, grid: Grid, form: Form = Form.MESSAGES) -> str:
+        """Return the route that is used for `op` on `grid`, if it is executed in `form`.
 
         On a plain grid, an encoded reduction uses 'one-hop', because 'flat' cannot encode it.
         """
@@ -236,7 +236,7 @@ class Transport:
             return "flat"
         if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
             return "one-hop"
-        return effective_route(self.route, grid)
+        return effective_route(self.route, grid, op, form)
 
     def check(self, op: Op, what: str) -> None:
         """Check that the transport can execute `op`.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
 from towpath.core.placement import GroupCollective, Partition, everyone
+from towpath.core.routes import Form
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Needs, Range, Transfer
 from towpath.core.transport import Factored, Transport
@@ -216,7 +217,7 @@ class UnitPlan:
 
     def wire_needs(self, kind: TransferKind) -> Needs:
         """Return the elements by dtype of the wire buffers that one rank needs for transfers of this kind."""
-        packed = sum(t.region_bytes for i in self.together(kind) for t in self.buckets[i].transfers[kind])
+        packed = sum(t.coalesced_bytes for i in self.together(kind) for t in self.buckets[i].transfers[kind])
         factors = [
             sum(t.region_bytes for t in b.transfers[kind])
             for b in self.buckets
@@ -263,13 +264,14 @@ def largest(needs: Iterable[Needs]) -> Needs:
     return enough
 
 
-def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitPlan:
+def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision, form: Form = Form.MESSAGES) -> UnitPlan:
     """Plan all buckets of a unit.
 
     Args:
         strategy: The placement, and the route and codec of each kind of transfer.
         unit: The sizes and dtypes of the unit's parameters.
         precision: The dtypes for compute, reduction and accumulation.
+        form: How transfers are executed.
 
     Returns:
         The plan, the same on all ranks.
@@ -277,7 +279,7 @@ def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitP
     Raises:
         StrategyError: If a codec does not take the dtype of a bucket.
     """
-    return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision) for bucket in unit.buckets))
+    return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision, form) for bucket in unit.buckets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +290,7 @@ class _Bucket:
     unit: UnitSpec
     spec: BucketSpec
     numel: int
+    form: Form
     encoded: bool = False
 
     def transfers(
@@ -323,10 +326,10 @@ class _Bucket:
         factored: int = 0,
     ) -> Transfer:
         payload = Range(self.unit.name, self.spec.name, elements, dtype, factored, self.encoded)
-        return Transfer(kind, payload, move, transport, self.strategy.topology)
+        return Transfer(kind, payload, move, transport, self.strategy.topology, form=self.form)
 
 
-def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision: Precision) -> BucketPlan:
+def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision: Precision, form: Form) -> BucketPlan:
     rests_in = None if spec.trainable or strategy.frozen_codec == "none" else strategy.frozen_codec
     strategy = strategy.of(spec.trainable)
     moves, own = strategy.moves, spec.dtype
@@ -336,7 +339,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
         _check_resting(rests_in, unit, spec, compute)
     codecs = strategy.codecs(spec.trainable) if rests_in is None else [rests_in]
     spec = spec.in_blocks(codecs, moves.optimizer.count)
-    bucket = _Bucket(strategy, unit, spec, spec.padded(moves.optimizer.count), rests_in is not None)
+    bucket = _Bucket(strategy, unit, spec, spec.padded(moves.optimizer.count), form, rests_in is not None)
     # The root is never gathered for its backward pass, so it needs no copy to gather from.
     copies = moves.backward_params.count < moves.params.count
     worth = copies and not unit.kept

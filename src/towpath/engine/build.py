@@ -244,7 +244,7 @@ def build(
     shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     watch_optimizers()
     materialise_buffers(model, comm.device)
-    plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]
+    plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
     units = [
         _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
     ]

@@ -481,7 +481,7 @@ class Engine:
     def _use_transports(self) -> None:
         self.comm.queues.finish()  # a discarded prefetch may still use the transfers of before
         now = self.strategy.at(self.step)
-        plans = [plan_unit(now, unit.plan.spec, self.precision) for unit in self.units]
+        plans = [plan_unit(now, unit.plan.spec, self.precision, self.comm.form) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):
             unit.take(plan, self.comm)
         self.comm.queues.plan(plans)

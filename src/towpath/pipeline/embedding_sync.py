@@ -201,10 +201,11 @@ class TiedEmbeddings:
         mine = None
         if self.module is not None:
             engine = engine_of(self.module)
-            mine = engine.strategy, tuple(unit.plan.spec for unit in engine.units), engine.precision
+            specs = tuple(unit.plan.spec for unit in engine.units)
+            mine = engine.strategy, specs, engine.precision, engine.comm.form
         of_ranks = self._pipeline.gather_objects(mine)
-        strategy, specs, precision = next(each for each in of_ranks if each is not None)
-        found = derive_schedule(strategy, specs, micro_batches, precision, passes)
+        strategy, specs, precision, form = next(each for each in of_ranks if each is not None)
+        found = derive_schedule(strategy, specs, micro_batches, precision, passes, form=form)
         if self.fused or self.ends.coincide:
             return [Stage(self.ends.both, found, ())]
         # The ends exchange the gradients that the engines have delivered, in the parameters' own dtype.

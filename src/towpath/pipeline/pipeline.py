@@ -472,7 +472,7 @@ class Pipeline(Observable):
         strategy = engine.strategy if step is None else engine.strategy.at(step)
         units = tuple(unit.plan.spec for unit in engine.units)
         passes, count = self._passes(index, accumulated), (accumulated + 1) * self.micro_batches
-        return derive_schedule(strategy, units, count, engine.precision, passes)
+        return derive_schedule(strategy, units, count, engine.precision, passes, form=engine.comm.form)
 
     def _passes(self, stage: int, accumulated: int = 0) -> list[StagePass]:
         own = [each for passes in self.order.values() for each in passes if each.stage == stage]

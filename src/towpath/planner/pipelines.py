@@ -339,7 +339,7 @@ class Pipelines:
         """Return the plan of a unit. Equal units share one plan."""
         key = (strategy, spec.buckets, spec.kept)
         if key not in self._plans:
-            self._plans[key] = plan_unit(strategy, spec, self.request.precision)
+            self._plans[key] = plan_unit(strategy, spec, self.request.precision, self.cluster.hardware.form)
         return self._plans[key]
 
     def _seconds(
@@ -354,7 +354,7 @@ class Pipelines:
             return seconds
         # The sums of tensor-parallel layers use a ring, while nothing else uses the links inside the node.
         shape = MoveShape(Op.ALL_REDUCE, 1, Grid(1, layout.tensor), 1)
-        moved = TransferShape.of_move(shape, Transport(), tokens * width, request.compute_dtype)
+        moved = TransferShape.of_move(shape, Transport(), tokens * width, request.compute_dtype, hardware.form)
         summed = seconds_alone(phase_costs(moved, hardware), hardware)
         sums = [2 * summed * unit.modules * (not unit.spec.kept) for unit in model.units]
         return replace(

@@ -334,7 +334,7 @@ def collective_seconds(profile: Profile, point: Point) -> float:
     grid = {"all ranks": Grid(nodes, width), "in nodes": Grid(1, width), "across nodes": Grid(nodes, 1)}[mesh]
     hardware = profile.cluster().hardware
     shape = TransferShape.of_move(
-        MoveShape(Op(op), 1, grid, 1), Transport(cast(Route, route)), point.size // 4, "float32"
+        MoveShape(Op(op), 1, grid, 1), Transport(cast(Route, route)), point.size // 4, "float32", hardware.form
     )
     return seconds_alone(phase_costs(shape, hardware), hardware)
 

@@ -299,7 +299,9 @@ class Solver:
             alone, busy = 0.0, [0.0, 0.0, 0.0]
             capacities = self._hardware.capacities
             for shape in shapes:
-                for cost in phase_costs(TransferShape.of_move(shape, transport, numel, dtype), self._hardware):
+                for cost in phase_costs(
+                    TransferShape.of_move(shape, transport, numel, dtype, self._hardware.form), self._hardware
+                ):
                     taken = {name: need / capacities[name] for name, need in cost.needs.items()}
                     alone += cost.seconds + max(taken.values(), default=0.0)
                     for i, name in enumerate((CABLE, INSIDE, PROCESSOR)):
@@ -466,7 +468,7 @@ class Solver:
             All that a rank does in the step.
         """
         strategy = self._with_frozen_placed(strategy, batching)
-        plans = [plan_unit(strategy, unit.spec, self.request.precision) for unit in self.model.units]
+        plans = [plan_unit(strategy, u.spec, self.request.precision, self._hardware.form) for u in self.model.units]
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
         return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps, say=say).run()
 
@@ -477,7 +479,7 @@ class Solver:
         for unit in self.model.units:
             key = (unit.spec.buckets, unit.spec.kept)
             if key not in made:
-                made[key] = plan_unit(strategy, unit.spec, self.request.precision)
+                made[key] = plan_unit(strategy, unit.spec, self.request.precision, self._hardware.form)
             plans.append(made[key])
         return plans
 

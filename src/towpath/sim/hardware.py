@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from towpath.core.formats import Codec, item_bytes
-from towpath.core.routes import Grid, Op, Phase, hops_of, parts_of, phases, slice_bytes
+from towpath.core.routes import Form, Grid, Op, Phase, hops_of, parts_of, phases, slice_bytes
 from towpath.core.strategy import MoveShape
 from towpath.core.transfer import Activation, Range, Transfer
 from towpath.core.transport import Transport
@@ -140,6 +140,11 @@ class Hardware:
     host_memory: HostMemory | None = None
 
     @property
+    def form(self) -> Form:
+        """The form of transfers: ranks with a device use NCCL, which takes collectives."""
+        return Form.COLLECTIVES if self.cores is None else Form.MESSAGES
+
+    @property
     def offloading(self) -> HostMemory:
         """The memory for offloaded states. Where the processors compute, it is the same memory."""
         if self.host_memory is not None:
@@ -262,6 +267,7 @@ class TransferShape:
         codec: The codec, if the transport encodes.
         factored: Elements of the matrices that are sent as low-rank factors.
         encoded: Whether the gathered shards are stored encoded.
+        form: How the route is executed.
     """
 
     op: Op
@@ -274,6 +280,7 @@ class TransferShape:
     codec: Codec | None
     factored: int = 0
     encoded: bool = False
+    form: Form = Form.MESSAGES
 
     @staticmethod
     def of(transfer: Transfer) -> TransferShape:
@@ -285,24 +292,30 @@ class TransferShape:
             size = transfer.message_bytes
         else:
             size = slice_bytes(transfer.elements, move.members, item_bytes(transfer.dtype), codec)
-        shape = TransferShape(move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec)
+        shape = TransferShape(
+            move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec, form=transfer.form
+        )
         if not isinstance(transfer.payload, Range):
             return shape
         return replace(shape, factored=transfer.payload.factored, encoded=transfer.payload.encoded)
 
     @staticmethod
-    def of_move(move: MoveShape, transport: Transport, numel: int, dtype: str) -> TransferShape:
+    def of_move(
+        move: MoveShape, transport: Transport, numel: int, dtype: str, form: Form = Form.MESSAGES
+    ) -> TransferShape:
         """Return the shape of a collective over a buffer of `numel` elements, without naming its ranks."""
         elements, codec = numel // move.regions, transport.encoding
-        route = transport.route_on(move.op, move.grid)
+        route = transport.route_on(move.op, move.grid, form)
         size = slice_bytes(elements, move.members, item_bytes(dtype), codec)
-        parts = parts_of(route, move.grid, size)
-        return TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec)
+        parts = parts_of(route, move.grid, size, move.op, form)
+        return TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec, form=form)
 
 
 def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ...]:
     """Return the phases of a collective, in order."""
-    moved = [_messages_cost(shape, p, hardware) for p in phases(shape.op, shape.route, shape.grid, shape.parts)]
+    moved = [
+        _messages_cost(shape, p, hardware) for p in phases(shape.op, shape.route, shape.grid, shape.parts, shape.form)
+    ]
     costs: list[PhaseCost] = []
     if shape.factored:
         copied = _FACTOR_COPIES * shape.factored * _FACTOR_BYTES

@@ -30,7 +30,8 @@ from towpath.collectives.rank_transfer import (
     CoalescedTransfers,
     RankMatrices,
     RankTransfer,
-    has_group_between_nodes,
+    form_for,
+    group_rank,
     select,
 )
 from towpath.core.collective_log import CollectiveLog
@@ -369,14 +370,14 @@ class CommContext:
             self.record.peers.watch_processes()
         self.program = Program(log, self.record.peers)
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
-        self._backend = groups.backend(device)
+        self.form = form_for(groups.backend(device))
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""
         bound: list[RankTransfer] = []
         for transfer in transfers:
             members = self._members(transfer)
-            collective = select(transfer, members, self._backend, self.device)
+            collective = select(transfer, members, self.device)
             bound.append(RankTransfer(transfer, members, collective, self.record))
         return bound
 
@@ -386,20 +387,13 @@ class CommContext:
         return RankMatrices(transfer, members, OwnersExchange(transfer, members, self.device), self.record)
 
     def _members(self, transfer: Transfer) -> GroupRank:
-        queue = QUEUES[transfer.kind]
-        group = transfer.move.group_of(self.rank)
-        partition = tuple(g.ranks for g in transfer.move.groups)
-        nodes = tuple(map(transfer.topology.node_of, group.ranks))
         if transfer.kind is TransferKind.UNUSED_PARAMS:
-            within = between = self.groups.control_on_host()
-        else:
-            within = between = self.groups.of(partition, queue)
-        if has_group_between_nodes(transfer.route, self._backend):
-            between = self.groups.of(partition, f"{queue} between nodes")
-        return GroupRank(within, between, group, group.ranks.index(self.rank), nodes)
+            return group_rank(transfer, self.rank, lambda ranks, purpose: self.groups.control_on_host())
+        queue = QUEUES[transfer.kind]
+        return group_rank(transfer, self.rank, lambda ranks, purpose: self.groups.of(ranks, f"{queue}{purpose}"))
 
     def coalesce(self, gathers: Sequence[RankTransfer]) -> CoalescedTransfers:
         """Return one transfer that sends `gathers`, which have the same members, as one message."""
         transfers = [bound.transfer for bound in gathers]
-        collective = CoalescedAllGather(transfers, gathers[0].members, self._backend, self.device)
+        collective = CoalescedAllGather(transfers, gathers[0].members, self.device)
         return CoalescedTransfers(gathers, collective)

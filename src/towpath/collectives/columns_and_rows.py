@@ -1,0 +1,177 @@
+"""Gathers and reduce-scatters as two calls of the backend: one over a column, and one over each row.
+
+A group of several nodes is a grid. A *column* has one member of each node, and a *row* has the members of one node. An
+all-gather first gathers this member's column into a *bundle*, one slice of each node. The row then shares out the
+bundles of all its members. A reduce-scatter does the same in reverse.
+
+In memory, either the slices of each row are contiguous, or those of each column. If rows are, the row makes one call
+for each node, and NCCL launches them together. If columns are, the bundle is a part of the region, and the row makes a
+single call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from towpath.collectives.collective import Collective, GroupRank, Workspace
+from towpath.collectives.native import (
+    FlatAllGather,
+    FlatReduceScatter,
+    all_gather_single,
+    launched_together,
+    reduce_scatter_single,
+)
+from towpath.core.routes import Group, Op, Order, order_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The column and the row of this rank, and its place in them."""
+
+    column: dist.ProcessGroup
+    row: dist.ProcessGroup
+    nodes: int
+    width: int
+    place: int
+    rows_are_contiguous: bool
+    first_slots: tuple[int, ...]  # the slot of the first member of each node
+
+    @staticmethod
+    def of(members: GroupRank) -> _Grid:
+        column, row, grid, slots = members.column, members.row, members.grid, members.group.slots
+        order = order_of(slots, grid)
+        assert column is not None and row is not None and order is not Order.OTHER
+        first_slots = slots[:: grid.width]
+        place = members.position % grid.width
+        return _Grid(column, row, grid.nodes, grid.width, place, order is Order.ROWS, first_slots)
+
+    def row_of(self, region: torch.Tensor, node: int) -> torch.Tensor:
+        """Return the slices of a node's members, if they are contiguous."""
+        start = self.first_slots[node] * (size := len(region) // (self.nodes * self.width))
+        return region[start : start + self.width * size]
+
+    def column_of(self, region: torch.Tensor) -> torch.Tensor:
+        """Return the slices of this rank's column, if they are contiguous."""
+        return region.chunk(self.width)[self.place]
+
+
+@final
+class ColumnRowAllGather(Collective):
+    """An all-gather over columns and then over rows.
+
+    Args:
+        members: The group, with its row and column.
+        start: Where the bundle starts in the wire buffer. Callers use the elements before it.
+    """
+
+    def __init__(self, members: GroupRank, start: int = 0) -> None:
+        self._grid, self._start = _Grid.of(members), start
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Gather the shards of all members into the region."""
+        self.run_all([region], [shard], workspace)
+
+    def run_all(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
+        """Gather `shards[i]` of every member into `regions[i]`, all of them with two launches. They have one dtype."""
+        grid = self._grid
+        if grid.rows_are_contiguous:
+            sizes = [grid.nodes * len(shard) for shard in shards]
+            bundles = workspace.take(self._start + sum(sizes), regions[0].dtype)[self._start :].split(sizes)
+        else:
+            bundles = [grid.column_of(region) for region in regions]
+        with launched_together(grid.column, len(bundles)):
+            for bundle, shard in zip(bundles, shards, strict=True):
+                all_gather_single(bundle, shard, grid.column)
+        calls = [
+            call
+            for region, bundle in zip(regions, bundles, strict=True)
+            for call in (
+                [(grid.row_of(region, j), mine) for j, mine in enumerate(bundle.chunk(grid.nodes))]
+                if grid.rows_are_contiguous
+                else [(region, bundle)]
+            )
+        ]
+        with launched_together(grid.row, len(calls)):
+            for gathered, mine in calls:
+                all_gather_single(gathered, mine, grid.row)
+
+
+@final
+class RowColumnReduceScatter(Collective):
+    """A reduce-scatter over rows and then over columns. `start`: as for `ColumnRowAllGather`."""
+
+    def __init__(self, members: GroupRank, start: int = 0) -> None:
+        self._grid, self._start = _Grid.of(members), start
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Sum the regions of all members, and write this member's slice of the sum to `shard`."""
+        grid = self._grid
+        if grid.rows_are_contiguous:
+            size = grid.nodes * len(shard)
+            bundle = workspace.take(self._start + size, region.dtype)[self._start :]
+            calls = [(mine, grid.row_of(region, j)) for j, mine in enumerate(bundle.chunk(grid.nodes))]
+        else:
+            bundle = grid.column_of(region)
+            calls = [(bundle, region)]
+        with launched_together(grid.row, len(calls)):
+            for mine, summed in calls:
+                reduce_scatter_single(mine, summed, grid.row)
+        reduce_scatter_single(shard, bundle, grid.column)
+
+
+@final
+class InMembersOrder(Collective):
+    """A gather or a reduce-scatter of slices in an order that the backend's collectives cannot work on.
+
+    The slices are copied to a wire buffer in the order of the members, or from there. `inner` works on that buffer.
+    """
+
+    def __init__(self, op: Op, members: GroupRank, inner: Collective, device: torch.device, start: int = 0) -> None:
+        self._op, self._inner, self._start, self._position = op, inner, start, members.position
+        slots = torch.tensor(members.group.slots, device=device)
+        # For a gather, the member that holds each slice. For a reduction, the slice that each member holds.
+        self._order = slots.argsort() if op is Op.ALL_GATHER else slots
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Execute the collective on the copy in the members' order."""
+        copy = workspace.take(self._start + len(region), region.dtype)[self._start :]
+        slices, copied = (each.view(len(self._order), -1) for each in (region, copy))
+        if self._op is Op.ALL_GATHER:
+            self._inner.run(copy, shard, workspace)
+            torch.index_select(copied, 0, self._order, out=slices)
+        else:
+            torch.index_select(slices, 0, self._order, out=copied)
+            self._inner.run(copy, shard, workspace)
+
+
+def grouped(op: Op, route: str, members: GroupRank, elements: int, device: torch.device, start: int = 0) -> Collective:
+    """Return a gather or reduce-scatter as calls of the backend, if all slices have the same length.
+
+    Args:
+        op: `Op.ALL_GATHER` or `Op.REDUCE_SCATTER`.
+        route: 'flat' or 'hierarchical'.
+        members: The group, with its row and column for 'hierarchical'.
+        elements: The length of the region.
+        device: The device of the tensors.
+        start: The elements of the wire buffer that the caller uses itself.
+    """
+    if not is_direct(route, members):
+        ranks = members.group.ranks
+        ordered = replace(members, group=Group(ranks, tuple(range(len(ranks)))))
+        inner = grouped(op, route, ordered, elements, device, start + elements)
+        return InMembersOrder(op, members, inner, device, start)
+    if route == "flat":
+        return FlatAllGather(members) if op is Op.ALL_GATHER else FlatReduceScatter(members)
+    return (ColumnRowAllGather if op is Op.ALL_GATHER else RowColumnReduceScatter)(members, start)
+
+
+def is_direct(route: str, members: GroupRank) -> bool:
+    """Return whether collectives of the backend can work on the region itself, without a copy in another order."""
+    if route == "flat":
+        return members.group.in_order
+    return order_of(members.group.slots, members.grid) is not Order.OTHER
