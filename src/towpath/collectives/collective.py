@@ -102,6 +102,8 @@ class GroupRank:
         group: The ranks in ring order, and their slices.
         position: The position of this rank in the group.
         nodes: The node of each member.
+        row: In the form 'collectives', the process group of the members of this node, in their order.
+        column: In the form 'collectives', the process group of the members at this place of each node, by node.
     """
 
     process_group: dist.ProcessGroup
@@ -109,6 +111,8 @@ class GroupRank:
     group: Group
     position: int
     nodes: tuple[int, ...]
+    row: dist.ProcessGroup | None = None
+    column: dist.ProcessGroup | None = None
 
     @property
     def slot(self) -> int:
