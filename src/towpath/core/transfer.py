@@ -17,6 +17,7 @@ from typing import NamedTuple
 from towpath.core.formats import NARROW, Codec, item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import (
+    ALL_TO_ALL,
     WITH_OWNERS,
     AllToAll,
     Grid,
@@ -24,6 +25,8 @@ from towpath.core.routes import (
     Op,
     Traffic,
     bounds,
+    byte_grain,
+    cell_elements,
     encoded_slice,
     hops_of,
     parts_of,
@@ -311,8 +314,14 @@ class Transfer:
 
     @property
     def grain(self) -> int:
-        """The start of each slice, and of each part of one, is a multiple of this: the codec's grain, or 1."""
-        return 1 if self.transport.encoding is None else self.transport.encoding.grain
+        """The start of each slice, and of each part of one, is a multiple of this.
+
+        It is the codec's grain, or an alignment of bytes that are gathered as they are.
+        """
+        if self.transport.encoding is not None:
+            return self.transport.encoding.grain
+        gathers_bytes = self.dtype == "uint8" and self.move.op is Op.ALL_GATHER
+        return byte_grain(self.elements, self.move.members) if gathers_bytes else 1
 
     def bounds(self, slot: int) -> tuple[int, int]:
         """Return the start and end of slice `slot` in the region."""
@@ -448,9 +457,11 @@ def _sent_by_all(
     members = move.members
     plain = [_length(elements, members, slot, 1) * item for slot in range(members)]
     gathered = [encoded_slice(codec, elements, members)] * members if codec else plain
-    reduced = (
-        [_encoded(codec, _length(elements, members, s, codec.grain), parts) for s in range(members)] if codec else plain
-    )
+    reduced = plain
+    if codec:
+        reduced = [parts * codec.cell_bytes(cell_elements(elements, members, parts, codec.grain))] * members
+    elif route in ALL_TO_ALL:
+        reduced = [max(plain)] * members  # rows are equally long
     inside, leaving = 0, [0] * topology.nodes
     # Most groups have members on nodes in the same pattern, with slices in the same order. Each pattern is counted
     # once.
@@ -497,9 +508,3 @@ def _pair_traffic(move: GroupCollective, topology: Topology, message_bytes: int)
 def _length(elements: int, pieces: int, index: int, grain: int) -> int:
     start, end = bounds(elements, pieces, index, grain)
     return end - start
-
-
-@lru_cache(maxsize=4096)
-def _encoded(codec: Codec, length: int, parts: int) -> int:
-    """Return the bytes of a slice of `length` elements whose parts are encoded separately."""
-    return sum(codec.encoded_bytes(_length(length, parts, part, codec.grain)) for part in range(parts))
