@@ -12,7 +12,17 @@ import towpath
 from tests.unit.test_routes import group_of
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.placement import GroupCollective
-from towpath.core.routes import COLLECTIVES, ROUTES, Op, Send, encoded_slice, piece_bounds, sends
+from towpath.core.routes import (
+    COLLECTIVES,
+    ROUTES,
+    Op,
+    Send,
+    byte_grain,
+    cell_elements,
+    encoded_slice,
+    piece_bounds,
+    sends,
+)
 from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
@@ -61,11 +71,14 @@ def _plan(t: Transfer) -> list[Send]:
 
 def _message_bytes(t: Transfer, slot: int, part: int, parts: int, adds: bool) -> int:
     codec, members, piece = t.transport.encoding, t.move.members, Send(0, 0, 0, 0, slot, part, parts).piece
-    if codec is not None and not adds:  # slices that were encoded before, like any bytes
-        start, end = piece_bounds(encoded_slice(codec, t.elements, members) * members, members, piece)
-        return end - start
-    start, end = piece_bounds(t.elements, members, piece, codec.grain if codec else 1)
-    return codec.encoded_bytes(end - start) if codec else (end - start) * item_bytes(t.dtype)
+    if codec is None:
+        start, end = piece_bounds(t.elements, members, piece)
+        return (end - start) * item_bytes(t.dtype)
+    if adds:
+        return codec.cell_bytes(cell_elements(t.elements, members, parts, codec.grain))
+    nbytes = encoded_slice(codec, t.elements, members) * members  # slices that were encoded before, like any bytes
+    start, end = piece_bounds(nbytes, members, piece, byte_grain(nbytes, members))
+    return end - start
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -140,12 +140,13 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[_Run]:
 def _grouped(
     items: Sequence[T], shape: Callable[[T], object], places: Callable[[T], tuple[int, int, int]]
 ) -> list[list[T]]:
-    """Group neighbors of equal shape at equal distances."""
+    """Group neighbors of equal shape at equal distances, none of them negative, as in a view."""
     groups: list[list[T]] = []
     for item in items:
         group = groups[-1] if groups else []
-        alike = bool(group) and shape(group[0]) == shape(item)
-        if alike and (len(group) == 1 or _apart(places(group[-1]), places(item)) == _apart(*map(places, group[:2]))):
+        apart = _apart(places(group[-1]), places(item)) if group else (-1,)
+        fits = min(apart) >= 0 and (len(group) < 2 or apart == _apart(*map(places, group[:2])))
+        if fits and shape(group[0]) == shape(item):
             group.append(item)
         else:
             groups.append([item])

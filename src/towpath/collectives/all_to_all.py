@@ -24,6 +24,7 @@ where it would arrive.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -62,13 +63,15 @@ class _Exchange:
     Attributes:
         sent: Where the rows start that this member sends.
         received: Where the rows start that it receives.
-        row: The length of a row.
+        row: The distance between rows.
+        contents: The length of each row that is sent. All rows that are received have the length of the own one.
         table: What is packed for this hop: pieces of the region, or sums of the rows of the hop before.
     """
 
     sent: int
     received: int
     row: int
+    contents: tuple[int, ...]
     table: Any
 
 
@@ -140,30 +143,35 @@ class AllToAllReduceScatter(Collective):
         if len(self._hops) == 2:
             order = [grid.at(node, place) for place in range(grid.width) for node in range(grid.nodes)]
         pieces = [piece(position) for position in order]
-        # Encoded cells have one size in all stages. Without a codec, nothing is sent beyond the longest piece.
-        cell = buffers.wire_cell if buffers.codec else max(end - start for start, end in pieces)
+        # Encoded cells have one size in all stages. Without a codec, each piece follows the one before it in its row.
+        codec = buffers.codec
+        cells = [buffers.wire_cell if codec else end - start for start, end in pieces]
 
         exchanges: list[_Exchange] = []
-        source = 0
+        sources = [0] * len(pieces)
         for index, hop in enumerate(self._hops):
             sent, received = buffers.starts(number, index)
-            cells, each = buffers.cells(index), buffers.cells(index + 1)
-            own = range(hop.mine * each, (hop.mine + 1) * each) if hop.group is None else ()
+            each = buffers.cells(index + 1)
+            rows = [cells[i : i + each] for i in range(0, len(cells), each)]
+            contents, row = tuple(map(sum, rows)), max(map(sum, rows))
+            places = [n * row + place for n, of in enumerate(rows) for place in accumulate(of[:-1], initial=0)]
+            own = range(hop.mine * each, (hop.mine + 1) * each)
             packed = [
                 Piece(
                     end - start,
                     start,
-                    source + i * cell,
-                    (received if i in own else sent) + i * cell,
-                    (number * cells + i) * buffers.cell,
+                    source,
+                    place + (received if hop.group is None and i in own else sent),
+                    (number * len(pieces) + i) * buffers.cell,
                 )
-                for i, (start, end) in enumerate(pieces)
+                for i, ((start, end), source, place) in enumerate(zip(pieces, sources, places, strict=True))
             ]
-            rows = (1, 0) if index == 0 else (buffers.hops[index - 1], exchanges[-1].row)
-            exchanges.append(_Exchange(sent, received, each * cell, table(packed, *rows)))
-            pieces, source = pieces[hop.mine * each : (hop.mine + 1) * each], received
+            summed = (1, 0) if index == 0 else (buffers.hops[index - 1], exchanges[-1].row)
+            exchanges.append(_Exchange(sent, received, row, contents, table(packed, *summed)))
+            pieces, cells = [pieces[i] for i in own], [cells[i] for i in own]
+            sources = [received + places[i] - places[own[0]] for i in own]
         ((start, end),) = pieces
-        own_piece = Piece(end - start, start - transfer.bounds(members.slot)[0], source)
+        own_piece = Piece(end - start, start - transfer.bounds(members.slot)[0], sources[0])
         return _Stage(tuple(exchanges), table([own_piece], buffers.hops[-1], exchanges[-1].row))
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
@@ -204,11 +212,12 @@ class AllToAllReduceScatter(Collective):
             assert work is not None
             self._posted[number, index] = work
             return
+        own = exchange.contents[hop.mine]
         messages = [
-            Message(leaves, peer, rows[i * exchange.row : (i + 1) * exchange.row])
-            for i, peer in enumerate(hop.peers)
-            for leaves, rows in ((True, sent), (False, received))
-            if i != hop.mine
+            Message(leaves, peer, rows[i * exchange.row :][:length])
+            for i, (peer, content) in enumerate(zip(hop.peers, exchange.contents, strict=True))
+            for leaves, rows, length in ((True, sent, content), (False, received, own))
+            if i != hop.mine and length
         ]
         where = f"{self._what}, stage {number}, hop {index}"
         if messages:

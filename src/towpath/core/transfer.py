@@ -17,7 +17,6 @@ from typing import NamedTuple
 from towpath.core.formats import NARROW, Codec, item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import (
-    ALL_TO_ALL,
     WITH_OWNERS,
     AllToAll,
     Grid,
@@ -460,8 +459,6 @@ def _sent_by_all(
     reduced = plain
     if codec:
         reduced = [parts * codec.cell_bytes(cell_elements(elements, members, parts, codec.grain))] * members
-    elif route in ALL_TO_ALL:
-        reduced = [max(plain)] * members  # rows are equally long
     inside, leaving = 0, [0] * topology.nodes
     # Most groups have members on nodes in the same pattern, with slices in the same order. Each pattern is counted
     # once.
