@@ -54,6 +54,8 @@ class Pieces:
         stride: The bytes from one row to the next.
     """
 
+    COLUMNS = 9  # of the table
+
     def __init__(
         self, codec: Codec, pieces: Sequence[Piece], device: torch.device, rows: int = 1, stride: int = 0
     ) -> None:
@@ -68,7 +70,7 @@ class Pieces:
         for p in self.pieces:
             factor, step = factor * _SEED_FACTOR & _32_BITS, (step * _SEED_FACTOR + _SEED_STEP) & _32_BITS
             lines.append([p.length, p.start, p.source, p.target, p.kept, factor, step, rows, stride])
-        self.table = torch.tensor(lines, dtype=torch.int64, device=device)
+        self.table = torch.tensor(lines, dtype=torch.int64, device=device).view(-1, self.COLUMNS)
         self._last = factor, step
         # Hints for compilers: starts and lengths are multiples of `unit` elements, codes start at multiples of
         # `code_unit` bytes.
