@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
+from towpath.codecs.kernels import pieces as loops
 from towpath.codecs.kernels import reference
+from towpath.codecs.kernels.pieces import Piece, Pieces
 from towpath.core.formats import Codec
 
 INTEGERS = [
@@ -70,7 +73,7 @@ def inputs(dtype: torch.dtype, n: int) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def check(kernels: ModuleType, text: str, dtype: torch.dtype, n: int, device: str = "cpu") -> None:
-    """All four functions, on messages that start at odd addresses."""
+    """All functions for one message, on messages that start at odd addresses."""
     codec = Codec.parse(text)
     for x, seed in inputs(dtype, n):
         x = x.to(device)
@@ -79,6 +82,11 @@ def check(kernels: ModuleType, text: str, dtype: torch.dtype, n: int, device: st
         kernels.encode(codec, x, got, seed)
         assert _same_message(codec, got, expected), f"encode: {text}, {dtype}, {n} elements"
 
+        reference.decode(codec, expected, back := torch.empty(n, dtype=dtype, device=device))
+        kernels.decode(codec, expected, found := torch.empty_like(back))
+        assert same(found, back), f"decode: {text}, {dtype}, {n} elements"
+        if not hasattr(kernels, "decode_sum"):
+            continue  # it only sums many pieces at a time
         rows = messages(codec, n, 3, 5, device)
         for i, row in enumerate(rows):
             reference.encode(codec, x.roll(i * (n // 3)), row, seed + i)
@@ -87,14 +95,71 @@ def check(kernels: ModuleType, text: str, dtype: torch.dtype, n: int, device: st
             reference.decode_sum(codec, spaced, expected)
             kernels.decode_sum(codec, spaced, got)
             assert same(got, expected), f"decode_sum: {text}, {dtype}, {n} elements, {len(spaced)} rows"
-        reference.decode(codec, rows[0], expected)
-        kernels.decode(codec, rows[0], got)
-        assert same(got, expected), f"decode: {text}, {dtype}, {n} elements"
 
         expected, got = messages(codec, n, 2, 3, device)
         reference.decode_sum_encode(codec, rows, n, expected, seed)
         kernels.decode_sum_encode(codec, rows, n, got, seed)
         assert _same_message(codec, got, expected), f"decode_sum_encode: {text}, {n} elements"
+
+
+# Lengths of pieces: any, and those that let kernels use wide words (with codes at multiples of 4, or of 16 bytes).
+UNEVEN = (257, 0, 1, 2049, 31, 5000)
+EVEN = (2048, 768, 0, 4352)
+WIDE = (2048, 4096, 4096)
+
+
+def check_pieces(
+    kernels: Any, text: str, dtype: torch.dtype, lengths: Sequence[int], feedback: bool, device: str = "cpu"
+) -> None:
+    """Many pieces at a time, in launches that follow each other, against the oracle piece by piece.
+
+    The wire buffer has a cell of each piece, then three rows of them, one in the place of this member, then the sums.
+    """
+    codec = Codec.parse(text)
+    cell, longest, count, rows = codec.cell_bytes(max(lengths)), max(lengths), len(lengths), 3
+    starts = [32 + index * (longest + 16) for index in range(count)]
+    row, where = count * cell, torch.device(device)
+
+    def table(source: int, target: int, rows: int = 1) -> Pieces:
+        each = [
+            Piece(length, starts[i], source * row + i * cell, target * row + i * cell, i * longest)
+            for i, length in enumerate(lengths)
+        ]
+        return Pieces(codec, each, where, rows, row if rows > 1 else 0)
+
+    size = starts[-1] + longest
+    wire = torch.arange((2 + rows) * row, device=device).to(torch.uint8)
+    wires = [wire, wire.clone()]
+    kept = [torch.randn(count, longest, device=device) * feedback]
+    kept.append(kept[0].clone())
+    scratch = torch.empty(2 * longest, device=device)
+    outs = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
+    gathered = table(1, 1 + rows, rows)
+    for turn, pieces in enumerate(table(0, target) for target in (0, 2, 3, 1)):
+        x = (overflown if turn == 1 else messy)(size, dtype).roll(turn).to(device)
+        for run, w, k in zip(_runs(kernels), wires, kept, strict=True):
+            run("encode_pieces", pieces, x, w, 7 + turn, k if feedback else None, scratch)
+        assert _same_message(codec, *wires), f"encode: {text}, {dtype}, {lengths}, turn {turn}"
+        assert same(*kept), f"kept: {text}, {dtype}, {lengths}, turn {turn}"
+    for run, w, k, out in zip(_runs(kernels), wires, kept, outs, strict=True):
+        run("sum_pieces", gathered, w, 99, k if feedback else None, scratch)
+        run("decode_pieces", gathered, w, out)
+    assert _same_message(codec, *wires), f"sum: {text}, {dtype}, {lengths}"
+    assert same(*kept), f"kept: {text}, {dtype}, {lengths}"
+    assert same(*outs), f"decode: {text}, {dtype}, {lengths}"
+    for run, w, out in zip(_runs(kernels), wires, outs, strict=True):
+        run("decode_pieces", table(0, 0), w, out)
+    assert same(*outs), f"decode one row: {text}, {dtype}, {lengths}"
+
+
+def _runs(kernels: Any) -> list[Callable[..., None]]:
+    def expected(name: str, *args: Any) -> None:
+        getattr(loops, name)(reference, *args)
+
+    def got(name: str, *args: Any) -> None:
+        getattr(kernels, name)(*args)
+
+    return [expected, got]
 
 
 def _same_message(codec: Codec, a: torch.Tensor, b: torch.Tensor) -> bool:

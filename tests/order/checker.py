@@ -274,17 +274,29 @@ class Checker(TorchDispatchMode):
             kernels.decode(codec, message, out)
             self.access([message], [out], "decode")
 
-        def decode_sum(codec: Any, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-            kernels.decode_sum(codec, rows, out)
-            self.access(rows, [out], "decode+sum")
+        def encode_pieces(pieces: Any, values: torch.Tensor, wire: torch.Tensor, *args: Any) -> None:
+            kernels.encode_pieces(pieces, values, wire, *args)
+            self.access([values], _targets(pieces, wire), "encode")
 
-        def decode_sum_encode(
-            codec: Any, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
-        ) -> None:
-            kernels.decode_sum_encode(codec, rows, elements, out, seed)
-            self.access(rows, [out], "decode+sum+encode")
+        def sum_pieces(pieces: Any, wire: torch.Tensor, *args: Any) -> None:
+            kernels.sum_pieces(pieces, wire, *args)
+            self.access(_sources(pieces, wire), _targets(pieces, wire), "decode+sum+encode")
 
-        return Kernels(kernels.name, encode, decode, decode_sum, decode_sum_encode)
+        def decode_pieces(pieces: Any, wire: torch.Tensor, out: torch.Tensor) -> None:
+            kernels.decode_pieces(pieces, wire, out)
+            self.access(_sources(pieces, wire), [out], "decode+sum")
+
+        return Kernels(kernels.name, encode, decode, encode_pieces, sum_pieces, decode_pieces)
+
+
+def _targets(pieces: Any, wire: torch.Tensor) -> list[torch.Tensor]:
+    return [wire[piece.target :][:size] for piece, size in zip(pieces.pieces, pieces.sizes, strict=True)]
+
+
+def _sources(pieces: Any, wire: torch.Tensor) -> list[torch.Tensor]:
+    starts = [row * pieces.stride for row in range(pieces.rows)]
+    each = list(zip(pieces.pieces, pieces.sizes, strict=True))
+    return [wire[start + piece.source :][:size] for start in starts for piece, size in each]
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -21,6 +21,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from tests.workspace import workspace
 from towpath.codecs.kernels import reference
+from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank
 from towpath.collectives.rank_transfer import select
 from towpath.core.formats import Codec
@@ -234,6 +235,43 @@ def _as_the_oracle(shape: Topology) -> None:
             if op is Op.ALL_REDUCE:
                 expected, start, end = _through(oracle.codec, expected), 0, elements
             assert torch.equal(region[start:end], expected[start:end]), (codec, feedback, str(op), route, dtype, turn)
+
+
+@pytest.mark.parametrize("shape", [Topology(2, 2), *map(seldom, (Topology(3, 1), Topology(2, 3)))], ids=str)
+def test_all_to_alls_of_the_backend_equal_messages(world: Worlds, shape: Topology) -> None:
+    world(shape.world).run(_backends_own, shape)
+
+
+def _backends_own(shape: Topology) -> None:
+    rows = [tuple(range(node * shape.ranks_per_node, (node + 1) * shape.ranks_per_node)) for node in range(shape.nodes)]
+    row, column = (
+        next(group for group, of in made if dist.get_rank() in of)
+        for made in ([(dist.new_group(of), of) for of in each] for each in (rows, list(zip(*rows, strict=True))))
+    )
+    for number, codec in enumerate(["none", "int8:32", "int4:64+hadamard+stochastic", "e5m2:whole"]):
+        for route, parts in product(("one-hop", "two-hop"), (1, 3)):
+            members = _members(shape, local_major=parts == 3)
+            dtype = ("float32", "bfloat16")[number % 2]
+            feedback = "none" if codec == "none" else "both"
+            transport = Transport(route, codec, feedback)
+            with pytest.MonkeyPatch.context() as patch:
+                if parts > 1:
+                    patch.setattr("towpath.core.routes.SMALLEST_PART_BYTES", 200)
+                elements = 64 * shape.world * parts
+                transfer = _transfer(Op.REDUCE_SCATTER, transport, shape, elements, dtype, members)
+                in_groups = replace(members, row=row, column=column)
+                both = [
+                    AllToAllReduceScatter(transfer, members, torch.device("cpu")),
+                    AllToAllReduceScatter(transfer, in_groups, torch.device("cpu"), collectives=True),
+                ]
+            start, end = transfer.bounds(members.slot)
+            for turn in range(2):
+                region, found = _each(shape, elements, dtype, seed=turn)[dist.get_rank()], []
+                for collective in both:
+                    found.append(torch.empty_like(region[start:end]))
+                    collective.run(region.clone(), found[-1], workspace())
+                assert torch.equal(*found), (codec, route, parts, turn)
+            assert all(torch.equal(*kept) for kept in zip(both[0].state, both[1].state, strict=True))
 
 
 @pytest.mark.parametrize("shape", [Topology(2, 2), seldom(Topology(3, 1)), seldom(Topology(2, 3))], ids=str)

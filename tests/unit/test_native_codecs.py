@@ -10,7 +10,20 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.codec_cases import CODECS, DTYPES, LENGTHS, LONG, check, check_8_bit_floats, messages, same
+from tests.codec_cases import (
+    CODECS,
+    DTYPES,
+    EVEN,
+    LENGTHS,
+    LONG,
+    UNEVEN,
+    WIDE,
+    check,
+    check_8_bit_floats,
+    check_pieces,
+    messages,
+    same,
+)
 from tests.ranks.strategies import seldom
 from towpath.codecs import kernels as module
 from towpath.codecs.kernels import reference
@@ -42,6 +55,13 @@ def test_every_level_equals_the_oracle(level: str, text: str) -> None:
 def test_messages_of_any_length_equal_the_oracles(text: str) -> None:
     for n in (*LENGTHS, LONG):
         check(native, text, torch.float32, n)
+
+
+@pytest.mark.parametrize("text", ["int8", "int4:32+hadamard+stochastic", "e5m2:whole", "bf16"])
+def test_many_pieces_equal_the_oracles(text: str) -> None:
+    for dtype, lengths in zip(DTYPES, (UNEVEN, EVEN, WIDE), strict=True):
+        for feedback in (False, True):
+            check_pieces(module.kernels_for(torch.device("cpu")), text, dtype, lengths, feedback)
 
 
 @pytest.mark.parametrize("text", ["e4m3:whole", "e5m2:whole"])

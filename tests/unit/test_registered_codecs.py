@@ -10,6 +10,7 @@ from torch import Tensor
 
 from towpath.codecs import register
 from towpath.codecs.kernels import kernels_for
+from towpath.codecs.kernels.pieces import Piece, Pieces
 from towpath.core import formats
 from towpath.core.formats import Codec
 from towpath.core.transport import Transport
@@ -90,17 +91,17 @@ def test_a_value_that_is_not_finite_is_never_hidden(value: float) -> None:
 def test_sums_are_of_what_was_decoded() -> None:
     _signs()
     codec, kernels = Codec.parse("sign:32"), kernels_for(CPU)
-    rows = [torch.full((40,), float(k)) for k in (1, 2)]
-    messages = [torch.empty(codec.encoded_bytes(40), dtype=torch.uint8) for _ in rows]
-    for row, message in zip(rows, messages, strict=True):
-        kernels.encode(codec, row, message)
-    total, again = torch.empty(40), torch.empty_like(messages[0])
-    kernels.decode_sum(codec, messages, total)
+    cell, size = codec.cell_bytes(40), codec.encoded_bytes(40)
+    wire = torch.zeros(3, cell, dtype=torch.uint8)
+    for k, message in zip((1, 2), wire, strict=False):
+        kernels.encode(codec, torch.full((40,), float(k)), message[:size])
+    total = torch.empty(40)
+    kernels.decode_pieces(Pieces(codec, [Piece(40)], CPU, 2, cell), wire.view(-1), total)
     torch.testing.assert_close(total[:32], torch.full((32,), 3.0), rtol=0, atol=0)
-    kernels.decode_sum_encode(codec, messages, 40, again)
-    expected = torch.empty_like(again)
+    kernels.sum_pieces(Pieces(codec, [Piece(40, target=2 * cell)], CPU, 2, cell), wire.view(-1), 0)
+    expected = torch.empty(size, dtype=torch.uint8)
     kernels.encode(codec, total, expected)
-    assert torch.equal(again, expected)
+    assert torch.equal(wire[2, :size], expected)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from towpath.core.routes import (
     Form,
     Op,
     Send,
+    byte_grain,
+    cell_elements,
     effective_route,
     encoded_slice,
     piece_bounds,
@@ -78,11 +80,14 @@ def _plan(t: Transfer) -> list[Send]:
 
 def _message_bytes(t: Transfer, slot: int, part: int, parts: int, adds: bool) -> int:
     codec, members, piece = t.transport.encoding, t.move.members, Send(0, 0, 0, 0, slot, part, parts).piece
-    if codec is not None and not adds:  # slices that were encoded before, like any bytes
-        start, end = piece_bounds(encoded_slice(codec, t.elements, members) * members, members, piece)
-        return end - start
-    start, end = piece_bounds(t.elements, members, piece, codec.grain if codec else 1)
-    return codec.encoded_bytes(end - start) if codec else (end - start) * item_bytes(t.dtype)
+    if codec is None:
+        start, end = piece_bounds(t.elements, members, piece)
+        return (end - start) * item_bytes(t.dtype)
+    if adds:
+        return codec.cell_bytes(cell_elements(t.elements, members, parts, codec.grain))
+    nbytes = encoded_slice(codec, t.elements, members) * members  # slices that were encoded before, like any bytes
+    start, end = piece_bounds(nbytes, members, piece, byte_grain(nbytes, members))
+    return end - start
 
 
 @pytest.mark.parametrize("form", Form)

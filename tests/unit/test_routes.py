@@ -244,7 +244,7 @@ def test_wire_buffers_stay_below_the_region_but_for_an_all_to_all() -> None:
     assert sizes["hierarchical"] == 2 / 16
     assert sizes["ho-ring"] <= 1 / 4
     assert sizes["one-hop"] <= 2
-    assert sizes["two-hop"] <= 1.1
+    assert sizes["two-hop"] <= 9 / 8
     assert wire_elements(Op.ALL_GATHER, "ho-ring", grid, 8, elements) == (0, 0)
 
 

@@ -74,6 +74,21 @@ def test_every_dtype(interpreted: Run, text: str, dtype: torch.dtype) -> None:
     interpreted(_check, text, dtype, (33, 2049))
 
 
+@pytest.mark.parametrize(
+    "i, text",
+    [
+        seldom(i, text) if i % 4 and text not in ("int4", "e4m3:whole", "bf16") else (i, text)
+        for i, text in enumerate(codec_cases.CODECS)
+    ],
+    ids=codec_cases.CODECS,
+)
+def test_many_pieces_in_one_launch(interpreted: Run, i: int, text: str) -> None:
+    dtype = codec_cases.DTYPES[i % len(codec_cases.DTYPES)]
+    lengths = (codec_cases.UNEVEN, codec_cases.EVEN, codec_cases.WIDE)[i // 2 % 3]
+    for feedback in (False, True):
+        interpreted(_check_pieces, text, dtype, lengths, feedback)
+
+
 @pytest.mark.parametrize("text", ["int8:2048", seldom("bf16")])
 def test_a_long_message(interpreted: Run, text: str) -> None:
     interpreted(_check_long, text)
@@ -106,6 +121,10 @@ def _check(text: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
         codec_cases.check(importlib.import_module(KERNELS), text, dtype, n)
 
 
+def _check_pieces(text: str, dtype: torch.dtype, lengths: tuple[int, ...], feedback: bool) -> None:
+    codec_cases.check_pieces(importlib.import_module(KERNELS), text, dtype, lengths, feedback)
+
+
 def _check_long(text: str) -> None:
     codec_cases.check_message(importlib.import_module(KERNELS), text, torch.float32, codec_cases.LONG)
 
@@ -119,26 +138,25 @@ def _assembly(text: str) -> list[str]:
     triton, kernels = importlib.import_module("triton"), importlib.import_module(KERNELS)
     compiler, backends = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
     codec = Codec.parse(text)
-    _, _, constants = kernels._shape(codec, 10_000)
-    options = {name: constants.pop(name) for name in kernels._LAUNCH}
-    constants |= {"top": codec.largest or 0.0, "stochastic": codec.stochastic}
-    types = dict.fromkeys(("rows", "n", "split", "size", "seed"), "i32") | {"stride": "i64"}
-    if constants["whole"]:
-        types["largest"] = "*i32"
-    else:
-        constants["largest"] = None
+    _, shape = kernels._shape(codec, 10_000, 3)
+    options = {name: shape.pop(name) for name in kernels._LAUNCH}
+    shape |= {"unit": 16, "code_unit": 4}
 
-    def compiled(kernel: Any, source: str, out: str = "*u8") -> str:
+    def compiled(kernel: Any, constants: dict[str, Any], **pointers: str) -> str:
         names: list[str] = kernel.arg_names
-        given = types | {"source": source, "out": out}
-        signature = {name: given.get(name, "constexpr") for name in names}
-        values = {(names.index(k),): v for k, v in (constants | {"encoded": source == "*u8"}).items() if k in names}
-        code = compiler.ASTSource(kernel, signature, values)
+        types = {"table": "*i64", "seed": "i32", "wire": "*u8"} | pointers
+        signature = {name: types.get(name, "constexpr") for name in names}
+        values = {(names.index(name),): value for name, value in constants.items()}
+        values |= {(i,): None for i, name in enumerate(names) if name not in types and name not in constants}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "*" in types.get(name, "")}
+        code = compiler.ASTSource(kernel, signature, values, aligned)
         return triton.compile(code, target=backends.GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-    made = [compiled(kernels._decode_kernel, "*u8", "*fp16")]
-    for source in ("*u8", "*fp32"):
-        made.append(compiled(kernels._encode_kernel, source))
-        if constants["whole"]:
-            made.append(compiled(kernels._largest_kernel, source))
+    made = [compiled(kernels._decode_kernel, shape | {"many": many}, out="*fp16") for many in (False, True)]
+    largest = {"largest": "*i32"} if shape["whole"] else {}
+    for source in ({"values": "*bf16"}, {}):
+        constants = shape | {"many": not source}
+        made.append(compiled(kernels._encode_kernel, constants, kept="*fp32", **source, **largest))
+        if largest:
+            made.append(compiled(kernels._largest_kernel, constants, cleared="*i32", **source, **largest))
     return made

@@ -1,21 +1,25 @@
 """The messages of a reduction in hops: pieces of a region, sent as they are or encoded.
 
-A hop's buffer holds packed pieces one after another. The pieces of a region are packed before the first hop. Each
-member of a hop receives buffers with the same pieces, and sums them. The sums are packed for the next hop, or unpacked
-into elements after the last one.
+The wire buffer has a cell for each piece. The pieces of a region are packed into cells before the first hop. Each
+member of a hop receives rows with the same pieces, and sums them. The sums are packed for the next hop, or unpacked
+into elements after the last one. Where everything is in memory is settled when the collective is made.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import Protocol, final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, final
 
 import torch
 
 from towpath.codecs.kernels import Watch, kernels_for, watched
+from towpath.codecs.kernels.pieces import Piece, Pieces, next_seed
 from towpath.core.formats import NARROW, Codec, dtype_name
+
+T = TypeVar("T")
+Table = TypeVar("Table")
 
 
 class PackingBuffers(Protocol):
@@ -28,78 +32,148 @@ class PackingBuffers(Protocol):
         ...
 
 
-class Packing(ABC):
-    """How the pieces of a reduction are written into messages. `hop` is the number of the next hop."""
+class Packing(ABC, Generic[Table]):
+    """How the pieces of a reduction are written into cells. `Table` says where each piece is."""
 
     dtype: torch.dtype
 
     @abstractmethod
-    def size(self, elements: int) -> int:
-        """Return the size of a packed piece of `elements` elements, in elements of `dtype`."""
+    def table(self, pieces: Sequence[Piece], rows: int = 1, stride: int = 0) -> Table:
+        """Return the table of pieces that are packed, summed or unpacked together.
+
+        Places in the wire buffer, and the `stride` between rows, are in elements of `dtype`.
+        """
 
     @abstractmethod
-    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: PackingBuffers) -> None:
-        """Pack pieces of a region into `out`."""
+    def pack(self, table: Table, region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+        """Pack pieces of a region into their cells."""
 
     @abstractmethod
-    def sum(
-        self,
-        rows: Sequence[torch.Tensor],
-        lengths: Sequence[int],
-        out: torch.Tensor,
-        stage: int,
-        hop: int,
-        workspace: PackingBuffers,
-    ) -> None:
-        """Sum the pieces of all rows, and pack the sums into `out`. `lengths` are the pieces' numbers of elements."""
+    def sum(self, table: Table, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+        """Sum the pieces of all rows, and pack the sums into their cells. `hop` is the number of the next hop."""
 
     @abstractmethod
-    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: PackingBuffers) -> None:
-        """Sum the piece of all rows into the elements of `out`."""
+    def unpack(self, table: Table, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
+        """Sum the pieces of all rows into the elements of `out`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Pieces of equal length at equal distances, in two levels, so that one call handles all of them.
+
+    Attributes:
+        piece: The first one.
+        counts: The number of pieces in each level.
+        steps: For each level, the distances between the starts, sources and targets of pieces.
+    """
+
+    piece: Piece
+    counts: tuple[int, int]
+    steps: tuple[tuple[int, int, int], tuple[int, int, int]]
+
+    def of(self, flat: torch.Tensor, field: int, lead: tuple[tuple[int, int], ...] = ()) -> torch.Tensor:
+        """Return a view of the pieces, by their starts (0), sources (1) or targets (2) in `flat`.
+
+        `lead` has the size and the stride of further dimensions before them.
+        """
+        first = _places(self.piece)[field] + flat.storage_offset()
+        sizes = (*(size for size, _ in lead), *self.counts, self.piece.length)
+        strides = (*(stride for _, stride in lead), *(step[field] for step in self.steps), 1)
+        return flat.as_strided(sizes, strides, first)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    runs: tuple[_Run, ...]
+    rows: int
+    stride: int
 
 
 @final
-class PlainPacking(Packing):
-    """Pieces in their dtype. Sums of narrow dtypes are computed in float32."""
+class PlainPacking(Packing[_Runs]):
+    """Pieces in their dtype. Sums of narrow dtypes are computed in float32.
+
+    On a CPU, rows are summed in their order. On a GPU, one call sums all rows, in an order that depends on the shape.
+    """
 
     def __init__(self, dtype: torch.dtype, sum_elements: int) -> None:
         self.dtype, self._sum_elements = dtype, sum_elements
+        self._narrow = dtype_name(dtype) in NARROW
 
-    def size(self, elements: int) -> int:
-        return elements
+    def table(self, pieces: Sequence[Piece], rows: int = 1, stride: int = 0) -> _Runs:
+        return _Runs(tuple(_runs([piece for piece in pieces if piece.length])), rows, stride)
 
-    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: PackingBuffers) -> None:
-        torch.cat(list(pieces), out=out[: sum(p.numel() for p in pieces)])
+    def pack(self, table: _Runs, region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+        for run in table.runs:
+            run.of(wire, 2).copy_(run.of(region, 0))
 
-    def sum(
-        self,
-        rows: Sequence[torch.Tensor],
-        lengths: Sequence[int],
-        out: torch.Tensor,
-        stage: int,
-        hop: int,
-        workspace: PackingBuffers,
-    ) -> None:
-        self.unpack(rows, out[: sum(lengths)], workspace)
+    def sum(self, table: _Runs, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+        for run in table.runs:
+            self._sum(table, run, wire, run.of(wire, 2), workspace)
 
-    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: PackingBuffers) -> None:
-        narrow = dtype_name(out.dtype) in NARROW
-        total = workspace.take(self._sum_elements, torch.float32)[: out.numel()] if narrow else out
-        total.copy_(rows[0])
-        for row in rows[1:]:
-            total.add_(row)
-        if narrow:
+    def unpack(self, table: _Runs, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
+        for run in table.runs:
+            self._sum(table, run, wire, run.of(out, 0), workspace)
+
+    def _sum(self, table: _Runs, run: _Run, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
+        rows, total = run.of(wire, 1, ((table.rows, table.stride),)), out
+        if self._narrow:
+            total = workspace.take(self._sum_elements, torch.float32)[: out.numel()].view(out.shape)
+        if wire.device.type == "cpu":
+            total.copy_(rows[0])
+            for row in rows[1:]:
+                total.add_(row)
+        else:
+            torch.sum(rows, 0, dtype=total.dtype, out=total)
+        if self._narrow:
             out.copy_(total)
 
 
+def _runs(pieces: Sequence[Piece]) -> Iterator[_Run]:
+    """Group pieces into runs: first neighbors at equal distances, and then equal groups at equal distances."""
+    groups = _grouped(pieces, lambda piece: piece.length, _places)
+    for alike in _grouped(groups, lambda group: (len(group), _step(group), group[0].length), lambda g: _places(g[0])):
+        firsts = [group[0] for group in alike]
+        yield _Run(firsts[0], (len(alike), len(alike[0])), (_step(firsts), _step(alike[0])))
+
+
+def _grouped(
+    items: Sequence[T], shape: Callable[[T], object], places: Callable[[T], tuple[int, int, int]]
+) -> list[list[T]]:
+    """Group neighbors of equal shape at equal distances, none of them negative, as in a view."""
+    groups: list[list[T]] = []
+    for item in items:
+        group = groups[-1] if groups else []
+        apart = _apart(places(group[-1]), places(item)) if group else (-1,)
+        fits = min(apart) >= 0 and (len(group) < 2 or apart == _apart(*map(places, group[:2])))
+        if fits and shape(group[0]) == shape(item):
+            group.append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
+def _apart(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
+    return b[0] - a[0], b[1] - a[1], b[2] - a[2]
+
+
+def _step(group: Sequence[Piece]) -> tuple[int, int, int]:
+    """Return the distances between neighbors of a group."""
+    return _apart(_places(group[0]), _places(group[min(1, len(group) - 1)]))
+
+
+def _places(piece: Piece) -> tuple[int, int, int]:
+    return piece.start, piece.source, piece.target
+
+
 @final
-class EncodedPacking(Packing):
+class EncodedPacking(Packing[Pieces]):
     """Pieces encoded by a codec, with optional error feedback.
 
     Args:
         codec: The codec.
         device: The device of the pieces.
-        sum_elements: The number of elements of the buffer for sums.
+        sum_elements: The number of elements of the scratch memory for error feedback.
         kept: For each hop, the rounding errors that are added before the next encoding, or None without error feedback.
             Their shape is [stages, pieces, longest piece].
         seed: The seed of stochastic rounding. Members need different seeds, or their errors would add up.
@@ -115,68 +189,29 @@ class EncodedPacking(Packing):
         kept: Sequence[torch.Tensor | None],
         seed: int,
     ) -> None:
-        self._codec, self._kernels, self._sum_elements = codec, kernels_for(device), sum_elements
+        self._codec, self._device, self._sum_elements = codec, device, sum_elements
+        self._kernels = kernels_for(device)
         self.kept, self.seeds = kept, RoundingSeeds(seed)
 
-    def size(self, elements: int) -> int:
-        return self._codec.encoded_bytes(elements)
+    def table(self, pieces: Sequence[Piece], rows: int = 1, stride: int = 0) -> Pieces:
+        return Pieces(self._codec, pieces, self._device, rows, stride)
 
-    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: PackingBuffers) -> None:
-        for number, place in enumerate(self._places([p.numel() for p in pieces])):
-            self._encode(pieces[number], out[place], self._error(stage, 0, number), workspace)
+    def pack(self, table: Pieces, region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+        kept, scratch = self._feedback(0, workspace)
+        watched(self._kernels, workspace.watch).encode_pieces(
+            table, region, wire, self.seeds.draw(table), kept, scratch
+        )
 
-    def sum(
-        self,
-        rows: Sequence[torch.Tensor],
-        lengths: Sequence[int],
-        out: torch.Tensor,
-        stage: int,
-        hop: int,
-        workspace: PackingBuffers,
-    ) -> None:
-        kernels = watched(self._kernels, workspace.watch)
-        for number, (place, elements) in enumerate(zip(self._places(lengths), lengths, strict=True)):
-            arrived, error = [row[place] for row in rows], self._error(stage, hop, number)
-            if elements == 0:
-                continue
-            if error is None:
-                kernels.decode_sum_encode(self._codec, arrived, elements, out[place], self.seeds.next())
-            else:
-                total = workspace.take(self._sum_elements, torch.float32)[:elements]
-                kernels.decode_sum(self._codec, arrived, total)
-                self._encode(total, out[place], error, workspace)
+    def sum(self, table: Pieces, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+        kept, scratch = self._feedback(hop, workspace)
+        watched(self._kernels, workspace.watch).sum_pieces(table, wire, self.seeds.draw(table), kept, scratch)
 
-    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: PackingBuffers) -> None:
-        if out.numel():
-            sent = [row[: self.size(out.numel())] for row in rows]
-            watched(self._kernels, workspace.watch).decode_sum(self._codec, sent, out)
+    def unpack(self, table: Pieces, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
+        watched(self._kernels, workspace.watch).decode_pieces(table, wire, out)
 
-    def _places(self, lengths: Sequence[int]) -> Iterator[slice]:
-        ends = accumulate(map(self.size, lengths), initial=0)
-        return (slice(start, end) for start, end in pairwise(ends))
-
-    def _error(self, stage: int, hop: int, number: int) -> torch.Tensor | None:
+    def _feedback(self, hop: int, workspace: PackingBuffers) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         kept = self.kept[hop]
-        return None if kept is None else kept[stage, number]
-
-    def _encode(
-        self, values: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None, workspace: PackingBuffers
-    ) -> None:
-        n = values.numel()
-        if n == 0:
-            return
-        kernels = watched(self._kernels, workspace.watch)
-        if error is None:
-            kernels.encode(self._codec, values, out, self.seeds.next())
-            return
-        total, decoded = workspace.take(self._sum_elements, torch.float32).view(2, -1)[:, :n]
-        error = error[:n]
-        torch.add(values, error, out=total)  # `values` may be `total`
-        kernels.encode(self._codec, total, out, self.seeds.next())
-        kernels.decode(self._codec, out, decoded)
-        total.sub_(decoded)
-        # A block that overflowed has no useful rounding error, so the previous error is kept.
-        torch.where(total.isfinite(), total, error, out=error)
+        return kept, None if kept is None else workspace.take(self._sum_elements, torch.float32)
 
 
 class RoundingSeeds:
@@ -189,5 +224,10 @@ class RoundingSeeds:
 
     def next(self) -> int:
         """Return the seed of the next message."""
-        self.seed = (self.seed * 0x9E3779B1 + 0x7FEB352D) & 0xFFFFFFFF
+        self.seed = next_seed(self.seed)
         return self.seed
+
+    def draw(self, pieces: Pieces) -> int:
+        """Take a seed for each piece. Return the one before them, from which kernels derive theirs."""
+        before, self.seed = self.seed, pieces.last_seed(self.seed)
+        return before

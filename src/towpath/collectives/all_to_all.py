@@ -1,11 +1,11 @@
 """Reductions by all-to-all, in one hop or two (ZeRO++, section 3.3).
 
-Members exchange slices, and sum them when they arrive. In each hop a member's buffer holds one segment for each member
-of the hop. The member sends each segment to the member that it is for. It then sums what it receives in rank order,
-which gives the buffer of the next hop.
+Members exchange slices, and sum them when they arrive. In each hop a member's buffer holds one row for each member of
+the hop. The member sends each row to the member that it is for. It then sums what it receives in rank order, which
+gives the buffer of the next hop.
 
 With two hops, the first one is among the members of a node, and the second one among members of equal place in their
-nodes. A segment of the first hop contains the slices of one whole column of the grid. These are apart in the region, so
+nodes. A row of the first hop contains the slices of one whole column of the grid. These are apart in the region, so
 they are first copied next to each other, in ZeRO++'s slice order:
 
     position = place in the node · nodes + node
@@ -15,20 +15,27 @@ they are first copied next to each other, in ZeRO++'s slice order:
 The two hops overlap: while one part of every slice takes its second hop, another part takes its first. With a codec,
 pieces are encoded when they are copied into a buffer. After a hop they are decoded, summed and encoded again
 (`codecs/packing.py`).
+
+A hop is executed by messages between its members, or by one all-to-all of the backend. The buffers are the same.
+Received rows are equally spaced, with this member's own row in its place. Messages leave that row out, so it is packed
+where it would arrive.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import final
+from itertools import accumulate
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
+from towpath.codecs.kernels.pieces import Piece
 from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import Message, Posted, post
-from towpath.core.routes import AllToAll, Piece, hops_of, piece_bounds
+from towpath.core.routes import AllToAll, hops_of, piece_bounds
+from towpath.core.routes import Piece as SlicePart
 from towpath.core.transfer import Transfer
 
 
@@ -40,56 +47,72 @@ class _Hop:
         peers: The positions of the members, including this one.
         mine: The index of this member among them.
         crossing: True if the members are in different nodes.
+        group: The process group of these members, if the backend exchanges the rows.
     """
 
     peers: tuple[int, ...]
     mine: int
     crossing: bool
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One hop of a stage. Places are in elements of the wire buffer.
+
+    Attributes:
+        sent: Where the rows start that this member sends.
+        received: Where the rows start that it receives.
+        row: The distance between rows.
+        contents: The length of each row that is sent. All rows that are received have the length of the own one.
+        table: What is packed for this hop: pieces of the region, or sums of the rows of the hop before.
+    """
+
+    sent: int
+    received: int
+    row: int
+    contents: tuple[int, ...]
+    table: Any
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """The part of a reduction that `AllToAll` runs at a time: one piece of each slice. Hops of several parts overlap.
+    """The part of a reduction that runs at a time: one piece of each slice. Hops of several stages overlap.
 
     Attributes:
-        pieces: The start and end of each piece in the flat buffer, in the order in which they are sent.
-        lengths: For each hop, the lengths of the pieces that it sends, and at the end those that remain.
-        own: The start and end of the piece whose sum this member keeps.
+        exchanges: Its hops.
+        table: What is unpacked after the last hop: this member's piece of the sum.
     """
 
-    pieces: tuple[tuple[int, int], ...]
-    lengths: tuple[tuple[int, ...], ...]
-    own: tuple[int, int]
-
-
-@dataclass(slots=True)
-class _Wire:
-    """The buffers of one hop of one stage, and the messages that are in flight between them."""
-
-    sent: torch.Tensor
-    received: torch.Tensor
-    posted: Posted | None = None
+    exchanges: tuple[_Exchange, ...]
+    table: Any
 
 
 @final
 class AllToAllReduceScatter(Collective):
-    """A reduce-scatter by all-to-all messages, in one hop or two.
+    """A reduce-scatter by all-to-all, in one hop or two.
 
     It is used for the routes 'one-hop' and 'two-hop', with or without a codec.
+
+    Args:
+        transfer: The reduction.
+        members: The group, and this rank's position in it. Two hops of collectives use its row and its column.
+        device: The device of the region.
+        collectives: Exchange the rows of a hop by one all-to-all of the backend. Otherwise send messages.
     """
 
-    def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device) -> None:
+    def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device, collectives: bool = False) -> None:
         self._transfer, self._members, self._tag = transfer, members, message_tag(transfer)
-        self._what, self._start = f"{transfer.move.op.value} by {transfer.route}", transfer.bounds(members.slot)[0]
+        self._what = f"{transfer.move.op.value} by {transfer.route}"
         hops = hops_of(transfer.route, members.grid)
         self._buffers = AllToAll(hops, transfer.parts, transfer.elements, transfer.transport.encoding)
-        self._hops = _hops(members, len(self._buffers.hops))
-        self._stages = [self._stage(part) for part in range(self._buffers.stages)]
+        self._hops = _hops(members, len(self._buffers.hops), collectives)
         self._packing = self._make_packing(device)
-        # For each stage and hop, these are the boundaries in the hop's buffer between the segments of its members.
-        self._segments = [[self._ends(stage, hop) for hop in range(len(self._hops))] for stage in self._stages]
+        self._stages = [self._stage(number) for number in range(self._buffers.stages)]
+        # What is in flight, by stage and hop.
+        self._posted: dict[tuple[int, int], Posted | dist.Work] = {}
 
-    def _make_packing(self, device: torch.device) -> Packing:
+    def _make_packing(self, device: torch.device) -> Packing[Any]:
         buffers, codec = self._buffers, self._transfer.transport.encoding
         if codec is None:
             return PlainPacking(getattr(torch, self._transfer.dtype), buffers.sum_elements)
@@ -108,29 +131,53 @@ class AllToAllReduceScatter(Collective):
         """The seeds of stochastic rounding, if there is a codec."""
         return (self._packing.seeds,) if isinstance(self._packing, EncodedPacking) else ()
 
-    def _stage(self, part: int) -> _Stage:
-        members, grid, transfer = self._members, self._members.grid, self._transfer
-        count = len(members.group.ranks)
+    def _stage(self, number: int) -> _Stage:
+        members, grid, transfer, buffers = self._members, self._members.grid, self._transfer, self._buffers
+        count, table = len(members.group.ranks), self._packing.table
 
         def piece(position: int) -> tuple[int, int]:
-            piece = Piece(members.group.slots[position], part, self._buffers.stages)
-            return piece_bounds(transfer.elements, count, piece, transfer.grain)
+            part = SlicePart(members.group.slots[position], number, buffers.stages)
+            return piece_bounds(transfer.elements, count, part, transfer.grain)
 
-        if len(self._hops) == 1:
-            order = list(range(count))
-        else:
+        order = list(range(count))
+        if len(self._hops) == 2:
             order = [grid.at(node, place) for place in range(grid.width) for node in range(grid.nodes)]
-        pieces = tuple(map(piece, order))
-        lengths = [tuple(end - start for start, end in pieces)]
-        for hop in self._hops:
-            each = len(lengths[-1]) // len(hop.peers)
-            lengths.append(lengths[-1][hop.mine * each : (hop.mine + 1) * each])
-        return _Stage(pieces, tuple(lengths), piece(members.position))
+        pieces = [piece(position) for position in order]
+        # Encoded cells have one size in all stages. Without a codec, each piece follows the one before it in its row.
+        codec = buffers.codec
+        cells = [buffers.wire_cell if codec else end - start for start, end in pieces]
+
+        exchanges: list[_Exchange] = []
+        sources = [0] * len(pieces)
+        for index, hop in enumerate(self._hops):
+            sent, received = buffers.starts(number, index)
+            each = buffers.cells(index + 1)
+            rows = [cells[i : i + each] for i in range(0, len(cells), each)]
+            contents, row = tuple(map(sum, rows)), max(map(sum, rows))
+            places = [n * row + place for n, of in enumerate(rows) for place in accumulate(of[:-1], initial=0)]
+            own = range(hop.mine * each, (hop.mine + 1) * each)
+            packed = [
+                Piece(
+                    end - start,
+                    start,
+                    source,
+                    place + (received if hop.group is None and i in own else sent),
+                    (number * len(pieces) + i) * buffers.cell,
+                )
+                for i, ((start, end), source, place) in enumerate(zip(pieces, sources, places, strict=True))
+            ]
+            summed = (1, 0) if index == 0 else (buffers.hops[index - 1], exchanges[-1].row)
+            exchanges.append(_Exchange(sent, received, row, contents, table(packed, *summed)))
+            pieces, cells = [pieces[i] for i in own], [cells[i] for i in own]
+            sources = [received + places[i] - places[own[0]] for i in own]
+        ((start, end),) = pieces
+        own_piece = Piece(end - start, start - transfer.bounds(members.slot)[0], sources[0])
+        return _Stage(tuple(exchanges), table([own_piece], buffers.hops[-1], exchanges[-1].row))
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Sum the regions of all members, and write this member's slice of the sum to `shard`."""
-        wires, packing, start = self._wires(workspace), self._packing, self._start
-        last = len(self._hops) - 1
+        packing, last = self._packing, len(self._hops) - 1
+        wire = workspace.take(self._buffers.wire_elements, packing.dtype)
         # In turn t, stage t − h starts its hop h. Later stages start first. Their first hop is then in flight while
         # earlier stages sum what has arrived.
         for turn in range(len(self._stages) + last + 1):
@@ -140,64 +187,51 @@ class AllToAllReduceScatter(Collective):
                     break
                 # Stage n + 2 packs into the buffers of stage n, in the turn in which stage n ends. Stage n has then
                 # completed its first hop, and only reads the buffers of its second one.
-                stage, mine = self._stages[number], wires[number % len(wires)]
+                stage = self._stages[number]
                 if hop == 0:
-                    packing.pack([region[a:b] for a, b in stage.pieces], mine[0].sent, number, workspace)
+                    packing.pack(stage.exchanges[0].table, region, wire, workspace)
                 else:
-                    rows = self._arrived(number, hop - 1, mine[hop - 1])
+                    posted = self._posted.pop((number, hop - 1), None)
+                    if posted is not None:
+                        posted.wait()
                     if hop <= last:
-                        packing.sum(rows, stage.lengths[hop], mine[hop].sent, number, hop, workspace)
+                        packing.sum(stage.exchanges[hop].table, hop, wire, workspace)
                     else:
-                        packing.unpack(rows, shard[stage.own[0] - start : stage.own[1] - start], workspace)
+                        packing.unpack(stage.table, wire, shard, workspace)
                 if hop <= last:
-                    self._send(number, hop, mine[hop], workspace)
+                    self._send(number, hop, wire, workspace)
 
-    def _wires(self, workspace: Workspace) -> list[list[_Wire]]:
-        buffers = self._buffers
-        sizes = [
-            n for h in range(len(self._hops)) for n in (buffers.sent_elements(h), buffers.received_elements(h))
-        ] * buffers.sets
-        pieces = list(workspace.take(buffers.wire_elements, self._packing.dtype).split(sizes))
-        wires = [_Wire(sent, received) for sent, received in zip(pieces[::2], pieces[1::2], strict=True)]
-        return [wires[i : i + len(self._hops)] for i in range(0, len(wires), len(self._hops))]
-
-    def _send(self, number: int, index: int, wire: _Wire, workspace: Workspace) -> None:
-        hop, segments = self._hops[index], self._segments[number][index]
-        rows = self._rows(number, index, wire)
+    def _send(self, number: int, index: int, wire: torch.Tensor, workspace: Workspace) -> None:
+        hop, exchange = self._hops[index], self._stages[number].exchanges[index]
+        if not exchange.row:
+            return
+        size = len(hop.peers) * exchange.row
+        sent, received = (wire[start : start + size] for start in (exchange.sent, exchange.received))
+        if hop.group is not None:
+            work = dist.all_to_all_single(received, sent, group=hop.group, async_op=True)
+            assert work is not None
+            self._posted[number, index] = work
+            return
+        own = exchange.contents[hop.mine]
         messages = [
-            Message(leaves, peer, content)
-            for row, peer, (start, end) in zip(rows, hop.peers, pairwise(segments), strict=True)
-            for leaves, content in ((True, wire.sent[start:end]), (False, row))
-            if peer != self._members.position and content.numel()
+            Message(leaves, peer, rows[i * exchange.row :][:length])
+            for i, (peer, content) in enumerate(zip(hop.peers, exchange.contents, strict=True))
+            for leaves, rows, length in ((True, sent, content), (False, received, own))
+            if i != hop.mine and length
         ]
         where = f"{self._what}, stage {number}, hop {index}"
-        tag = workspace.tag(self._tag)
-        wire.posted = post(messages, self._members, where, hop.crossing, tag) if messages else None
-
-    def _arrived(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:
-        if wire.posted is not None:
-            wire.posted.wait()
-        return self._rows(number, index, wire)
-
-    def _rows(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:
-        """Return what each member of a hop has for this one, in order. Its own segment is still in the sent buffer."""
-        hop, segments = self._hops[index], self._segments[number][index]
-        start, end = segments[hop.mine], segments[hop.mine + 1]
-        size = end - start
-        rows = [wire.received[i * size : (i + 1) * size] for i in range(len(hop.peers) - 1)]
-        return [*rows[: hop.mine], wire.sent[start:end], *rows[hop.mine :]]
-
-    def _ends(self, stage: _Stage, index: int) -> list[int]:
-        lengths = stage.lengths[index]
-        ends = list(accumulate(map(self._packing.size, lengths), initial=0))
-        return ends[:: len(lengths) // len(self._hops[index].peers)]
+        if messages:
+            tag = workspace.tag(self._tag)
+            self._posted[number, index] = post(messages, self._members, where, hop.crossing, tag)
 
 
-def _hops(members: GroupRank, count: int) -> list[_Hop]:
+def _hops(members: GroupRank, count: int, collectives: bool) -> list[_Hop]:
     grid, everyone = members.grid, range(len(members.group.ranks))
+    whole, row, column = (members.process_group, members.row, members.column) if collectives else (None, None, None)
     if count == 1:
-        return [_Hop(tuple(everyone), members.position, crossing=False)]
+        return [_Hop(tuple(everyone), members.position, False, whole)]
+    assert not collectives or (row is not None and column is not None), "two hops of collectives need row and column"
     node, place = divmod(members.position, grid.width)
     in_node = tuple(grid.at(node, m) for m in range(grid.width))
     in_column = tuple(grid.at(j, place) for j in range(grid.nodes))
-    return [_Hop(in_node, place, crossing=False), _Hop(in_column, node, crossing=True)]
+    return [_Hop(in_node, place, False, row), _Hop(in_column, node, True, column)]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.codecs.kernels import kernels_for, watched
+from towpath.codecs.kernels.pieces import Piece, Pieces
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.core.formats import Codec
@@ -144,12 +145,15 @@ class EncodedAllGather(Collective):
 
     def __init__(self, transfer: Transfer, members: GroupRank, inner: Collective, device: torch.device) -> None:
         assert isinstance(transfer.payload, Range) and transfer.transport.encoding is not None
-        self._codec, self._members, self._inner = transfer.transport.encoding, members, inner
-        self._rests = transfer.payload.encoded
-        self._kernels = kernels_for(device)
-        count = len(members.group.ranks)
-        self._bytes = encoded_slice(self._codec, transfer.elements, count)
-        self._bounds = [transfer.bounds(slot) for slot in range(count)]
+        codec, count = transfer.transport.encoding, len(members.group.ranks)
+        self._inner, self._rests, self._kernels = inner, transfer.payload.encoded, kernels_for(device)
+        cell = encoded_slice(codec, transfer.elements, count)
+        self._bytes, self._mine = cell * count, slice(members.slot * cell, (members.slot + 1) * cell)
+        bounds = [transfer.bounds(slot) for slot in range(count)]
+        start, end = bounds[members.slot]
+        self._own = Pieces(codec, [Piece(end - start, target=self._mine.start)], device)
+        slices = [Piece(end - start, start, source=slot * cell) for slot, (start, end) in enumerate(bounds)]
+        self._slices = Pieces(codec, slices, device)
         self._seeds = RoundingSeeds(members.slot)
         self._begun: torch.Tensor | None = None  # the messages between `begin` and `run`, with this member's encoded
 
@@ -161,29 +165,22 @@ class EncodedAllGather(Collective):
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Encode this member's slice, and begin to gather."""
         messages = self._begun = self._encoded(shard, workspace)
-        self._inner.begin(messages, self._mine(messages), workspace)
+        self._inner.begin(messages, messages[self._mine], workspace)
 
     def _encoded(self, shard: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        messages = workspace.take(self._bytes * len(self._bounds), torch.uint8)
+        messages = workspace.take(self._bytes, torch.uint8)
         if self._rests:
-            self._mine(messages)[: shard.numel()].copy_(shard)
-        elif shard.numel():
-            place = self._mine(messages)[: self._codec.encoded_bytes(shard.numel())]
-            watched(self._kernels, workspace.watch).encode(self._codec, shard, place, self._seeds.next())
+            messages[self._mine][: shard.numel()].copy_(shard)
+        else:
+            kernels = watched(self._kernels, workspace.watch)
+            kernels.encode_pieces(self._own, shard, messages, self._seeds.draw(self._own))
         return messages
-
-    def _mine(self, messages: torch.Tensor) -> torch.Tensor:
-        return messages.view(len(self._bounds), -1)[self._members.slot]
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Gather all slices, and decode them into the region."""
         messages, self._begun = self._encoded(shard, workspace) if self._begun is None else self._begun, None
-        self._inner.run(messages, self._mine(messages), workspace)
-        kernels = watched(self._kernels, workspace.watch)
-        each = messages.view(len(self._bounds), -1)
-        for message, (start, end) in zip(each, self._bounds, strict=True):
-            if start < end:
-                kernels.decode(self._codec, message[: self._codec.encoded_bytes(end - start)], region[start:end])
+        self._inner.run(messages, messages[self._mine], workspace)
+        watched(self._kernels, workspace.watch).decode_pieces(self._slices, messages, region)
 
 
 def of_bytes(transfer: Transfer, codec: Codec) -> Transfer:

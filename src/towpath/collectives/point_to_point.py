@@ -146,8 +146,8 @@ class PointToPoint(Collective):
         self._own = slice(*transfer.bounds(members.slot))
         messages = sends(self._op, transfer.route, members.group, members.nodes, transfer.parts)
         plan = [s for s in messages if members.position in (s.source, s.target)]
-        self._cell = cell_elements(transfer.elements, len(members.group.ranks), transfer.parts)
-        self._batches = self._in_batches(plan, transfer.elements)
+        self._cell = cell_elements(transfer.elements, len(members.group.ranks), transfer.parts, transfer.grain)
+        self._batches = self._in_batches(plan, transfer)
         self._first = [b for b in self._batches if b.step == self._batches[0].step]
         node = members.nodes[members.position]
         peers = [{members.nodes[message.peer] for message in batch.messages} for batch in self._batches]
@@ -156,14 +156,14 @@ class PointToPoint(Collective):
         self._begun: list[tuple[_Batch, Posted]] | None = None
         self._cells = 1 + max((p.cell for b in self._batches for p in b.messages if p.cell is not None), default=-1)
 
-    def _in_batches(self, plan: list[Send], elements: int) -> list[_Batch]:
+    def _in_batches(self, plan: list[Send], transfer: Transfer) -> list[_Batch]:
         members, position = self._members, self._members.position
         added = [s for s in plan if s.adds and s.target == position]
         cells = dict(zip(added, cells_of(added), strict=True))
 
         def message(send: Send) -> _RangeMessage:
             leaves = send.source == position
-            start, end = piece_bounds(elements, len(members.group.ranks), send.piece)
+            start, end = piece_bounds(transfer.elements, len(members.group.ranks), send.piece, transfer.grain)
             return _RangeMessage(leaves, send.target if leaves else send.source, start, end, cells.get(send))
 
         def batch_of(send: Send) -> tuple[int, int, bool]:

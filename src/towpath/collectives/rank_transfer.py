@@ -64,7 +64,7 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
     # gloo allocates a copy of the region in each call, which fragments the heap.
     in_calls = transfer.form is Form.COLLECTIVES and transfer.elements % transfer.move.members == 0
     if op is not Op.ALL_GATHER and hops_of(route, members.grid):
-        reduce = AllToAllReduceScatter(transfer, members, device)
+        reduce = AllToAllReduceScatter(transfer, members, device, transfer.form is Form.COLLECTIVES)
     elif codec is not None:  # a route that was added without its hops would send unencoded values
         raise StrategyError(f"{transfer}: {codec} needs hops, and hops_of() has none for {route!r}.")
     elif not in_calls:
@@ -95,7 +95,8 @@ def group_rank(transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], d
     everyone = tuple(g.ranks for g in transfer.move.groups)
     if transfer.by_rows_and_columns:
         row, column = group_of(transfer.rows, " in nodes"), group_of(transfer.columns, " between nodes")
-        whole = group_of(everyone, "") if transfer.route == "two-hop" else row  # for the messages of an all-to-all
+        # Slices of different lengths are sent as messages.
+        whole = group_of(everyone, "") if transfer.elements % transfer.move.members else row
         return GroupRank(whole, whole, group, position, nodes, row, column)
     whole = group_of(everyone, "")
     each = whole if transfer.form is Form.COLLECTIVES else None

@@ -75,6 +75,11 @@ _registered: dict[str, int] = {}  # bits of a code, by name of a registered code
 CODE_BITS = (1, 2, 4, 8)  # allowed for registered codecs, so that no code spans two bytes
 SCALE_BYTES = 4
 
+# Cells of the wire buffer start at multiples of these bytes. Backends copy bytes one by one where messages start
+# elsewhere. Large cells fill whole lines of a GPU's memory.
+CELL_ALIGNMENT, _LARGE_CELL_ALIGNMENT = 16, 128
+_LARGE_CELL_BYTES = 8192
+
 WHOLE = "whole"  # this block size lets all elements of a message share one scale
 SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 4096
 _DEFAULT_BLOCK = 256
@@ -197,6 +202,17 @@ class Codec:
     def encoded_bytes(self, elements: int) -> int:
         """Return how many bytes a message of `elements` elements takes."""
         return SCALE_BYTES * self.scales(elements) + ceil(elements * self.bits / 8)
+
+    def cell_bytes(self, elements: int) -> int:
+        """Return the size on the wire of a message of `elements` elements, rounded up to the alignment of cells."""
+        nbytes = self.encoded_bytes(elements)
+        alignment = cell_alignment(nbytes)
+        return ceil(nbytes / alignment) * alignment
+
+
+def cell_alignment(nbytes: int) -> int:
+    """Return the bytes that the starts of cells of `nbytes` bytes are a multiple of."""
+    return _LARGE_CELL_ALIGNMENT if nbytes >= _LARGE_CELL_BYTES else CELL_ALIGNMENT
 
 
 # --- precision --------------------------------------------------------------------------------------------------------

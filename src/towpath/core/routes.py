@@ -33,7 +33,7 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Literal, NamedTuple, get_args
 
-from towpath.core.formats import Codec
+from towpath.core.formats import CELL_ALIGNMENT, Codec, cell_alignment
 
 Route = Literal["flat", "ring", "hierarchical", "ho-ring", "one-hop", "two-hop"]
 
@@ -447,8 +447,18 @@ def slice_bytes(elements: int, members: int, item_bytes: int, codec: Codec | Non
 
 
 def encoded_slice(codec: Codec, elements: int, members: int) -> int:
-    """Return how many bytes each member's slice takes when a region is gathered with `codec`."""
-    return codec.encoded_bytes(cell_elements(elements, members, 1, codec.grain))
+    """Return how many bytes each member's slice takes when a region is gathered with `codec`: a cell of the wire."""
+    return codec.cell_bytes(cell_elements(elements, members, 1, codec.grain))
+
+
+def byte_grain(nbytes: int, members: int) -> int:
+    """Return what cuts of a region of `nbytes` bytes are a multiple of, so that its messages start aligned.
+
+    It is 1 if the members' slices themselves do not start aligned.
+    """
+    size, rest = divmod(nbytes, members)
+    fits = (n for n in (cell_alignment(size), CELL_ALIGNMENT) if not rest and size % n == 0)
+    return next(fits, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,18 +485,28 @@ class AllToAll:
         """Length of the largest piece, in elements."""
         return cell_elements(self.elements, prod(self.hops), self.stages, self.codec.grain if self.codec else 1)
 
-    def sent_elements(self, hop: int) -> int:
-        """Return the largest size of a stage's buffer for `hop`: a segment for each member, this one included."""
-        return prod(self.hops[hop:]) * (self.codec.encoded_bytes(self.cell) if self.codec else self.cell)
+    @property
+    def wire_cell(self) -> int:
+        """Size of one cell of the wire buffer."""
+        return self.codec.cell_bytes(self.cell) if self.codec else self.cell
 
-    def received_elements(self, hop: int) -> int:
-        """Return the size of the segments that arrive in `hop`, one from each other member."""
-        return self.sent_elements(hop) // self.hops[hop] * (self.hops[hop] - 1)
+    def cells(self, hop: int) -> int:
+        """Return how many cells a stage's buffer for `hop` has, in all segments together."""
+        return prod(self.hops[hop:])
+
+    def starts(self, stage: int, hop: int) -> tuple[int, int]:
+        """Return where the wire buffer has what `stage` sends in `hop`, and the rows that it receives.
+
+        The rows are equally spaced. The row of this member is among them, in its place.
+        """
+        each = [self.cells(h) * self.wire_cell for h in range(len(self.hops))]
+        start = 2 * (stage % self.sets * sum(each) + sum(each[:hop]))
+        return start, start + each[hop]
 
     @property
     def wire_elements(self) -> int:
-        """Size of the wire buffer: the sent and received segments of all hops, for each set of buffers."""
-        return self.sets * sum(self.sent_elements(h) + self.received_elements(h) for h in range(len(self.hops)))
+        """Size of the wire buffer: the sent and received rows of all hops, for each set of buffers."""
+        return 2 * self.sets * sum(map(self.cells, range(len(self.hops)))) * self.wire_cell
 
     @property
     def sum_elements(self) -> int:
@@ -495,7 +515,7 @@ class AllToAll:
         With a codec it holds one piece before encoding, and the same piece decoded again. Without a codec it holds the
         sums of a dtype that is too narrow to sum in.
         """
-        return 2 * self.cell if self.codec else self.sent_elements(0) // self.hops[0]
+        return 2 * self.cell if self.codec else self.cells(1) * self.cell
 
     @property
     def kept_elements(self) -> tuple[int, ...]:
@@ -503,7 +523,7 @@ class AllToAll:
 
         It is one float32 element for each element of the hop's buffer.
         """
-        return tuple(self.stages * prod(self.hops[h:]) * self.cell for h in range(len(self.hops)))
+        return tuple(self.stages * self.cells(h) * self.cell for h in range(len(self.hops)))
 
 
 # --- route bytes ------------------------------------------------------------------------------------------------------

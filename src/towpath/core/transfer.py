@@ -27,6 +27,8 @@ from towpath.core.routes import (
     Order,
     Traffic,
     bounds,
+    byte_grain,
+    cell_elements,
     encoded_slice,
     grouped_wire_elements,
     hops_of,
@@ -342,8 +344,14 @@ class Transfer:
 
     @property
     def grain(self) -> int:
-        """The start of each slice, and of each part of one, is a multiple of this: the codec's grain, or 1."""
-        return 1 if self.transport.encoding is None else self.transport.encoding.grain
+        """The start of each slice, and of each part of one, is a multiple of this.
+
+        It is the codec's grain, or an alignment of bytes that are gathered as they are.
+        """
+        if self.transport.encoding is not None:
+            return self.transport.encoding.grain
+        gathers_bytes = self.dtype == "uint8" and self.move.op is Op.ALL_GATHER
+        return byte_grain(self.elements, self.move.members) if gathers_bytes else 1
 
     def bounds(self, slot: int) -> tuple[int, int]:
         """Return the start and end of slice `slot` in the region."""
@@ -504,9 +512,9 @@ def _sent_by_all(
     members = move.members
     plain = [_length(elements, members, slot, 1) * item for slot in range(members)]
     gathered = [encoded_slice(codec, elements, members)] * members if codec else plain
-    reduced = (
-        [_encoded(codec, _length(elements, members, s, codec.grain), parts) for s in range(members)] if codec else plain
-    )
+    reduced = plain
+    if codec:
+        reduced = [parts * codec.cell_bytes(cell_elements(elements, members, parts, codec.grain))] * members
     inside, leaving = 0, [0] * topology.nodes
     # Most groups have members on nodes in the same pattern, with slices in the same order. Each pattern is counted
     # once.
@@ -553,9 +561,3 @@ def _pair_traffic(move: GroupCollective, topology: Topology, message_bytes: int)
 def _length(elements: int, pieces: int, index: int, grain: int) -> int:
     start, end = bounds(elements, pieces, index, grain)
     return end - start
-
-
-@lru_cache(maxsize=4096)
-def _encoded(codec: Codec, length: int, parts: int) -> int:
-    """Return the bytes of a slice of `length` elements whose parts are encoded separately."""
-    return sum(codec.encoded_bytes(_length(length, parts, part, codec.grain)) for part in range(parts))

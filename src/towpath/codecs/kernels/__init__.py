@@ -2,24 +2,27 @@
 
     reference.py      plain torch       native.py        C++, on the CPU
     triton_codecs.py  Triton, on GPUs   registered.py    codecs that a user registers, on any device
+    pieces.py         the places of many pieces, and loops over them
 
 The log reports once which back end a device uses, and what the slow one costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from threading import Lock
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from towpath.codecs.kernels import pieces as loops
 from towpath.codecs.kernels import reference, registered
+from towpath.codecs.kernels.pieces import Pieces
 from towpath.core.formats import Codec, registered_formats
 from towpath.logs import logger
 
@@ -46,23 +49,57 @@ class Encode(Protocol):
     def __call__(self, codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None: ...
 
 
-class DecodeSumEncode(Protocol):
-    """The type of `Kernels.decode_sum_encode`."""
+class EncodePieces(Protocol):
+    """The type of `Kernels.encode_pieces`."""
 
     def __call__(
-        self, codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
+        self,
+        pieces: Pieces,
+        values: torch.Tensor,
+        wire: torch.Tensor,
+        seed: int,
+        kept: torch.Tensor | None = None,
+        scratch: torch.Tensor | None = None,
+    ) -> None: ...
+
+
+class SumPieces(Protocol):
+    """The type of `Kernels.sum_pieces`."""
+
+    def __call__(
+        self,
+        pieces: Pieces,
+        wire: torch.Tensor,
+        seed: int,
+        kept: torch.Tensor | None = None,
+        scratch: torch.Tensor | None = None,
     ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """A back end: the four functions of `reference`, and its name."""
+    """A back end: functions for one message, and functions for many pieces at a time.
+
+    On a GPU, each function for pieces is one launch for any number of pieces and rows. Codecs with one scale for each
+    message need a second one, which finds the largest values. `kept` is the error feedback of all pieces, in float32:
+    it is added before the encoding, and then it becomes what the encoding rounded away. Back ends without such a
+    kernel compute it in `scratch`, which has twice the elements of the longest piece, in float32.
+
+    Attributes:
+        name: The name of the back end.
+        encode: Encode one message, as `reference.encode` does. It may start at any byte.
+        decode: Decode one message.
+        encode_pieces: Encode each piece of `values` into its cell of `wire`. `seed` is the one before the first.
+        sum_pieces: Decode each piece of all rows of `wire`, sum them, and encode the sum into the piece's cell.
+        decode_pieces: Decode each piece of all rows of `wire`, and sum them into the piece of `out`.
+    """
 
     name: str
     encode: Encode
     decode: Callable[[Codec, torch.Tensor, torch.Tensor], None]
-    decode_sum: Callable[[Codec, Sequence[torch.Tensor], torch.Tensor], None]
-    decode_sum_encode: DecodeSumEncode
+    encode_pieces: EncodePieces
+    sum_pieces: SumPieces
+    decode_pieces: Callable[[Pieces, torch.Tensor, torch.Tensor], None]
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -103,16 +140,23 @@ def _of(module: ModuleType) -> Kernels:
     def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
         chosen(codec).decode(codec, data, out)
 
-    def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        chosen(codec).decode_sum(codec, rows, out)
+    def of_pieces(name: str) -> Any:
+        loop, launch = getattr(loops, name), getattr(module, name, None)
 
-    def decode_sum_encode(
-        codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
-    ) -> None:
-        chosen(codec).decode_sum_encode(codec, rows, elements, out, seed)
+        def run(pieces: Pieces, *args: Any) -> None:
+            if pieces.pieces:
+                one = chosen(pieces.codec)
+                if one is module and launch is not None:
+                    launch(pieces, *args)
+                else:
+                    loop(one, pieces, *args)
+
+        return run
 
     name = module.__name__.rpartition(".")[2]
-    return Kernels(name, encode, decode, decode_sum, decode_sum_encode)
+    return Kernels(
+        name, encode, decode, of_pieces("encode_pieces"), of_pieces("sum_pieces"), of_pieces("decode_pieces")
+    )
 
 
 def watched(kernels: Kernels, watch: Watch | None) -> Kernels:
@@ -128,14 +172,22 @@ def watched(kernels: Kernels, watch: Watch | None) -> Kernels:
         with watch(codec, "decode", out.numel()):
             kernels.decode(codec, message, out)
 
-    def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        with watch(codec, "decode+sum", len(rows) * out.numel()):
-            kernels.decode_sum(codec, rows, out)
+    def of_pieces(operation: str, work: Callable[..., None]) -> Any:
+        def run(pieces: Pieces, *args: Any) -> None:
+            with watch(
+                pieces.codec,
+                operation if pieces.rows > 1 else operation.replace("+sum", ""),
+                pieces.rows * pieces.elements,
+            ):
+                work(pieces, *args)
 
-    def decode_sum_encode(
-        codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
-    ) -> None:
-        with watch(codec, "decode+sum+encode", len(rows) * elements):
-            kernels.decode_sum_encode(codec, rows, elements, out, seed)
+        return run
 
-    return Kernels(kernels.name, encode, decode, decode_sum, decode_sum_encode)
+    return Kernels(
+        kernels.name,
+        encode,
+        decode,
+        of_pieces("encode", kernels.encode_pieces),
+        of_pieces("decode+sum+encode", kernels.sum_pieces),
+        of_pieces("decode+sum", kernels.decode_pieces),
+    )

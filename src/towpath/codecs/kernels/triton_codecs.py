@@ -1,7 +1,8 @@
 """The codecs in Triton, for GPUs. They equal `reference` to the bit, and read and write memory once.
 
-A program works on a tile of whole blocks, 2,048 elements in total. Only a codec with one scale per message needs a
-separate pass, which finds the largest value. How the kernels keep the bits of the reference:
+A program works on a tile of whole blocks of one piece, 2,048 elements in total. One launch handles all pieces: a
+program finds its piece's place in `Pieces.table`. Only codecs with one scale per message need a launch before that,
+which finds the largest values. How the kernels keep the bits of the reference:
 
     division         `div_rn`: Triton's `/` of float32 is approximate on GPUs
     a * b + c        launched without fusion: a fused multiply-add rounds once where the reference rounds twice
@@ -9,7 +10,10 @@ separate pass, which finds the largest value. How the kernels keep the bits of t
                      conversions differ between devices, sums do not
     denormals        no functions of libdevice, such as `tl.floor`, which flush denormals
     largest value    compares the bits of absolute values as integers: they order as the values do, then Inf, then NaN
-    addresses        reads and writes scales and bfloat16 byte by byte, since a message may start at any byte
+
+Memory is read and written in words as wide as its alignment allows, which `Pieces` knows. A single message may start at
+any byte. If it does, its scales and bfloat16 codes are read and written byte by byte. Offsets are computed in 64 bits
+once for each program, and in 32 bits inside its tile.
 
 Messages and outputs must be contiguous and on the current device.
 """
@@ -21,80 +25,127 @@ Messages and outputs must be contiguous and on the current device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from towpath.core.formats import SCALE_BYTES, Codec
+from towpath.codecs.kernels.pieces import Pieces
+from towpath.core.formats import CELL_ALIGNMENT, SCALE_BYTES, Codec
 
 _TILE = 2048
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
+_CELL_ALIGNMENT = tl.constexpr(CELL_ALIGNMENT)
+_COLUMNS = tl.constexpr(Pieces.COLUMNS)
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
     """Encode as `reference.encode` does."""
-    _encode(codec, (x.contiguous(), 0, 0), x.numel(), out, seed)
+    n = x.numel()
+    if n:
+        grid, constants = _shape(codec, n, 1)
+        largest = [torch.zeros(1, dtype=torch.int32, device=out.device), None] if constants["whole"] else None
+        where = (x.contiguous(), _contiguous(out), None, None, n)
+        _encode(grid, constants | {"aligned": _is_aligned(out)}, where, largest, seed)
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
     """Decode as `reference.decode` does."""
-    decode_sum(codec, [data], out)
-
-
-def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Decode and sum as `reference.decode_sum` does."""
     n = out.numel()
     if n:
-        grid, sizes, constants = _shape(codec, n)
-        _decode_kernel[grid](*_equally_spaced(rows), _contiguous(out), *sizes, **constants)
+        grid, constants = _shape(codec, n, 1)
+        constants |= {"aligned": _is_aligned(data)}
+        _decode_kernel[grid](_contiguous(data), _contiguous(out), None, n, **constants)
 
 
-def decode_sum_encode(
-    codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
+def encode_pieces(
+    pieces: Pieces,
+    values: torch.Tensor,
+    wire: torch.Tensor,
+    seed: int,
+    kept: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> None:
-    """Decode, sum and encode as `reference.decode_sum_encode` does."""
-    _encode(codec, _equally_spaced(rows), elements, out, seed)
+    """Encode the pieces of `values`, as `Kernels.encode_pieces` says."""
+    _encode_pieces(pieces, _contiguous(values), wire, seed, kept)
 
 
-# The input of a kernel: a tensor, the bytes from one row to the next, and the number of rows (0: not encoded).
-Source = tuple[torch.Tensor, int, int]
+def sum_pieces(
+    pieces: Pieces,
+    wire: torch.Tensor,
+    seed: int,
+    kept: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
+) -> None:
+    """Decode the rows, sum them, and encode the sums, as `Kernels.sum_pieces` says."""
+    _encode_pieces(pieces, None, wire, seed, kept)
 
 
-def _encode(codec: Codec, source: Source, n: int, out: torch.Tensor, seed: int) -> None:
-    if n == 0:
-        return
-    grid, sizes, constants = _shape(codec, n)
-    constants["encoded"] = source[2] > 0
-    largest = None
-    if constants["whole"]:
-        largest = torch.zeros(1, dtype=torch.int32, device=out.device)
-        _largest_kernel[grid](*source, largest, *sizes, **constants)
+def decode_pieces(pieces: Pieces, wire: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode the rows, and sum them into `out`, as `Kernels.decode_pieces` says."""
+    grid, constants, _ = _launch(pieces)
+    _decode_kernel[grid](_checked(wire), _contiguous(out), pieces.table, None, **constants)
+
+
+def _encode_pieces(
+    pieces: Pieces, values: torch.Tensor | None, wire: torch.Tensor, seed: int, kept: torch.Tensor | None
+) -> None:
+    grid, constants, largest = _launch(pieces)
+    errors = None if kept is None else _contiguous(kept)
+    _encode(grid, constants, (values, _checked(wire), errors, pieces.table, None), largest, seed)
+    if largest is not None:
+        largest.reverse()
+
+
+def _encode(
+    grid: tuple[int, int],
+    constants: dict[str, Any],
+    where: tuple[Any, ...],
+    largest: list[torch.Tensor | None] | None,
+    seed: int,
+) -> None:
+    if largest is not None:
+        _largest_kernel[grid](*where, *largest, **constants)
     # The lower 32 bits as a signed number: Triton compiles a kernel for each integer type.
     signed_seed = (seed & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
-    _encode_kernel[grid](
-        *source,
-        largest,
-        _contiguous(out),
-        *sizes,
-        signed_seed,
-        top=codec.largest or 0.0,
-        stochastic=codec.stochastic,
-        **constants,
-    )
+    _encode_kernel[grid](*where, None if largest is None else largest[0], signed_seed, **constants)
 
 
-def _shape(codec: Codec, n: int) -> tuple[tuple[int], tuple[int, int, int], dict[str, Any]]:
-    """Return the grid, the sizes (elements, bytes of scales, bytes of the message), and compile-time constants."""
-    whole = codec.largest is not None and codec.block == 0
+def _launch(pieces: Pieces) -> tuple[tuple[int, int], dict[str, Any], list[torch.Tensor | None] | None]:
+    """Return the grid and the compile-time constants for `pieces`, and the memory for the largest values.
+
+    That memory is two buffers. The launch that fills one of them clears the other one for the next launch, because
+    clearing would be a launch of its own.
+    """
+    found = pieces.launches.get(__name__)
+    if found is None:
+        grid, constants = _shape(pieces.codec, pieces.longest, len(pieces.pieces))
+        constants |= {"many": pieces.rows > 1, "unit": pieces.unit, "code_unit": pieces.code_unit}
+        largest = torch.zeros(2, len(pieces.pieces), dtype=torch.int32, device=pieces.table.device)
+        buffers: list[torch.Tensor | None] = [*largest]
+        found = pieces.launches[__name__] = grid, constants, buffers if constants["whole"] else None
+    return found
+
+
+def _shape(codec: Codec, longest: int, pieces: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid, and compile-time constants, as for one row whose lengths are not known."""
     tile = max(_TILE, codec.block)
-    constants = {"codec": codec.name, "block": codec.block or tile, "whole": whole, "hadamard": codec.hadamard}
-    sizes = (n, SCALE_BYTES * codec.scales(n), codec.encoded_bytes(n))
-    return (-(-n // tile),), sizes, constants | {"tile": tile} | _LAUNCH
+    constants = {
+        "codec": codec.name,
+        "block": codec.block or tile,
+        "whole": codec.largest is not None and codec.block == 0,
+        "hadamard": codec.hadamard,
+        "stochastic": codec.stochastic,
+        "top": codec.largest or 0.0,
+        "tile": tile,
+        "many": False,
+        "unit": 1,
+        "code_unit": 1,
+        "aligned": True,
+    }
+    return (-(-longest // tile), pieces), constants | _LAUNCH
 
 
 def _contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -103,167 +154,264 @@ def _contiguous(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _equally_spaced(rows: Sequence[torch.Tensor]) -> Source:
-    """Return the rows without a copy if they are equally spaced in one storage. Otherwise copy them."""
-    starts = [_contiguous(row).data_ptr() for row in rows]
-    step = starts[1] - starts[0] if len(rows) > 1 else 0
-    together = len({row.untyped_storage().data_ptr() for row in rows}) == 1
-    if together and all(b - a == step for a, b in pairwise(starts)):
-        return rows[0], step, len(rows)
-    copied = torch.stack(list(rows))
-    return copied, copied.shape[1], len(rows)
+def _is_aligned(message: torch.Tensor) -> bool:
+    return message.data_ptr() % CELL_ALIGNMENT == 0
 
 
-@triton.jit(do_not_specialize=["rows"])
+def _checked(wire: torch.Tensor) -> torch.Tensor:
+    if not _is_aligned(wire):
+        raise ValueError(f"a wire buffer starts at a multiple of {CELL_ALIGNMENT} bytes; got {wire.data_ptr()}.")
+    return _contiguous(wire)
+
+
+@triton.jit(do_not_specialize=["n"])
 def _largest_kernel(
-    source, stride, rows, largest, n, split, size,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, tile: tl.constexpr,
-    encoded: tl.constexpr,
+    values, wire, kept, table, n, largest, cleared,
+    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, stochastic: tl.constexpr,
+    top: tl.constexpr, tile: tl.constexpr, many: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr,
+    aligned: tl.constexpr,
 ):  # fmt: skip
-    """Store the bits of the largest absolute value of a message that has one scale."""
-    first = tl.program_id(0).to(tl.int64) * tile
-    values = _values(source, stride, rows, first, n, split, size, codec, block, whole, hadamard, tile, encoded)
+    """Store the bits of the largest absolute value of each message that has one scale."""
+    line, length, first, left = _place(table, n, tile, unit)
+    sums, _ = _summed(
+        values, wire, kept, line, length, first, left,
+        codec, block, whole, hadamard, tile, many, unit, code_unit, aligned,
+    )  # fmt: skip
     if hadamard:
-        values = _rotated(values, first + tl.arange(0, tile), n, tile)
-    tl.atomic_max(largest, tl.max(_magnitude(values).to(tl.int32), axis=0))
+        sums = _rotated(sums, left, tile)
+    piece = tl.program_id(1)
+    tl.atomic_max(largest + piece, tl.max(_magnitude(sums).to(tl.int32), axis=0))
+    if cleared is not None:
+        tl.store(cleared + piece, 0, mask=first == 0)
 
 
-@triton.jit(do_not_specialize=["rows", "seed"])
+@triton.jit(do_not_specialize=["n", "seed"])
 def _encode_kernel(
-    source, stride, rows, largest, out, n, split, size, seed,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, tile: tl.constexpr,
-    encoded: tl.constexpr, top: tl.constexpr, stochastic: tl.constexpr,
+    values, wire, kept, table, n, largest, seed,
+    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, stochastic: tl.constexpr,
+    top: tl.constexpr, tile: tl.constexpr, many: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr,
+    aligned: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * tile
-    at = first + tl.arange(0, tile)
-    values = _values(source, stride, rows, first, n, split, size, codec, block, whole, hadamard, tile, encoded)
-    if hadamard:
-        values = _rotated(values, at, n, tile)
+    """Encode numbers, or the sums of rows. With feedback, first add what was kept, and then keep what is lost."""
+    line, length, first, left = _place(table, n, tile, unit)
+    sums, before = _summed(
+        values, wire, kept, line, length, first, left,
+        codec, block, whole, hadamard, tile, many, unit, code_unit, aligned,
+    )  # fmt: skip
+    message = wire
+    each = seed.to(tl.uint32, bitcast=True)
+    if line is not None:
+        message += tl.multiple_of(tl.load(line + 3), _CELL_ALIGNMENT)
+        if stochastic:
+            each = each * tl.load(line + 5).to(tl.uint32) + tl.load(line + 6).to(tl.uint32)
+    turned = _rotated(sums, left, tile) if hadamard else sums
     if codec == "bf16":
-        _store_bytes(out, 2 * first, size, _bfloat16_code(values), 2, tile)
+        codes = _bfloat16_code(turned)
+        _store_words(message + 2 * first, left, codes, 2, tile, aligned)
+        decoded = (codes << 16).to(tl.float32, bitcast=True)
     else:
-        _store_blocks(values, largest, out, first, n, split, size, seed, codec, block, whole, tile, top, stochastic)
+        decoded = _store_blocks(
+            turned, largest, message, length, first, left, each,
+            codec, block, whole, stochastic, top, tile, unit, code_unit, aligned,
+        )  # fmt: skip
+    if kept is not None:
+        if hadamard:
+            decoded = _rotated(decoded, left, tile)
+        lost = sums - decoded
+        # A block that overflowed has no useful rounding error, so the previous error is kept.
+        lost = tl.where(_magnitude(lost) < 0x7F800000, lost, before)
+        lanes = tl.arange(0, tile)
+        at = first + tl.multiple_of(tl.load(line + 4), unit)
+        tl.store(kept + at + lanes, lost, mask=lanes < left)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["n"])
 def _decode_kernel(
-    source, stride, rows, out, n, split, size,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, tile: tl.constexpr,
+    wire, out, table, n,
+    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, stochastic: tl.constexpr,
+    top: tl.constexpr, tile: tl.constexpr, many: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr,
+    aligned: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * tile
-    at = first + tl.arange(0, tile)
-    values = _values(source, stride, rows, first, n, split, size, codec, block, whole, hadamard, tile, True)
-    tl.store(out + at, _narrowed(values, out.dtype.element_ty), mask=at < n)
+    line, length, first, left = _place(table, n, tile, unit)
+    sums, _ = _summed(
+        None, wire, None, line, length, first, left,
+        codec, block, whole, hadamard, tile, many, unit, code_unit, aligned,
+    )  # fmt: skip
+    lanes = tl.arange(0, tile)
+    at = first
+    if line is not None:
+        at += tl.multiple_of(tl.load(line + 1), unit)
+    tl.store(out + at + lanes, _narrowed(sums, out.dtype.element_ty), mask=lanes < left)
 
 
 @triton.jit
-def _values(
-    source, stride, rows, first, n, split, size,
+def _place(table, n, tile: tl.constexpr, unit: tl.constexpr):
+    """Return the piece's line of the table, its length, the tile's first element, and how many the tile has."""
+    first = tl.program_id(0).to(tl.int64) * tile
+    line = table
+    length = n
+    if table is not None:
+        line += tl.program_id(1) * _COLUMNS
+        length = tl.load(line)
+    left = tl.multiple_of(tl.minimum(tl.maximum(length - first, 0), tile).to(tl.int32), unit)
+    return line, length, first, left
+
+
+@triton.jit
+def _summed(
+    values, wire, kept, line, length, first, left,
     codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, tile: tl.constexpr,
-    encoded: tl.constexpr,
+    many: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of the numbers, or of the sum of the decoded rows."""
-    at = first + tl.arange(0, tile)
-    if encoded:
-        total = tl.zeros([tile], tl.float32)
-        message = source
-        for row in range(rows):
-            if codec == "bf16":
-                values = (_load_bytes(message, 2 * first, size, 2, tile) << 16).to(tl.float32, bitcast=True)
-            else:
-                values = _decoded(message, first, n, split, size, codec, block, whole, tile)
-            if hadamard:
-                values = _rotated(values, at, n, tile)
-            total = tl.where(row == 0, values, total + values)  # starting from 0 would turn -0 into 0
-            message += stride
+    """Return a tile of the numbers, or of the sum of the decoded rows, with what was kept; and what was kept."""
+    lanes = tl.arange(0, tile)
+    if values is not None:
+        at = first
+        if line is not None:
+            at += tl.multiple_of(tl.load(line + 1), unit)
+        sums = _widened(tl.load(values + at + lanes, mask=lanes < left, other=0.0))
     else:
-        total = _widened(tl.load(source + at, mask=at < n, other=0.0))
-    return total
+        message = wire
+        if line is not None:
+            message += tl.multiple_of(tl.load(line + 2), _CELL_ALIGNMENT)
+        if many:
+            sums = tl.zeros([tile], tl.float32)
+            stride = tl.multiple_of(tl.load(line + 8), _CELL_ALIGNMENT)
+            for row in range(tl.load(line + 7).to(tl.int32)):
+                decoded = _decoded(
+                    message + row * stride, length, first, left,
+                    codec, block, whole, hadamard, tile, unit, code_unit, aligned,
+                )  # fmt: skip
+                sums = tl.where(row == 0, decoded, sums + decoded)  # starting from 0 would turn -0 into 0
+        else:
+            sums = _decoded(message, length, first, left, codec, block, whole, hadamard, tile, unit, code_unit, aligned)
+    before = sums
+    if kept is not None:
+        at = first + tl.multiple_of(tl.load(line + 4), unit)
+        before = tl.load(kept + at + lanes, mask=lanes < left, other=0.0)
+        sums += before
+    return sums, before
+
+
+@triton.jit
+def _codes_start(length, block: tl.constexpr, whole: tl.constexpr, code_unit: tl.constexpr):
+    """Return the byte of a message at which its codes start."""
+    scales = 1 if whole else (length + (block - 1)) // block
+    return tl.multiple_of((length * 0 + scales) * _SCALE_BYTES, code_unit)
 
 
 @triton.jit
 def _store_blocks(
-    values, largest, out, first, n, split, size, seed,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, tile: tl.constexpr,
-    top: tl.constexpr, stochastic: tl.constexpr,
+    values, largest, message, length, first, left, seed,
+    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, stochastic: tl.constexpr, top: tl.constexpr,
+    tile: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
-    """Store the scales and codes of a tile."""
-    at = first + tl.arange(0, tile)
+    """Store the scales and codes of a tile. Return the values that they stand for."""
     blocks: tl.constexpr = tile // block
     in_blocks = tl.reshape(values, [blocks, block])
     if whole:
-        top_bits = tl.load(largest + tl.arange(0, 1))
+        top_bits = tl.load(largest + tl.program_id(1) + tl.arange(0, 1))
         first_scale = first * 0
-        written = tl.where(first == 0, split, 0)  # one program writes it
+        written = tl.where(first == 0, 1, 0)  # one program writes it
     else:
         top_bits = tl.max(_magnitude(in_blocks).to(tl.int32), axis=1)
         first_scale = first // block
-        written = split
+        written = (left + (block - 1)) // block
     finite = top_bits < 0x7F800000
     scales = tl.div_rn(top_bits.to(tl.float32, bitcast=True), tl.full([blocks], top, tl.float32))
     scales = tl.where(finite, tl.maximum(scales, 1.1754943508222875e-38), 1.0)
     scale_bits = tl.where(finite, scales.to(tl.uint32, bitcast=True), 0x7FC00000)
-    _store_bytes(out, _SCALE_BYTES * first_scale, written, scale_bits, _SCALE_BYTES, blocks)
+    _store_words(message + _SCALE_BYTES * first_scale, written, scale_bits, _SCALE_BYTES, blocks, aligned)
 
     divisors = tl.broadcast_to(scales[:, None], [blocks, block])
     quotients = tl.div_rn(tl.where(finite[:, None], in_blocks, 0.0), divisors)
     quotients = tl.reshape(quotients, [tile])
     if codec == "e4m3":
         codes = _float8_code(quotients, 3, top)
+        found = _float8_value(codes, 3)
     elif codec == "e5m2":
         codes = _float8_code(quotients, 2, top)
+        found = _float8_value(codes, 2)
     else:
         if stochastic:
+            at = first.to(tl.uint32) + tl.arange(0, tile).to(tl.uint32)
             quotients = _floor(quotients + _uniform(at, seed))
         codes = tl.minimum(tl.maximum(_rounded(quotients).to(tl.int32), -int(top)), int(top))
+        found = codes.to(tl.float32)
+    message += _codes_start(length, block, whole, code_unit)
     if codec == "int4":
         low, high = tl.split(tl.reshape(codes & 15, [tile // 2, 2]))
-        place = split + first // 2 + tl.arange(0, tile // 2)
-        tl.store(out + place, (low | (high << 4)).to(tl.uint8), mask=place < size)
+        lanes = tl.arange(0, tile // 2)
+        tl.store(message + first // 2 + lanes, (low | (high << 4)).to(tl.uint8), mask=lanes < _pairs(left, unit))
     else:
-        tl.store(out + split + at, (codes & 255).to(tl.uint8), mask=at < n)
+        lanes = tl.arange(0, tile)
+        tl.store(message + first + lanes, (codes & 255).to(tl.uint8), mask=lanes < left)
+    return _scaled(found, scale_bits, blocks, block)
 
 
 @triton.jit
 def _decoded(
-    message, first, n, split, size,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, tile: tl.constexpr,
+    message, length, first, left,
+    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, tile: tl.constexpr,
+    unit: tl.constexpr, code_unit: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
-    blocks: tl.constexpr = tile // block
-    first_scale = first * 0 if whole else first // block
-    scales = _load_bytes(message, _SCALE_BYTES * first_scale, split, _SCALE_BYTES, blocks).to(tl.float32, bitcast=True)
-    at = first + tl.arange(0, tile)
-    if codec == "int4":
-        place = split + first // 2 + tl.arange(0, tile // 2)
-        pairs = tl.load(message + place, mask=place < size, other=0).to(tl.int32)
-        nibbles = tl.reshape(tl.join(pairs & 15, pairs >> 4), [tile])
-        codes = ((nibbles ^ 8) - 8).to(tl.float32)
+    """Return a tile of the values of a message."""
+    if codec == "bf16":
+        values = (_load_words(message + 2 * first, left, 2, tile, aligned) << 16).to(tl.float32, bitcast=True)
     else:
-        loaded = tl.load(message + split + at, mask=at < n, other=0)
-        if codec == "int8":
-            codes = loaded.to(tl.int8, bitcast=True).to(tl.float32)
-        elif codec == "e4m3":
-            codes = _float8_value(loaded.to(tl.uint32), 3)
+        blocks: tl.constexpr = tile // block
+        if whole:
+            scales = _load_words(message, 1, _SCALE_BYTES, blocks, aligned)
         else:
-            codes = _float8_value(loaded.to(tl.uint32), 2)
-    return tl.reshape(tl.reshape(codes, [blocks, block]) * scales[:, None], [tile])
+            scales = _load_words(
+                message + _SCALE_BYTES * (first // block), (left + (block - 1)) // block, _SCALE_BYTES, blocks, aligned
+            )
+        codes = message + _codes_start(length, block, whole, code_unit)
+        if codec == "int4":
+            lanes = tl.arange(0, tile // 2)
+            pairs = tl.load(codes + first // 2 + lanes, mask=lanes < _pairs(left, unit), other=0).to(tl.int32)
+            nibbles = tl.reshape(tl.join(pairs & 15, pairs >> 4), [tile])
+            found = ((nibbles ^ 8) - 8).to(tl.float32)
+        else:
+            lanes = tl.arange(0, tile)
+            loaded = tl.load(codes + first + lanes, mask=lanes < left, other=0)
+            if codec == "int8":
+                found = loaded.to(tl.int8, bitcast=True).to(tl.float32)
+            elif codec == "e4m3":
+                found = _float8_value(loaded.to(tl.uint32), 3)
+            else:
+                found = _float8_value(loaded.to(tl.uint32), 2)
+        values = _scaled(found, scales, blocks, block)
+    return _rotated(values, left, tile) if hadamard else values
 
 
 @triton.jit
-def _rotated(x, at, n, tile: tl.constexpr):
+def _scaled(codes, scale_bits, blocks: tl.constexpr, block: tl.constexpr):
+    scales = scale_bits.to(tl.uint32).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.reshape(codes, [blocks, block]) * scales[:, None], [blocks * block])
+
+
+@triton.jit
+def _pairs(left, unit: tl.constexpr):
+    """Return the number of bytes that hold `left` codes of 4 bits."""
+    return tl.multiple_of((left + 1) // 2, unit // 2 if unit > 1 else 1)
+
+
+@triton.jit
+def _rotated(x, left, tile: tl.constexpr):
     """Rotate with the reference's butterfly: the same sums in the same order."""
     turned = x
     for stage in tl.static_range(5):
         pairs = tl.reshape(turned, [tile // (2 << stage), 2, 1 << stage])
         first, second = tl.split(tl.permute(pairs, [0, 2, 1]))
         turned = tl.reshape(tl.permute(tl.join(first + second, first - second), [0, 2, 1]), [tile])
-    return tl.where(at < n // 32 * 32, turned * 0.17677669529663687, x)
+    return tl.where(tl.arange(0, tile) < left // 32 * 32, turned * 0.17677669529663687, x)
 
 
 @triton.jit
 def _uniform(at, seed):
     """Return the reference's numbers in [0, 1)."""
-    mixed = at.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32, bitcast=True)
+    mixed = at * 0x9E3779B1 + seed
     mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D
     mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B
     return ((mixed ^ (mixed >> 16)) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
@@ -350,18 +498,34 @@ def _float8_value(code, mantissa: tl.constexpr):
 
 
 @triton.jit
-def _store_bytes(out, start, end, words, width: tl.constexpr, count: tl.constexpr):
-    """Store words of `width` bytes, lowest byte first, from byte `start`, but nothing from byte `end` on."""
-    shifts = (8 * tl.arange(0, width)).to(tl.uint32)[None, :]
-    written = tl.reshape(((words[:, None] >> shifts) & 255).to(tl.uint8), [count * width])
-    place = start + tl.arange(0, count * width)
-    tl.store(out + place, written, mask=place < end)
+def _store_words(out, count, words, width: tl.constexpr, size: tl.constexpr, aligned: tl.constexpr):
+    """Store the first `count` of the words, which have `width` bytes, lowest byte first."""
+    if aligned:
+        lanes = tl.arange(0, size)
+        if width == 2:
+            tl.store(out.to(tl.pointer_type(tl.uint16)) + lanes, words.to(tl.uint16), mask=lanes < count)
+        else:
+            tl.store(out.to(tl.pointer_type(tl.uint32)) + lanes, words.to(tl.uint32), mask=lanes < count)
+    else:
+        shifts = (8 * tl.arange(0, width)).to(tl.uint32)[None, :]
+        written = tl.reshape(((words[:, None] >> shifts) & 255).to(tl.uint8), [size * width])
+        lanes = tl.arange(0, size * width)
+        tl.store(out + lanes, written, mask=lanes < count * width)
 
 
 @triton.jit
-def _load_bytes(data, start, end, width: tl.constexpr, count: tl.constexpr):
-    """Load words of `width` bytes, lowest byte first, from byte `start`. Bytes from `end` on are 0."""
-    shifts = (8 * tl.arange(0, width)).to(tl.uint32)[None, :]
-    place = start + tl.arange(0, count * width)
-    loaded = tl.load(data + place, mask=place < end, other=0).to(tl.uint32)
-    return tl.sum(tl.reshape(loaded, [count, width]) << shifts, axis=1)
+def _load_words(data, count, width: tl.constexpr, size: tl.constexpr, aligned: tl.constexpr):
+    """Load `count` words of `width` bytes, lowest byte first, and zeros after them."""
+    if aligned:
+        lanes = tl.arange(0, size)
+        if width == 2:
+            words = tl.load(data.to(tl.pointer_type(tl.uint16)) + lanes, mask=lanes < count, other=0)
+        else:
+            words = tl.load(data.to(tl.pointer_type(tl.uint32)) + lanes, mask=lanes < count, other=0)
+        words = words.to(tl.uint32)
+    else:
+        shifts = (8 * tl.arange(0, width)).to(tl.uint32)[None, :]
+        lanes = tl.arange(0, size * width)
+        loaded = tl.load(data + lanes, mask=lanes < count * width, other=0).to(tl.uint32)
+        words = tl.sum(tl.reshape(loaded, [size, width]) << shifts, axis=1)
+    return words

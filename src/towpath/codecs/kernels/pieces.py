@@ -1,0 +1,172 @@
+"""Many pieces of a buffer at a time: their places in memory, and loops for back ends that take one message at a time.
+
+Each piece has a *cell* of the wire buffer, in which its message starts. Cells start at multiples of `CELL_ALIGNMENT`
+bytes. Where several members sent the same pieces, each member's cells are one *row* of the wire buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, final
+
+import torch
+
+from towpath.core.formats import CELL_ALIGNMENT, SCALE_BYTES, Codec
+
+_SEED_FACTOR, _SEED_STEP, _32_BITS = 0x9E3779B1, 0x7FEB352D, 0xFFFFFFFF
+# Kernels read and write this many elements at once where all pieces allow it.
+_WIDE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of a buffer.
+
+    Attributes:
+        length: Its number of elements.
+        start: Its first element in the flat buffer that is encoded, or decoded into.
+        source: The byte of the wire buffer where the message to decode starts, in the first row.
+        target: The byte of the wire buffer where the encoded message starts.
+        kept: The first element of its error feedback.
+    """
+
+    length: int
+    start: int = 0
+    source: int = 0
+    target: int = 0
+    kept: int = 0
+
+
+@final
+class Pieces:
+    """The pieces that one launch encodes or decodes. Pieces without elements are left out.
+
+    A kernel reads `table`. It has one line for each piece: the fields of `Piece`, the numbers that give the piece's
+    rounding seed, the number of rows, and the bytes between them.
+
+    Args:
+        codec: The codec of all pieces.
+        pieces: The pieces, in the order of their rounding seeds.
+        device: The device of the table.
+        rows: How many rows are summed.
+        stride: The bytes from one row to the next.
+    """
+
+    COLUMNS = 9  # of the table
+
+    def __init__(
+        self, codec: Codec, pieces: Sequence[Piece], device: torch.device, rows: int = 1, stride: int = 0
+    ) -> None:
+        self.codec, self.rows, self.stride = codec, rows, stride
+        self.pieces = tuple(piece for piece in pieces if piece.length)
+        assert all(n % CELL_ALIGNMENT == 0 for p in self.pieces for n in (p.source, p.target, stride))
+        self.sizes = [codec.encoded_bytes(piece.length) for piece in self.pieces]
+        self.longest = max((piece.length for piece in self.pieces), default=0)
+        self.elements = sum(piece.length for piece in self.pieces)
+        lines: list[list[int]] = []
+        factor, step = 1, 0  # seed number k is the first one times the factor, plus the step
+        for p in self.pieces:
+            factor, step = factor * _SEED_FACTOR & _32_BITS, (step * _SEED_FACTOR + _SEED_STEP) & _32_BITS
+            lines.append([p.length, p.start, p.source, p.target, p.kept, factor, step, rows, stride])
+        self.table = torch.tensor(lines, dtype=torch.int64, device=device).view(-1, self.COLUMNS)
+        self._last = factor, step
+        # Hints for compilers: starts and lengths are multiples of `unit` elements, codes start at multiples of
+        # `code_unit` bytes.
+        wide = all(n % _WIDE == 0 for p in self.pieces for n in (p.length, p.start, p.kept))
+        splits = [SCALE_BYTES * codec.scales(piece.length) for piece in self.pieces]
+        self.unit = _WIDE if wide else 1
+        self.code_unit = _WIDE if all(split % _WIDE == 0 for split in splits) else SCALE_BYTES
+        self.launches: dict[Any, Any] = {}  # a back end keeps here what does not change between launches
+
+    def seeds(self, seed: int) -> Iterator[int]:
+        """Return the rounding seed of each piece, where `seed` is the last one of the launch before."""
+        for _ in self.pieces:
+            seed = next_seed(seed)
+            yield seed
+
+    def last_seed(self, seed: int) -> int:
+        """Return the seed of the last piece."""
+        factor, step = self._last
+        return (seed * factor + step) & _32_BITS
+
+
+def next_seed(seed: int) -> int:
+    """Return the rounding seed that follows `seed`."""
+    return (seed * _SEED_FACTOR + _SEED_STEP) & _32_BITS
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+#
+# `module` is a back end that encodes and decodes one message at a time.
+
+
+def encode_pieces(
+    module: ModuleType,
+    pieces: Pieces,
+    values: torch.Tensor,
+    wire: torch.Tensor,
+    seed: int,
+    kept: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
+) -> None:
+    """Encode the pieces of `values`, as `Kernels.encode_pieces` says."""
+    for piece, size, each in zip(pieces.pieces, pieces.sizes, pieces.seeds(seed), strict=True):
+        x, out = values[piece.start : piece.start + piece.length], wire[piece.target : piece.target + size]
+        if kept is None or scratch is None:
+            module.encode(pieces.codec, x, out, each)
+        else:
+            _encode_and_keep(module, pieces.codec, x, out, each, kept.view(-1)[piece.kept :], scratch)
+
+
+def sum_pieces(
+    module: ModuleType,
+    pieces: Pieces,
+    wire: torch.Tensor,
+    seed: int,
+    kept: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
+) -> None:
+    """Decode the rows, sum them, and encode the sums, as `Kernels.sum_pieces` says."""
+    for piece, size, each in zip(pieces.pieces, pieces.sizes, pieces.seeds(seed), strict=True):
+        rows, out = _rows(pieces, piece, size, wire), wire[piece.target : piece.target + size]
+        if kept is None or scratch is None:
+            module.decode_sum_encode(pieces.codec, rows, piece.length, out, each)
+        else:
+            total = scratch[: piece.length]
+            module.decode_sum(pieces.codec, rows, total)
+            _encode_and_keep(module, pieces.codec, total, out, each, kept.view(-1)[piece.kept :], scratch)
+
+
+def decode_pieces(module: ModuleType, pieces: Pieces, wire: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode the rows, and sum them into `out`, as `Kernels.decode_pieces` says."""
+    for piece, size in zip(pieces.pieces, pieces.sizes, strict=True):
+        rows = _rows(pieces, piece, size, wire)
+        module.decode_sum(pieces.codec, rows, out[piece.start : piece.start + piece.length])
+
+
+def _rows(pieces: Pieces, piece: Piece, size: int, wire: torch.Tensor) -> list[torch.Tensor]:
+    starts = range(piece.source, piece.source + pieces.rows * pieces.stride, pieces.stride) if pieces.stride else ()
+    return [wire[start : start + size] for start in starts or (piece.source,)]
+
+
+def _encode_and_keep(
+    module: ModuleType,
+    codec: Codec,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    seed: int,
+    error: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    """Encode `values` and the error that was kept, and keep what is rounded away now. `scratch` has two pieces."""
+    n = values.numel()
+    total, decoded = scratch.view(2, -1)[:, :n]
+    error = error[:n]
+    torch.add(values, error, out=total)  # `values` may be `total`
+    module.encode(codec, total, out, seed)
+    module.decode(codec, out, decoded)
+    total.sub_(decoded)
+    # A block that overflowed has no useful rounding error, so the previous error is kept.
+    torch.where(total.isfinite(), total, error, out=error)

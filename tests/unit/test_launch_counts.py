@@ -1,0 +1,94 @@
+"""How much each strategy launches on NCCL, on worlds of up to 64 ranks, counted on one rank without the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import towpath
+from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, Launches, fake_world
+from towpath.core import routes
+from towpath.core.routes import Op
+from towpath.core.transfer import Range
+
+SHAPES = ((2, 2), (2, 8), (8, 8))
+CODED = ("int8", "int4", "int4:64+hadamard+stochastic", "e4m3", "e5m2", "bf16")
+FEEDBACK = ("first", "both")
+
+MOST_CALLS = 8
+MOST_CODECS = {Op.ALL_GATHER: 3, Op.REDUCE_SCATTER: 12, Op.ALL_REDUCE: 15}
+PARTS = 4
+MOST_COMMUNICATORS = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "lins": 6}
+
+
+class Net(nn.Module):
+    """Two units and a root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96)) for _ in range(2))
+        self.head = nn.Linear(96, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _train(topology: towpath.Topology, name: str, **options: Any) -> None:
+    model: Any = towpath.shard(Net(), towpath.strategy(name, topology, **options), topology=topology)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with model.no_sync():
+            model(torch.ones(2, 96)).sum().backward()
+        model(torch.ones(2, 96)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _check(launches: Launches, feedback: bool) -> None:
+    assert launches.jobs
+    for transfers, counts in launches.jobs:
+        sent = [t for t in transfers if isinstance(t.payload, Range) and t.payload.bucket]
+        if not sent:
+            continue
+        assert counts[MESSAGES] == 0, (sent, counts)
+        assert counts[CALLS] <= MOST_CALLS * len(sent), (sent, counts)
+        if all(t.transport.encoding is None for t in sent):
+            assert counts[CODECS] == 0, (sent, counts)
+        else:
+            most = sum(MOST_CODECS[t.move.op] + (PARTS * feedback) for t in sent)
+            assert counts[CODECS] <= most, (sent, counts)
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "SMALLEST_PART_BYTES", 32)  # small models are cut into as many parts as large ones
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_presets_launch_few_collectives_and_kernels(shape: tuple[int, int]) -> None:
+    for name in towpath.strategies():
+        with fake_world(*shape) as (topology, launches):
+            _train(topology, name)
+        _check(launches, feedback=False)
+        most = MOST_COMMUNICATORS.get(name, 3)
+        assert len(launches.communicators) <= most, (name, launches.communicators)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_codec_takes_few_kernels(shape: tuple[int, int]) -> None:
+    with fake_world(*shape) as (topology, launches):
+        for codec in CODED:
+            _train(topology, "zero++", weights=codec.partition(":")[0], gradients=codec)
+    _check(launches, feedback=False)
+
+
+def test_error_feedback_takes_one_kernel_more_for_each_part() -> None:
+    with fake_world(2, 8) as (topology, launches):
+        for feedback in FEEDBACK:
+            _train(topology, "zero++", gradients="int4", feedback=feedback)
+    _check(launches, feedback=True)
