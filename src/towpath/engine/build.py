@@ -16,7 +16,6 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -304,7 +303,7 @@ def _replica(strategy: Strategy, trains: bool, comm: CommContext, mesh: Mesh) ->
         return Replica(None, (0,), groups.rank, mesh.groups, groups.parent, program=program, call=call)
     group = moves[0].group_of(groups.rank)
     partition = tuple(g.ranks for g in moves[0].groups)
-    made: dist.ProcessGroup = groups.of(partition, "control")
+    made = comm.control(partition, strategy.topology)
     return Replica(made, group.slots, groups.rank, mesh.groups, groups.parent, program=program, call=call)
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from towpath.core.formats import item_bytes
-from towpath.core.schedule import QUEUES, unused_params_transfers
+from towpath.core.queues import QUEUES
+from towpath.core.schedule import unused_params_transfers
 from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, Submit, Task, Wait
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
