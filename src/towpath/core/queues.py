@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from towpath.core.routes import COLLECTIVES, Form
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
@@ -42,31 +43,62 @@ LANES = {
     "grad_sync": "reduce",
     "to owners": "reduce",
 }
-# Columns have one lane for both, because gathers and reductions share the cables that columns use.
-COLUMNS = "columns"
+Communicator = tuple[tuple[int, ...], str]  # its ranks and its lane
 
 # The memory that NCCL takes on a device for one communicator. This is an assumption: reports range from 0.5 to 0.7 GB
 # with NVLink, and more if ranks of a node exchange messages all-to-all.
 COMMUNICATOR_BYTES = 600_000_000
 
 
-def lane_of(queue: str, ranks: Sequence[int], topology: Topology) -> str:
-    """Return the lane of a queue for a group of these ranks."""
-    is_column = topology.ranks_per_node > 1 and len(set(map(topology.node_of, ranks))) == len(ranks)
-    return COLUMNS if is_column else LANES[queue]
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The communicators that the queues of one model share.
+
+    Gathers and reductions have lanes of their own, with two exceptions, so that few presets need more than three
+    communicators. They share columns, which are used little where rows are used much. If every micro-step uses columns
+    for both gathers and reductions, they share rows instead, because links inside a node are the faster ones.
+    """
+
+    share_rows: bool = False
+
+    @staticmethod
+    def of(plans: Iterable[UnitPlan]) -> Lanes:
+        """Return the lanes of a model with these units."""
+        kinds = {t.kind for t in _transfers(plans) if t.by_rows_and_columns}
+        return Lanes({TransferKind.GATHER, TransferKind.REDUCE} <= kinds)
+
+    def lane(self, queue: str, ranks: Sequence[int], topology: Topology) -> str:
+        """Return the lane of a queue for a group of these ranks."""
+        nodes = len(set(map(topology.node_of, ranks)))
+        if self.share_rows and nodes == 1:
+            return "rows"
+        if not self.share_rows and nodes == len(ranks) and topology.ranks_per_node > 1:
+            return "columns"
+        return LANES[queue]
+
+    def communicators(self, transfer: Transfer) -> tuple[Communicator, ...]:
+        """Return the communicators that execute `transfer` on the first rank: of a row and a column, or of its group.
+
+        Return an empty tuple if messages execute it.
+        """
+        if transfer.form is Form.MESSAGES or transfer.move.op not in COLLECTIVES:
+            return ()
+        queue, topology = QUEUES[transfer.kind], transfer.topology
+        return tuple((ranks, self.lane(queue, ranks, topology)) for ranks in transfer.first_groups)
 
 
-def communicators(transfers: Iterable[Transfer]) -> set[tuple[tuple[int, ...], str]]:
-    """Return the ranks and the lane of each communicator that one rank needs for `transfers`, besides the parent."""
-    return {
-        (ranks, lane_of(QUEUES[t.kind], ranks, t.topology))
-        for t in transfers
-        if t.form is Form.COLLECTIVES and t.move.op in COLLECTIVES
-        for ranks in t.first_groups
-    }
+def communicators(plans: Collection[UnitPlan]) -> set[Communicator]:
+    """Return the communicators that one rank needs for the transfers of these units, besides the parent."""
+    lanes = Lanes.of(plans)
+    return {each for transfer in _transfers(plans) for each in lanes.communicators(transfer)}
 
 
-def communicator_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
+def communicator_bytes(plans: Collection[UnitPlan]) -> dict[str, int]:
     """Return the bytes that NCCL takes on one rank's device, or an empty dict if messages execute the transfers."""
-    found = communicators(t for plan in plans for kind in WITH_TRANSPORT for t in plan.transfers(kind))
+    found = communicators(plans)
     return {"communicators": (len(found) + 1) * COMMUNICATOR_BYTES} if found else {}  # the parent is one, too
+
+
+def _transfers(plans: Iterable[UnitPlan]) -> Iterator[Transfer]:
+    distinct = {id(plan): plan for plan in plans}.values()  # the planner shares one object among equal units
+    return (t for plan in distinct for kind in WITH_TRANSPORT for t in plan.transfers(kind))

@@ -238,12 +238,13 @@ def build(
             'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what is in '
             "the host's memory. Leave out offload=, or the mesh."
         )
+    plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
+    comm.share(plans)
     source = FromModel(groups, mesh, comm.device) if values is None else FromValues(values, comm.rank, comm.device)
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
     shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     watch_optimizers()
     materialise_buffers(model, comm.device)
-    plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
     units = [
         _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
     ]

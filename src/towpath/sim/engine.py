@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from towpath.core.formats import item_bytes
-from towpath.core.queues import QUEUES, lane_of
-from towpath.core.routes import COLLECTIVES, Form
+from towpath.core.queues import QUEUES, Communicator, Lanes
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, Submit, Task, Wait
 from towpath.core.strategy import Strategy, TransferKind
@@ -32,8 +31,6 @@ from towpath.sim.hardware import (
     phase_costs,
 )
 from towpath.sim.timeline import Computed, Event, Submitted, TimedTask, Timeline, Waited
-
-Communicator = tuple[tuple[int, ...], str]  # its ranks and its lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +99,7 @@ class SimulatedEngine:
         # For each communicator, the tasks whose calls have not ended, once for each phase, in the order of submission.
         self._calls: defaultdict[Communicator, deque[QueuedTask]] = defaultdict(deque)
         self._costs: dict[Transfer, _TransferCost] = {}
+        self._lanes = Lanes.of(plans)
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
         self._unused_params = unused_params_transfers(strategy, parameters)
 
@@ -194,7 +192,7 @@ class SimulatedEngine:
             phases = phase_costs(TransferShape.of(transfer), self._hardware)
             if own := self._hardware.host.transfer:
                 phases = (PhaseCost(0.0, {PROCESSOR: self._hardware.processor(own)}), *phases)
-            calls = tuple(_communicators_of(transfer, phase) for phase in phases)
+            calls = tuple(_called(transfer, self._lanes.communicators(transfer), phase) for phase in phases)
             found = self._costs[transfer] = _TransferCost(phases, calls, transfer.inter_bytes, transfer.intra_bytes)
         return found
 
@@ -298,15 +296,12 @@ class SimulatedEngine:
         self._timeline.sent(Event(track, name, queued.began, now, task.kind, unit, queued.micro_step, queued.crosses))
 
 
-def _communicators_of(transfer: Transfer, phase: PhaseCost) -> tuple[Communicator, ...]:
+def _called(transfer: Transfer, communicators: tuple[Communicator, ...], phase: PhaseCost) -> tuple[Communicator, ...]:
     """Return the communicators whose calls make up a phase of `transfer`: none if it only encodes or decodes."""
-    if transfer.form is Form.MESSAGES or transfer.move.op not in COLLECTIVES:
-        return ()
-    uses = [bool(phase.needs.get(INSIDE)), phase.crosses]  # of a row, and of a column
-    used = uses if transfer.by_rows_and_columns else [any(uses)]
-    queue, topology = QUEUES[transfer.kind], transfer.topology
-    groups = zip(transfer.first_groups, used, strict=True)
-    return tuple((ranks, lane_of(queue, ranks, topology)) for ranks, calls in groups if calls)
+    calls = [bool(phase.needs.get(INSIDE)), phase.crosses]  # of a row, and of a column
+    if not transfer.by_rows_and_columns:
+        calls = [any(calls)]
+    return tuple(each for each, used in zip(communicators, calls, strict=False) if used)
 
 
 def start_phase(bandwidth: BandwidthModel, cost: PhaseCost) -> Demand:

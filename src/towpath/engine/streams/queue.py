@@ -36,7 +36,7 @@ from towpath.collectives.rank_transfer import (
     select,
 )
 from towpath.core.collective_log import CollectiveLog
-from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, lane_of
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes
 from towpath.core.routes import WITH_OWNERS
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Needs, Ranks, Transfer
@@ -388,6 +388,11 @@ class CommContext:
         self.program = Program(log, self.record.peers)
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
         self.form = form_for(self._backend)
+        self._lanes = Lanes()
+
+    def share(self, plans: Iterable[UnitPlan]) -> None:
+        """Share process groups as the transfers of `plans` need it. Call it before anything is bound."""
+        self._lanes = Lanes.of(plans)
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""
@@ -428,7 +433,7 @@ class CommContext:
         between steps, when no transfer overlaps.
         """
         mine = next(each for each in ranks if self.rank in each)
-        lane, parent = lane_of(queue, mine, topology), self.groups.parent
+        lane, parent = self._lanes.lane(queue, mine, topology), self.groups.parent
         if borrows and len(ranks) == 1 and parent is not None and not self.groups.has(ranks, lane):
             return parent
         crosses = len(set(map(topology.node_of, mine))) > 1
