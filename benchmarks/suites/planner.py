@@ -29,7 +29,7 @@ from benchmarks.peers import CandidateSpec, stepper
 from benchmarks.workload import SQUARE, Workload
 from towpath.auto.measure import describe_measured
 from towpath.auto.probe import probe
-from towpath.core.schedule import QUEUES
+from towpath.core.queues import QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.engine.layout import lay_out
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from towpath.core.queues import communicator_bytes
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -267,6 +268,7 @@ def _memory_bytes(engine: Engine) -> dict[str, int]:
     total = {"weight slots": engine.weights.nbytes, "gradient slots": engine.gradients.nbytes}
     total["arriving gradients"] = max(unit.plan.arriving_bytes for unit in engine.units)
     total["wire"] = engine.comm.queues.wire_buffer_bytes
+    total |= communicator_bytes([unit.plan for unit in engine.units])
     if engine.matrix_steps:
         total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
     for unit in engine.units:

@@ -194,7 +194,7 @@ def test_every_strategy_keeps_its_order(world: Worlds, label: str, form: Form) -
 
 def _train_and_drop(label: str, form: Form) -> int:
     """The second model takes the memory of the first, which is dropped with transfers under way."""
-    with in_form(form), checking() as checker:
+    with in_form(form, shared=form is Form.COLLECTIVES), checking() as checker:
         for _ in range(2):
             model, optimizer = sharded(label)
             train(model, optimizer)
@@ -214,7 +214,7 @@ def test_what_is_frozen_is_decoded_in_order(world: Worlds, label: str, form: For
 
 
 def _train_partly_frozen(label: str, form: Form) -> None:
-    with in_form(form), checking() as checker:
+    with in_form(form, shared=form is Form.COLLECTIVES), checking() as checker:
         for _ in range(2):
             model, optimizer = sharded(label, PartlyFrozen)
             train(model, optimizer, micro_steps=1)

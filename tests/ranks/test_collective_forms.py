@@ -19,7 +19,8 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_parity import TOLERANCE, Case, Distance
 from tests.ranks.test_schedule_is_executed import MIXED, Mixed, _backend_calls, _train
-from towpath.core.routes import Form, phases
+from towpath.core.route_costs import phases
+from towpath.core.routes import Form
 from towpath.core.strategy import TransferKind
 
 Worlds = Callable[[int], World]

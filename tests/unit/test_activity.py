@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from towpath.core.placement import GroupCollective
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES
 from towpath.core.routes import Group as Ranks
 from towpath.core.routes import Op
-from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport

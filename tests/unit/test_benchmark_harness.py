@@ -24,7 +24,7 @@ from benchmarks.suites import overlap, planner
 from benchmarks.workload import Workload
 from towpath.bench import CONFIDENCE, interleave, interval_of_median
 from towpath.core.presets import strategy
-from towpath.core.schedule import QUEUES
+from towpath.core.queues import QUEUES
 from towpath.core.strategy import TransferKind
 from towpath.errors import ConfigError
 from towpath.lab import LinkBytes, Rate

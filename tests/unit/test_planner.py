@@ -380,7 +380,7 @@ def test_a_narrow_cable_wants_other_strategies_than_a_wide_one() -> None:
     """Little memory forces a spread; over a narrow cable that stays inside the node."""
     chosen = {}
     for inter in (0.2, 800.0):
-        answer = solver(small_cluster(2, 4, inter, memory=2.0), batch=64).solve(best=1, most=100)
+        answer = solver(small_cluster(2, 4, inter, memory=4.2), batch=64).solve(best=1, most=100)
         assert isinstance(answer, Ranking)
         chosen[inter] = answer.ranked[0]
     assert chosen[0.2].inter_bytes < chosen[800.0].inter_bytes

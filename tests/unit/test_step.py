@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from towpath.core.formats import Precision
 from towpath.core.presets import strategy
-from towpath.core.schedule import QUEUES
+from towpath.core.queues import QUEUES
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
 from towpath.core.step_state import (
     GRADIENTS_CHANGE,

@@ -1,8 +1,8 @@
 """The schedule of one optimizer step: every transfer with its ranks, route, codec and bytes, in order of submission.
 
 A schedule is what the step machine (`core/step.py`) submits over one steady step. The engine runs the same machine, so
-bytes, order and memory of the schedule match the real run. This file also holds the queues of transfers, the steady
-step that the simulator replays, the choice of a placement for frozen parameters, and the schedule of a pipeline job.
+bytes, order and memory of the schedule match the real run. This file also holds the steady step that the simulator
+replays, the choice of a placement for frozen parameters, and the schedule of a pipeline job.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.pipeline import Compression, Message, Order, PassKind, StagePass, messages
 from towpath.core.placement import everyone, send
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes
 from towpath.core.routes import Form
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
 from towpath.core.step_state import Action, ForwardPass, PlannedUnit, Submit, Task, in_backward_order
@@ -27,31 +28,6 @@ from towpath.core.unit_plan import UnitPlan, largest, plan_unit
 from towpath.core.units import UnitSpec
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
-
-# --- queues -----------------------------------------------------------------------------------------------------------
-#
-# Which queue each kind of transfer uses.
-
-
-# Transfers of one queue run one after the other. Different queues overlap, and have different wire buffers.
-QUEUES = {
-    TransferKind.GATHER: "gather",
-    TransferKind.BACKWARD_GATHER: "gather",
-    TransferKind.REDUCE: "reduce",
-    TransferKind.GRAD_SYNC: "grad_sync",
-    TransferKind.UNUSED_PARAMS: "control",
-    TransferKind.PARAM_SYNC: "param_sync",
-    TransferKind.MATRIX_GRADIENTS: "to owners",
-    TransferKind.MATRIX_WEIGHTS: "to owners",
-    TransferKind.MATRIX_UPDATES: "from owners",
-    TransferKind.ACTIVATION: "activation",
-    TransferKind.ACTIVATION_GRADIENT: "activation gradient",
-}
-
-# How many transfers of a queue may run at a time, each in its own wire buffers. A gather may start between nodes while
-# the previous one still distributes its data inside the nodes.
-MAX_IN_FLIGHT = {queue: 2 if queue == "gather" else 1 for queue in QUEUES.values()}
-
 
 # --- steady step ------------------------------------------------------------------------------------------------------
 #
@@ -309,6 +285,7 @@ class Schedule(SentBytes):
         """Return the bytes of one rank's temporary buffers: slots for unsharded weights and gradients, wire buffers.
 
         "arriving gradients" are those of one unit that the engine has not copied to a slot yet, or added to a sum.
+        "communicators" is what NCCL takes itself.
         """
         kinds = {t.kind for t in self.transfers}.intersection(WITH_TRANSPORT)
         owners = {"whole matrices": self.matrices.buffer_bytes} if self.matrices is not None else {}
@@ -357,7 +334,7 @@ def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[TransferKind] = WI
         + sum(_bytes(p.gradient_needs) for p in root),
         "arriving gradients": max((p.arriving_bytes for p in _distinct(plans)), default=0),
         "wire": sum(MAX_IN_FLIGHT[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in transports.items()),
-    }
+    } | communicator_bytes(plans)
 
 
 def _distinct(plans: Iterable[UnitPlan]) -> Iterable[UnitPlan]:

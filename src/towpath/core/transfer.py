@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from towpath.core.formats import NARROW, Codec, item_bytes
 from towpath.core.placement import GroupCollective
+from towpath.core.route_costs import Traffic, traffic_of_group
 from towpath.core.routes import (
     COLLECTIVES,
     WITH_OWNERS,
@@ -25,7 +26,6 @@ from towpath.core.routes import (
     Group,
     Op,
     Order,
-    Traffic,
     bounds,
     byte_grain,
     cell_elements,
@@ -35,7 +35,6 @@ from towpath.core.routes import (
     order_of,
     parts_of,
     slice_bytes,
-    traffic_of_group,
     wire_elements,
 )
 from towpath.core.strategy import TransferKind
@@ -321,6 +320,13 @@ class Transfer:
     def by_rows_and_columns(self) -> bool:
         """True if collectives of rows and columns execute it, and none of the whole group."""
         return self.form is Form.COLLECTIVES and self.route in ("hierarchical", "two-hop")
+
+    @property
+    def first_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The first of each of the groups whose collectives execute it: a row and a column, or a whole group."""
+        ranks = self.move.groups[0].ranks
+        width = self.grid.width
+        return (ranks[:width], ranks[::width]) if self.by_rows_and_columns else (ranks,)
 
     @property
     def rows(self) -> Ranks:

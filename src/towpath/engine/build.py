@@ -16,7 +16,6 @@ from math import prod
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -239,12 +238,13 @@ def build(
             'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what is in '
             "the host's memory. Leave out offload=, or the mesh."
         )
+    plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
+    comm.share(plans)
     source = FromModel(groups, mesh, comm.device) if values is None else FromValues(values, comm.rank, comm.device)
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
     shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     watch_optimizers()
     materialise_buffers(model, comm.device)
-    plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
     units = [
         _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
     ]
@@ -304,7 +304,7 @@ def _replica(strategy: Strategy, trains: bool, comm: CommContext, mesh: Mesh) ->
         return Replica(None, (0,), groups.rank, mesh.groups, groups.parent, program=program, call=call)
     group = moves[0].group_of(groups.rank)
     partition = tuple(g.ranks for g in moves[0].groups)
-    made: dist.ProcessGroup = groups.of(partition, "control")
+    made = comm.control(partition, strategy.topology)
     return Replica(made, group.slots, groups.rank, mesh.groups, groups.parent, program=program, call=call)
 
 

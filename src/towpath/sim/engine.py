@@ -1,18 +1,20 @@
 """A simulated engine: it executes the actions of a step machine with a clock, in transfer queues.
 
 A queue runs its tasks one after the other, as in the real engine. The messages of a gather between nodes may start
-while the gather before it is still distributed inside the node.
+while the gather before it is still distributed inside the node. A communicator of NCCL runs its calls one after the
+other, too, in the order in which the tasks of all queues that share it were submitted.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from towpath.core.formats import item_bytes
-from towpath.core.schedule import QUEUES, unused_params_transfers
+from towpath.core.queues import QUEUES, Communicator, Lanes
+from towpath.core.schedule import unused_params_transfers
 from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, Submit, Task, Wait
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
@@ -20,6 +22,7 @@ from towpath.core.unit_plan import UnitPlan
 from towpath.sim.bandwidth import BandwidthModel, Demand
 from towpath.sim.hardware import (
     EVERYWHERE,
+    INSIDE,
     PROCESSOR,
     Hardware,
     PhaseCost,
@@ -32,26 +35,35 @@ from towpath.sim.timeline import Computed, Event, Submitted, TimedTask, Timeline
 
 @dataclass(frozen=True, slots=True)
 class _TransferCost:
-    """The phases and bytes of a transfer. Computing them takes long enough that each transfer does so once."""
+    """The phases and bytes of a transfer. Computing them takes long enough that each transfer does so once.
+
+    For each phase, `communicators` has those whose calls it makes.
+    """
 
     phases: tuple[PhaseCost, ...]
+    communicators: tuple[tuple[Communicator, ...], ...]
     inter_bytes: int
     intra_bytes: int
 
 
 @dataclass(slots=True, eq=False)
 class QueuedTask:
-    """A task in its queue. `before` is the task ahead of it, `costs` are the phases that have not begun."""
+    """A task in its queue. `before` is the task ahead of it, `costs` are the phases that have not begun.
+
+    `communicators` has the communicators of each of these phases, and `calling` those of the phase that runs.
+    """
 
     task: Task
     micro_step: int
     costs: deque[PhaseCost]
+    communicators: deque[tuple[Communicator, ...]]
     before: QueuedTask | None
     timed: TimedTask
     began: float | None = None
     ended: bool = False
     crosses: bool = False
     crosses_now: bool = False
+    calling: tuple[Communicator, ...] = ()
 
     @property
     def links_are_free(self) -> bool:
@@ -84,7 +96,10 @@ class SimulatedEngine:
         # Tasks that have not ended, in order. The last task of a queue stays until another one follows.
         self._queues: dict[str, deque[QueuedTask]] = {}
         self._started: dict[Demand, QueuedTask] = {}
+        # For each communicator, the tasks whose calls have not ended, once for each phase, in the order of submission.
+        self._calls: defaultdict[Communicator, deque[QueuedTask]] = defaultdict(deque)
         self._costs: dict[Transfer, _TransferCost] = {}
+        self._lanes = Lanes.of(plans)
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
         self._unused_params = unused_params_transfers(strategy, parameters)
 
@@ -150,17 +165,23 @@ class SimulatedEngine:
             transfers = list(task.transfers or self.plans[task.unit].steady_transfers(task.kind))
         found = [self._cost_of(transfer) for transfer in transfers]
         costs = deque(phase for cost in found for phase in cost.phases)
+        communicators = deque(each for cost in found for each in cost.communicators)
         self._timeline.inter_bytes += self._copies * sum(cost.inter_bytes for cost in found)
         self._timeline.intra_bytes += self._copies * sum(cost.intra_bytes for cost in found)
         if extra := self._queue_seconds(task):
             costs.append(PhaseCost(0.0, {PROCESSOR: self._hardware.processor(extra)}))
         if (copies := self._host_copies(task)) is not None:
             costs.append(copies)
+        communicators.extend(() for _ in range(len(costs) - len(communicators)))
         waiting = self._queues.setdefault(QUEUES[task.kind], deque())
         last = waiting[-1] if waiting else None
         before = [h for h in (last, *(t.handle for t in task.after)) if isinstance(h, QueuedTask)]
         timed = TimedTask(transfers, self._bandwidth.now, after=tuple(queued.timed for queued in before))
-        queued = QueuedTask(task, micro_step, costs, last, timed, crosses=any(cost.crosses for cost in costs))
+        crosses = any(cost.crosses for cost in costs)
+        queued = QueuedTask(task, micro_step, costs, communicators, last, timed, crosses=crosses)
+        for each in communicators:
+            for communicator in each:
+                self._calls[communicator].append(queued)
         task.handle = queued
         waiting.append(queued)
         self._timeline.thread_events.append(Submitted(timed))
@@ -171,7 +192,8 @@ class SimulatedEngine:
             phases = phase_costs(TransferShape.of(transfer), self._hardware)
             if own := self._hardware.host.transfer:
                 phases = (PhaseCost(0.0, {PROCESSOR: self._hardware.processor(own)}), *phases)
-            found = self._costs[transfer] = _TransferCost(phases, transfer.inter_bytes, transfer.intra_bytes)
+            calls = tuple(_called(transfer, self._lanes.communicators(transfer), phase) for phase in phases)
+            found = self._costs[transfer] = _TransferCost(phases, calls, transfer.inter_bytes, transfer.intra_bytes)
         return found
 
     def _queue_seconds(self, task: Task) -> float:
@@ -220,15 +242,17 @@ class SimulatedEngine:
             for queued in list(self._waiting()):
                 if id(queued) in busy or not self._may_go_on(queued):
                     continue
-                if queued.began is None:
-                    queued.began = self._bandwidth.now
                 if not queued.costs:
+                    queued.began = self._bandwidth.now if queued.began is None else queued.began
                     self._end(queued)
                     again = True
                     continue
-                cost = queued.costs.popleft()
+                if any(self._calls[each][0] is not queued for each in queued.communicators[0]):
+                    continue
+                cost, queued.calling = queued.costs.popleft(), queued.communicators.popleft()
                 queued.crosses_now = cost.crosses
                 demand = start_phase(self._bandwidth, replace(cost, needs=self._location.named(cost.needs)))
+                queued.began = self._bandwidth.now if queued.began is None else queued.began
                 self._started[demand] = queued
                 busy.add(id(queued))
 
@@ -254,6 +278,9 @@ class SimulatedEngine:
         if queued is None:
             return False
         queued.crosses_now = False
+        for communicator in queued.calling:
+            self._calls[communicator].popleft()
+        queued.calling = ()
         if not queued.costs and (queued.before is None or queued.before.ended):
             self._end(queued)
         return True
@@ -267,6 +294,14 @@ class SimulatedEngine:
         name = f"{task.kind.value} of {unit or 'root'}{self._suffix}"
         track = f"{QUEUES[task.kind]}{self._suffix}"
         self._timeline.sent(Event(track, name, queued.began, now, task.kind, unit, queued.micro_step, queued.crosses))
+
+
+def _called(transfer: Transfer, communicators: tuple[Communicator, ...], phase: PhaseCost) -> tuple[Communicator, ...]:
+    """Return the communicators whose calls make up a phase of `transfer`: none if it only encodes or decodes."""
+    calls = [bool(phase.needs.get(INSIDE)), phase.crosses]  # of a row, and of a column
+    if not transfer.by_rows_and_columns:
+        calls = [any(calls)]
+    return tuple(each for each, used in zip(communicators, calls, strict=False) if used)
 
 
 def start_phase(bandwidth: BandwidthModel, cost: PhaseCost) -> Demand:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from towpath.core.formats import Codec, item_bytes
-from towpath.core.routes import Form, Grid, Op, Phase, hops_of, parts_of, phases, slice_bytes
+from towpath.core.route_costs import Phase, phases
+from towpath.core.routes import Form, Grid, Op, hops_of, parts_of, slice_bytes
 from towpath.core.strategy import MoveShape
 from towpath.core.transfer import Activation, Range, Transfer
 from towpath.core.transport import Transport

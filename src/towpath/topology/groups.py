@@ -85,16 +85,19 @@ class Groups:
         on_gpu = torch.cuda.is_available() if self._parent is None else self.backend(gpu) not in ("none", "gloo")
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
-    def of(self, partition: Partition, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+    def of(
+        self, partition: Partition, purpose: str, backend: str | None = None, max_ctas: int | None = None
+    ) -> dist.ProcessGroup:
         """Return this rank's group of `partition`. The first call creates it.
 
-        Every rank of the parent must call it, in the same order among its calls. Each purpose (such as a queue) has
-        groups of its own, so that transfers for different purposes overlap.
+        Every rank of the parent must call it, in the same order among its calls. Each purpose (such as a queue or a
+        lane) has groups of its own, so that transfers for different purposes overlap.
 
         Args:
             partition: Every rank of the parent once. A rank that communicates with no other stands alone.
             purpose: A name that tells groups of the same ranks apart.
             backend: A PyTorch backend, by default the parent's.
+            max_ctas: How many thread blocks a kernel of NCCL may use. By default, NCCL decides.
         """
         mine = next(ranks for ranks in partition if self.rank in ranks)
         key = (mine, purpose)
@@ -103,8 +106,13 @@ class Groups:
             assert sorted(chain(*partition)) == list(range(self.world)), f"not a partition of the ranks: {partition}"
             members = [dist.get_global_rank(self._parent, r) for r in mine]
             align_group_counts(self._parent)
-            self._made[key] = new_group(members, purpose, timeout=self._timeout(), backend=backend)
+            limit = {} if max_ctas is None else {"max_ctas": max_ctas}
+            self._made[key] = new_group(members, purpose, timeout=self._timeout(), backend=backend, **limit)
         return self._made[key]
+
+    def has(self, partition: Partition, purpose: str) -> bool:
+        """Return whether `of` has created this rank's group of `partition` for `purpose`."""
+        return (next(ranks for ranks in partition if self.rank in ranks), purpose) in self._made
 
     def control_on_host(self) -> dist.ProcessGroup:
         """Return the group of all ranks for tensors on the CPU, which do not wait for the device."""
@@ -112,9 +120,7 @@ class Groups:
 
     def on_host(self, partition: Partition) -> dist.ProcessGroup:
         """Return this rank's group of a partition, for tensors in host memory."""
-        if self.backend(torch.device("cpu")) == "gloo":
-            return self.of(partition, "control")
-        return self.of(partition, "control on the host", backend="gloo")
+        return self.of(partition, "control", backend="gloo")
 
     def leave(self, group: dist.ProcessGroup) -> None:
         """Close this rank's connections in `group`. Peers that wait for this rank there then fail."""
@@ -231,12 +237,34 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
-def new_group(ranks: list[int], purpose: str, backend: str | None = None, **options: Any) -> dist.ProcessGroup:
+def new_group(
+    ranks: list[int],
+    purpose: str,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    max_ctas: int | None = None,
+) -> dist.ProcessGroup:
     """Return a new, connected process group of these global ranks. Its members must call it, and no other rank.
 
     So each of a thousand ranks creates one group, instead of a thousand. PyTorch names a group after its ranks and the
     number of groups that a rank has had. That number must be the same on all members (`align_group_counts`).
+
+    Args:
+        ranks: The global ranks.
+        purpose: What the group is for, for PyTorch's logs.
+        backend: A PyTorch backend, by default the one of all ranks. A group of 'nccl' has no backend for the host.
+        timeout: How long a call waits for other members. By default, as PyTorch does.
+        max_ctas: How many thread blocks a kernel of NCCL may use. By default, NCCL decides.
     """
+    options: dict[str, Any] = {}
+    if backend == "nccl":
+        # The processors of the device run transfers before the computation that waits behind them.
+        made_for_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        default = dist.distributed_c10d._get_default_timeout  # pyright: ignore[reportPrivateUsage]
+        made_for_nccl._timeout = timeout or default(dist.Backend(backend))  # pyright: ignore[reportArgumentType]
+        if max_ctas is not None:
+            made_for_nccl.config.max_ctas = max_ctas
+        options["pg_options"] = made_for_nccl
     world = dist.group.WORLD
     assert world is not None
     # With a bound device, PyTorch splits the NCCL communicator of all ranks of the job for each new group. The split
@@ -248,14 +276,14 @@ def new_group(ranks: list[int], purpose: str, backend: str | None = None, **opti
             use_local_synchronization=True,
             group_desc=purpose,
             backend=backend,
-            device_id=bound if backend is None and len(ranks) > 1 else None,
+            timeout=timeout,
+            device_id=bound if backend != "gloo" and len(ranks) > 1 else None,
             **options,
         )
     finally:
         world.bound_device_id = bound
     assert isinstance(made, dist.ProcessGroup), made
-    if backend is None:
-        connect(made)
+    connect(made)
     return made
 
 

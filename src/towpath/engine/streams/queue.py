@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import cast, final
 
 import torch
+import torch.distributed as dist
 
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.collectives.owners import OwnersExchange
@@ -35,14 +36,16 @@ from towpath.collectives.rank_transfer import (
     select,
 )
 from towpath.core.collective_log import CollectiveLog
-from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes
+from towpath.core.routes import WITH_OWNERS
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
-from towpath.core.transfer import Needs, Transfer
+from towpath.core.transfer import Needs, Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.checks.program import Program
 from towpath.engine.streams.record import Record, TransferWait, profiled
 from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Waiting, Work, timer_for
+from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
 # How often a thread that waits for a job checks whether the job can still end.
@@ -353,6 +356,19 @@ class _ThreadHandle(Handle):
 # The transfers of a plan get the collectives and process groups that execute them on this rank.
 
 
+# How many thread blocks a kernel of NCCL may use in a group that crosses nodes. More blocks keep no link busier, and
+# take processors of the device away from the computation.
+MAX_CTAS = 16
+
+
+def shares_groups(backend: str) -> bool:
+    """Return whether queues share the process groups of their lane.
+
+    The threads of gloo's queues need groups of their own. Their messages overlap, and groups cost little.
+    """
+    return backend != "gloo"
+
+
 class CommContext:
     """The communication of one model on one rank: its process groups, queues, record and logs.
 
@@ -365,12 +381,18 @@ class CommContext:
         self.device = device
         self.groups = groups
         self.log = log
+        self._backend = groups.backend(device)
         self.record = Record(StallMonitor.of(groups), timer_for(device))
         if device.type == "cuda":
             self.record.peers.watch_processes()
         self.program = Program(log, self.record.peers)
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
-        self.form = form_for(groups.backend(device))
+        self.form = form_for(self._backend)
+        self._lanes = Lanes()
+
+    def share(self, plans: Iterable[UnitPlan]) -> None:
+        """Share process groups as the transfers of `plans` need it. Call it before anything is bound."""
+        self._lanes = Lanes.of(plans)
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""
@@ -387,10 +409,36 @@ class CommContext:
         return RankMatrices(transfer, members, OwnersExchange(transfer, members, self.device), self.record)
 
     def _members(self, transfer: Transfer) -> GroupRank:
-        if transfer.kind is TransferKind.UNUSED_PARAMS:
-            return group_rank(transfer, self.rank, lambda ranks, purpose: self.groups.control_on_host())
-        queue = QUEUES[transfer.kind]
-        return group_rank(transfer, self.rank, lambda ranks, purpose: self.groups.of(ranks, f"{queue}{purpose}"))
+        queue, topology = QUEUES[transfer.kind], transfer.topology
+
+        def group_of(ranks: Ranks, part: str) -> dist.ProcessGroup:
+            if transfer.kind is TransferKind.UNUSED_PARAMS:
+                return self.groups.control_on_host()
+            if not shares_groups(self._backend):
+                return self.groups.of(ranks, f"{queue}{part}", self._backend)
+            return self._of_lane(ranks, queue, topology, borrows=transfer.move.op in WITH_OWNERS)
+
+        return group_rank(transfer, self.rank, group_of)
+
+    def control(self, ranks: Ranks, topology: Topology) -> dist.ProcessGroup:
+        """Return this rank's process group for collectives on the training thread, such as those of full parameters."""
+        if shares_groups(self._backend):
+            return self._of_lane(ranks, "control", topology, borrows=True)
+        return self.groups.of(ranks, "control", self._backend)
+
+    def _of_lane(self, ranks: Ranks, queue: str, topology: Topology, borrows: bool) -> dist.ProcessGroup:
+        """Return this rank's process group of the lane of `queue`.
+
+        With `borrows`, the parent serves where the lane has no group of all ranks. It is used in optimizer steps, and
+        between steps, when no transfer overlaps.
+        """
+        mine = next(each for each in ranks if self.rank in each)
+        lane, parent = self._lanes.lane(queue, mine, topology), self.groups.parent
+        if borrows and len(ranks) == 1 and parent is not None and not self.groups.has(ranks, lane):
+            return parent
+        crosses = len(set(map(topology.node_of, mine))) > 1
+        limit = MAX_CTAS if crosses and "NCCL_MAX_CTAS" not in os.environ else None
+        return self.groups.of(ranks, lane, self._backend, limit)
 
     def coalesce(self, gathers: Sequence[RankTransfer]) -> CoalescedTransfers:
         """Return one transfer that sends `gathers`, which have the same members, as one message."""

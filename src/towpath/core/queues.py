@@ -1,0 +1,104 @@
+"""The queues of transfers, and the communicators of NCCL that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from towpath.core.routes import COLLECTIVES, Form
+from towpath.core.strategy import WITH_TRANSPORT, TransferKind
+from towpath.core.transfer import Transfer
+from towpath.core.unit_plan import UnitPlan
+from towpath.topology.cluster import Topology
+
+# Transfers of one queue run one after the other. Different queues overlap, and have different wire buffers.
+QUEUES = {
+    TransferKind.GATHER: "gather",
+    TransferKind.BACKWARD_GATHER: "gather",
+    TransferKind.REDUCE: "reduce",
+    TransferKind.GRAD_SYNC: "grad_sync",
+    TransferKind.UNUSED_PARAMS: "control",
+    TransferKind.PARAM_SYNC: "param_sync",
+    TransferKind.MATRIX_GRADIENTS: "to owners",
+    TransferKind.MATRIX_WEIGHTS: "to owners",
+    TransferKind.MATRIX_UPDATES: "from owners",
+    TransferKind.ACTIVATION: "activation",
+    TransferKind.ACTIVATION_GRADIENT: "activation gradient",
+}
+
+# How many transfers of a queue may run at a time, each in its own wire buffers. A gather may start between nodes while
+# the previous one still distributes its data inside the nodes.
+MAX_IN_FLIGHT = {queue: 2 if queue == "gather" else 1 for queue in QUEUES.values()}
+
+
+# A *lane* is a kind of communicator. NCCL runs the calls of a communicator one after the other, so gathers and
+# reductions have different ones. More of them would cost memory and processors of the device, and overlap hardly more.
+# A queue shares the communicators of its lane with all other queues of the lane, if they have the same ranks.
+LANES = {
+    "gather": "gather",
+    "param_sync": "gather",
+    "from owners": "gather",
+    "control": "gather",
+    "reduce": "reduce",
+    "grad_sync": "reduce",
+    "to owners": "reduce",
+}
+Communicator = tuple[tuple[int, ...], str]  # its ranks and its lane
+
+# The memory that NCCL takes on a device for one communicator. This is an assumption: reports range from 0.5 to 0.7 GB
+# with NVLink, and more if ranks of a node exchange messages all-to-all.
+COMMUNICATOR_BYTES = 600_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The communicators that the queues of one model share.
+
+    Gathers and reductions have lanes of their own, with two exceptions, so that few presets need more than three
+    communicators. They share columns, which are used little where rows are used much. If every micro-step uses columns
+    for both gathers and reductions, they share rows instead, because links inside a node are the faster ones.
+    """
+
+    share_rows: bool = False
+
+    @staticmethod
+    def of(plans: Iterable[UnitPlan]) -> Lanes:
+        """Return the lanes of a model with these units."""
+        kinds = {t.kind for t in _transfers(plans) if t.by_rows_and_columns}
+        return Lanes({TransferKind.GATHER, TransferKind.REDUCE} <= kinds)
+
+    def lane(self, queue: str, ranks: Sequence[int], topology: Topology) -> str:
+        """Return the lane of a queue for a group of these ranks."""
+        nodes = len(set(map(topology.node_of, ranks)))
+        if self.share_rows and nodes == 1:
+            return "rows"
+        if not self.share_rows and nodes == len(ranks) and topology.ranks_per_node > 1:
+            return "columns"
+        return LANES[queue]
+
+    def communicators(self, transfer: Transfer) -> tuple[Communicator, ...]:
+        """Return the communicators that execute `transfer` on the first rank: of a row and a column, or of its group.
+
+        Return an empty tuple if messages execute it.
+        """
+        if transfer.form is Form.MESSAGES or transfer.move.op not in COLLECTIVES:
+            return ()
+        queue, topology = QUEUES[transfer.kind], transfer.topology
+        return tuple((ranks, self.lane(queue, ranks, topology)) for ranks in transfer.first_groups)
+
+
+def communicators(plans: Collection[UnitPlan]) -> set[Communicator]:
+    """Return the communicators that one rank needs for the transfers of these units, besides the parent."""
+    lanes = Lanes.of(plans)
+    return {each for transfer in _transfers(plans) for each in lanes.communicators(transfer)}
+
+
+def communicator_bytes(plans: Collection[UnitPlan]) -> dict[str, int]:
+    """Return the bytes that NCCL takes on one rank's device, or an empty dict if messages execute the transfers."""
+    found = communicators(plans)
+    return {"communicators": (len(found) + 1) * COMMUNICATOR_BYTES} if found else {}  # the parent is one, too
+
+
+def _transfers(plans: Iterable[UnitPlan]) -> Iterator[Transfer]:
+    distinct = {id(plan): plan for plan in plans}.values()  # the planner shares one object among equal units
+    return (t for plan in distinct for kind in WITH_TRANSPORT for t in plan.transfers(kind))

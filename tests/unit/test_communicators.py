@@ -1,0 +1,89 @@
+"""The communicators of NCCL that a strategy needs: few, shared by ranks and lane, and counted as memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import towpath
+from towpath import Extent, Topology, planning
+from towpath.core.formats import Precision
+from towpath.core.queues import COMMUNICATOR_BYTES, Lanes, communicators
+from towpath.core.routes import Form
+from towpath.core.schedule import schedule
+from towpath.core.unit_plan import plan_unit
+from towpath.core.units import BucketSpec, UnitSpec
+
+SHAPES = [Topology(2, 2), Topology(2, 8), Topology(8, 8)]
+UNITS = (
+    UnitSpec("", (BucketSpec((1 << 20,)),), kept=True),
+    UnitSpec("a", (BucketSpec((1 << 20,)), BucketSpec((1 << 16,), trainable=False))),
+)
+AT_MOST = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2}
+
+
+def needed(strategy: towpath.Strategy, frozen: bool) -> set[tuple[tuple[int, ...], str]]:
+    """With those of full parameters and of an optimizer that needs full matrices, which the parent serves if it can."""
+    buckets = slice(None) if frozen else slice(1)
+    units = [UnitSpec(u.name, u.buckets[buckets], u.kept) for u in UNITS]
+    plans = [plan_unit(strategy, unit, Precision(), Form.COLLECTIVES) for unit in units]
+    found, lanes = communicators(plans), Lanes.of(plans)
+    for move in strategy.moves.assemble:
+        ranks = move.groups[0].ranks
+        used = {lanes.lane(queue, ranks, strategy.topology) for queue in ("control", "to owners", "from owners")}
+        found |= {(ranks, lane) for lane in used if len(move.groups) > 1}
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", towpath.strategies())
+def test_presets_need_two_communicators_or_three(name: str, shape: Topology) -> None:
+    assert len(needed(towpath.strategy(name, shape), frozen=False)) <= AT_MOST.get(name, 3)
+
+
+@pytest.mark.parametrize("name", ["mics", "hpz", "paro-iig", "paro-igg", "zero++"])
+def test_frozen_parameters_need_no_more(name: str) -> None:
+    inside = towpath.strategy(name, SHAPES[2], frozen=Extent(8))
+    assert len(needed(inside, frozen=True)) == 3
+
+
+def test_placements_of_lins_need_at_most_six_without_a_copy() -> None:
+    placed = towpath.strategy("lins", SHAPES[2], params=Extent(4), grads=Extent(8), optimizer=Extent(8, 8))
+    assert len(needed(placed, frozen=False)) <= 6
+
+
+def test_gathers_and_reductions_share_what_they_use_less() -> None:
+    found = needed(towpath.strategy("paro-iig", Topology(4, 2)), frozen=False)
+    assert found == {((0, 1), "gather"), ((0, 1), "reduce"), ((0, 2, 4, 6), "columns")}
+    # Both lanes use columns in each micro-step.
+    found = needed(towpath.strategy("paro-ggg", Topology(4, 2)), frozen=False)
+    assert found == {((0, 1), "rows"), ((0, 2, 4, 6), "gather"), ((0, 2, 4, 6), "reduce")}
+    found = needed(towpath.strategy("zero3", Topology(4, 1)), frozen=False)
+    assert found == {((0, 1, 2, 3), "gather"), ((0, 1, 2, 3), "reduce")}
+
+
+def test_their_memory_is_counted_where_nccl_takes_it() -> None:
+    strategy = towpath.strategy("zero++", SHAPES[2])
+    calls, messages = (schedule(strategy, UNITS, 1, form=form) for form in (Form.COLLECTIVES, Form.MESSAGES))
+    assert calls.buffer_bytes()["communicators"] == (3 + 1) * COMMUNICATOR_BYTES
+    assert "communicators" not in messages.buffer_bytes()
+
+
+@pytest.mark.parametrize("gigabits", [100, 400])
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_shared_communicators_lengthen_no_step(
+    micro_steps: int, gigabits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By at most 1 %, for a model of 7 billion parameters on 8 nodes of 8 ranks."""
+    cluster = planning.load_cluster("h100-400g", nodes=8)
+    link = replace(cluster.hardware.inter, rate=gigabits * 1e9 / 8)
+    cluster = replace(cluster, hardware=replace(cluster.hardware, inter=link))
+    request = planning.Request(batch=64 * micro_steps, memory=cluster.memory)
+    solver = planning.Solver(planning.describe_model("llama-7b", length=4096), cluster, request)
+    made = [towpath.strategy(name, cluster.topology) for name in towpath.strategies() if name not in ("lins", "mics")]
+    batching = planning.Batching(1, micro_steps)
+    shared = [solver.predict(strategy, batching).seconds for strategy in made]
+    monkeypatch.setattr("towpath.sim.engine._called", lambda *of: ())
+    for strategy, seconds in zip(made, shared, strict=True):
+        assert seconds <= 1.01 * solver.predict(strategy, batching).seconds, strategy.name
