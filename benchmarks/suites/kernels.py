@@ -2,10 +2,11 @@
 
     kernels [CASE …] [--device cpu] [--rounds 10] [--quick] [--resume]
 
-Each candidate has a process of its own and 16 MB of input, or 512 MB on a GPU. In a round it works once without a
-measurement, because the caches have the data of another candidate, and then twice. Bandwidth counts the bytes that are
-read and written. "Apart" is what the fused `decode_sum_encode` replaces: decode four messages, add them up, and encode
-the sum, with the same kernels.
+Each candidate has a process of its own and 16 MB of input, or 512 MB on a GPU. The input is 64 pieces. Their messages
+are in the cells of a wire buffer, and the engine's packing encodes, decodes and sums them. Results of before 2026-11-28
+are of one message. In a round a candidate works once without a measurement, because the caches have the data of another
+candidate, and then twice. Bandwidth counts the bytes that are read and written. "Apart" is what the fused sum replaces:
+decode four rows of messages, add them up, and encode the sum, with the same kernels.
 """
 
 from __future__ import annotations
@@ -23,11 +24,16 @@ from benchmarks.harness.candidates import Launch, LocalPlace
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.figures import Check, medians
 from benchmarks.harness.suite import Settings, Suite
-from towpath.codecs.kernels import Kernels, kernels_for, reference
+from towpath.codecs.kernels import kernels_for, reference
+from towpath.codecs.kernels import pieces as loops
+from towpath.codecs.kernels.pieces import Piece, Pieces
+from towpath.codecs.packing import EncodedPacking
+from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.core.formats import Codec
 
 MEGABYTES = {"cpu": 16, "cuda": 512}
 QUICK_MEGABYTES = 1
+PIECES = 64  # of a region of 64 members
 ROWS = 4
 TIMES = 2  # per sample
 CANDIDATES = ("copy", "encode", "decode", "fused", "apart", "reference encodes", "reference decodes")
@@ -94,52 +100,75 @@ def copying(x: torch.Tensor) -> Callable[[], Any]:
     return lambda: ctypes.memmove(other.data_ptr(), x.data_ptr(), x.nbytes)
 
 
-def apart(
-    kernels: Kernels, codec: Codec, rows: list[torch.Tensor], elements: int, out: torch.Tensor
-) -> Callable[[], None]:
-    """Return a function that decodes, adds and encodes in separate steps."""
-    total, other = torch.zeros(2, elements, device=out.device)
+class Buffers:
+    """The buffers of one case, laid out as a collective lays them out: cells in a wire buffer, in equally spaced rows.
 
-    def work() -> None:
-        kernels.decode(codec, rows[0], total)
-        for row in rows[1:]:
-            kernels.decode(codec, row, other)
-            total.add_(other)
-        kernels.encode(codec, total, out)
+    The wire buffer has ROWS received rows, one of them in the place of this member, and then a row of sums. Each row
+    has the cells of all pieces.
+    """
 
-    return work
+    def __init__(self, codec: Codec, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.workspace = Workspace(WireBuffers(device))
+        self.packing = EncodedPacking(codec, device, 0, [None, None], 0)
+        length = elements // PIECES // codec.grain * codec.grain
+        self.cell = codec.cell_bytes(length)
+        self.stride = PIECES * self.cell
+        self.starts = range(0, PIECES * length, length)
+        self.x = torch.randn(PIECES * length, device=device).to(dtype)
+        self.out, self.total, self.other = torch.zeros_like(self.x), *torch.zeros(2, len(self.x), device=device)
+        self.wire = self.workspace.take((ROWS + 1) * self.stride, torch.uint8)
+        self.length, self.message_bytes = length, PIECES * codec.encoded_bytes(length)
+        for row in range(ROWS):
+            self.packing.pack(self.table(0, row), self.x.roll(row), self.wire, self.workspace)
+
+    def table(self, source: int, target: int, rows: int = 1) -> Pieces:
+        """Return the table of all pieces, whose messages are in row `source` and go to row `target`."""
+        pieces = [
+            Piece(self.length, start, source * self.stride + i * self.cell, target * self.stride + i * self.cell)
+            for i, start in enumerate(self.starts)
+        ]
+        return self.packing.table(pieces, rows, self.stride if rows > 1 else 0)
+
+    def apart(self) -> Callable[[], None]:
+        """Return a function that decodes, adds and encodes in separate steps."""
+        rows, sums = [self.table(row, 0) for row in range(ROWS)], self.table(0, ROWS)
+
+        def work() -> None:
+            self.packing.unpack(rows[0], self.wire, self.total, self.workspace)
+            for row in rows[1:]:
+                self.packing.unpack(row, self.wire, self.other, self.workspace)
+                self.total.add_(self.other)
+            self.packing.pack(sums, self.total, self.wire, self.workspace)
+
+        return work
 
 
-def works_of(case: KernelCase, kernels: Kernels, megabytes: int) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
+def works_of(case: KernelCase, megabytes: int) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
     """Return the work of each candidate, and the bytes that some read and write."""
-    codec, dtype = Codec.parse(case.codec), getattr(torch, case.dtype)
-    elements = megabytes * 2**20 // dtype.itemsize
-    x = torch.randn(elements, device=case.device).to(dtype)
-    rows = torch.zeros(ROWS, codec.encoded_bytes(elements), dtype=torch.uint8, device=case.device)
-    for i, row in enumerate(rows):
-        reference.encode(codec, x.roll(i), row)
-    messages, message, decoded = list(rows), torch.zeros_like(rows[0]), torch.zeros_like(x)
+    codec, dtype, device = Codec.parse(case.codec), getattr(torch, case.dtype), torch.device(case.device)
+    made = Buffers(codec, megabytes * 2**20 // dtype.itemsize, dtype, device)
+    encodes, decodes, sums = made.table(0, ROWS), made.table(0, 0), made.table(0, ROWS, ROWS)
     work = {
-        "copy": copying(x),
-        "encode": lambda: kernels.encode(codec, x, message),
-        "decode": lambda: kernels.decode(codec, messages[0], decoded),
-        "fused": lambda: kernels.decode_sum_encode(codec, messages, elements, message),
-        "apart": apart(kernels, codec, messages, elements, message),
-        "reference encodes": lambda: reference.encode(codec, x, message),
-        "reference decodes": lambda: reference.decode(codec, messages[0], decoded),
+        "copy": copying(made.x),
+        "encode": lambda: made.packing.pack(encodes, made.x, made.wire, made.workspace),
+        "decode": lambda: made.packing.unpack(decodes, made.wire, made.out, made.workspace),
+        "fused": lambda: made.packing.sum(sums, 1, made.wire, made.workspace),
+        "apart": made.apart(),
+        "reference encodes": lambda: loops.encode_pieces(reference, encodes, made.x, made.wire, 0),
+        "reference decodes": lambda: loops.decode_pieces(reference, decodes, made.wire, made.out),
     }
-    moved = {"copy": 2 * x.nbytes, "encode": x.nbytes + message.nbytes, "decode": x.nbytes + message.nbytes}
-    return work, moved
+    moved = made.x.nbytes + made.message_bytes
+    return work, {"copy": 2 * made.x.nbytes, "encode": moved, "decode": moved}
 
 
 class KernelWorker:
     """The worker of one candidate."""
 
     def __init__(self, rank: int, world: int, case: KernelCase, kind: str, megabytes: int) -> None:
-        self._device, kernels = case.device, kernels_for(torch.device(case.device))
+        self._device, self._kernels = case.device, kernels_for(torch.device(case.device)).name
         torch.manual_seed(0)
-        work, self._moved = works_of(case, kernels, megabytes)
-        self._work, self._kernels = work[kind], kernels.name
+        work, self._moved = works_of(case, megabytes)
+        self._work = work[kind]
 
     def sample(self) -> float:
         """Return the mean seconds of the work."""
