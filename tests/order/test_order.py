@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.forms import in_form
-from tests.order.checker import Checker, LogicalStream, RaceError, check_communications, checking
+from tests.order.checker import Checker, LogicalHandle, LogicalStream, RaceError, check_communications, checking
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
@@ -26,8 +26,10 @@ from towpath.collectives.collective import Workspace
 from towpath.core.routes import Form
 from towpath.core.step_state import Task, Wait
 from towpath.core.strategy import TransferKind
+from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
-from towpath.engine.streams.streams import Job
+from towpath.engine.saved_activations import DeviceCopies
+from towpath.engine.streams.streams import Handle, Job, Waiting
 
 Worlds = Callable[[int], World]
 
@@ -281,6 +283,84 @@ def _fail(label: str) -> None:
                 train(model, optimizer, steps=1, micro_steps=1)
             hook.remove()
             train(model, optimizer, steps=1, micro_steps=1)
+
+
+# --- activations on the host -----------------------------------------------------------------------------------------
+
+
+class Activations(LogicalStream):
+    """A stream of copies, for which nobody waits if it is not `waited_for`."""
+
+    def __init__(self, name: str, checker: Checker, waited_for: bool = True) -> None:
+        super().__init__(name, 1, checker)
+        self.waited_for, self.copies = waited_for, 0
+
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+        self.copies += 1
+        handle = super().submit(job, after, waiting)
+        return handle if self.waited_for else LogicalHandle(self._checker, {})
+
+
+@contextmanager
+def copies_on_streams(checker: Checker, window: int, without: str = "") -> Generator[Any]:
+    """Activations of models on a CPU are copied as on a GPU."""
+    streams = (Activations(name, checker, name != without) for name in ("to the host", "to the device"))
+    copies = DeviceCopies(torch.device("cpu"), *streams)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_activations, "_copies_on", lambda device: copies)
+        patch.setattr(saved_activations, "_WINDOW_BYTES", window)
+        patch.setattr(saved_activations, "_FIRST_SLAB_BYTES", 1 << 12)
+        yield copies
+
+
+def step_offloaded(model: Any, optimizer: Any, step: int, offload: bool = True) -> None:
+    entry = MODELS["gpt"]
+    with towpath.offload_activations(model, smallest_bytes=1) if offload else nullcontext():
+        loss = entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("build", [Deep, Checkpointed])
+@in_turn(("zero3", "paro-iig", "ddp"), 1)
+def test_offloaded_activations_keep_their_order(world: Worlds, build: type[nn.Module], label: str) -> None:
+    world(4).run(_offloaded, label, build)
+
+
+def _offloaded(label: str, build: type[nn.Module]) -> None:
+    expected, optimizer = sharded(label, build)
+    for step in range(3):
+        step_offloaded(expected, optimizer, step, offload=False)
+    for window in (1 << 13, 1 << 30):  # some of a pass, and all of it
+        with checking() as checker, copies_on_streams(checker, window) as copies:
+            model, optimizer = sharded(label, build)
+            made: list[int] = []
+            for step in range(3):
+                step_offloaded(model, optimizer, step)
+                made.append(copies.host_bytes)
+            assert made[0] > 0 and made[1:] == made[:-1]  # later passes reuse the memory
+            there, back = (stream.copies for stream in (copies.to_host, copies.to_device))
+            assert back == 0 if window == 1 << 30 else 0 < back <= there  # a window of all of a pass stays
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.local, q.local)
+
+
+@pytest.mark.parametrize("copy", ["to the host", "to the device"])
+def test_without_a_wait_for_a_copy_there_is_a_race(world: Worlds, copy: str) -> None:
+    for told in world(4).run(_without_wait_for_a_copy, copy):
+        assert "in no order" in told or "before it was waited for" in told
+
+
+def _without_wait_for_a_copy(copy: str) -> str:
+    with checking() as checker, copies_on_streams(checker, 1 << 12, copy):
+        try:
+            model, optimizer = sharded("zero3")
+            for step in range(2):
+                step_offloaded(model, optimizer, step)
+        except RaceError as error:
+            return str(error)
+    return "no race"
 
 
 # --- every edge is needed --------------------------------------------------------------------------------------------
