@@ -24,7 +24,7 @@ from tests.workspace import workspace
 from towpath.checkpoint import State, load, save
 from towpath.collectives.collective import Workspace
 from towpath.core.routes import Form
-from towpath.core.step_state import Task, Wait
+from towpath.core.step_state import ParamVersion, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
@@ -430,32 +430,41 @@ def _without_wait(wait: str) -> str:
     return _told(label, build, "_execute", without)
 
 
-HOST_WAITS = {
-    "before it reads the mean gradients": TransferKind.GRAD_SYNC,
-    "before it writes over what is on its way": TransferKind.PARAM_SYNC,
+def _gradients_on_host(self: Engine, action: Any) -> None:
+    if isinstance(action, Wait) and action.task.kind is TransferKind.GRAD_SYNC:
+        action = Wait(action.task)
+    _EXECUTE(self, action)
+
+
+_EXECUTE = Engine._execute
+HOST_WAITS: dict[str, tuple[type, str, Any]] = {
+    "before it reads the mean gradients": (Engine, "_execute", _gradients_on_host),
+    "before it writes over what is on its way": (ParamVersion, "before_write", lambda _: None),
 }
 
 
-@in_turn(list(HOST_WAITS), 1, "wait")
-def test_without_a_wait_of_the_host_there_is_a_race(world: Worlds, wait: str) -> None:
-    for with_it, without in world(4).run(_host_waits, HOST_WAITS[wait]):
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@in_turn(list(HOST_WAITS), 2, "wait")
+def test_without_a_wait_of_the_host_there_is_a_race(world: Worlds, wait: str, bf16: bool) -> None:
+    for with_it, without in world(4).run(_host_waits, wait, bf16):
         assert with_it == "no race" and "in no order" in without and "'the host'" in without, (with_it, without)
 
 
-def _host_waits(kind: TransferKind) -> tuple[str, str]:
-    execute = Engine._execute
+def _host_waits(wait: str, bf16: bool) -> tuple[str, str]:
+    """With bf16, the device casts what it gets."""
+    owner, name, without = HOST_WAITS[wait]
+    found: list[str] = []
+    for value in (getattr(owner, name), without):
+        label = "paro-iig offload=optimizer" if bf16 else "zero3 offload=optimizer"
+        found.append(_told(label, Deep, name, value, written_between_passes, owner, _BF16 if bf16 else None))
+    return found[0], found[1]
 
-    def without(self: Engine, action: Any) -> None:
-        dropped = isinstance(action, Wait) and action.task.kind is kind
-        execute(self, Wait(action.task) if dropped else action)
 
-    return _told("zero3 offload=optimizer", Deep, "_execute", execute, written_between_passes), _told(
-        "zero3 offload=optimizer", Deep, "_execute", without, written_between_passes
-    )
+_BF16 = towpath.Precision(params=torch.bfloat16, reduce=torch.float32)
 
 
 def written_between_passes(model: Any, optimizer: Any) -> None:
-    """Nothing but the host's own wait orders one pass's publication before the next one's."""
+    """Nothing but the host's own wait orders one pass's parameter sync before the next write."""
     entry = MODELS["gpt"]
     train(model, optimizer, steps=1)
     with torch.no_grad():
@@ -470,16 +479,22 @@ def four_steps(model: Any, optimizer: Any) -> None:
 
 
 def _told(
-    label: str, build: Callable[[], nn.Module], name: str, value: Any, run: Callable[[Any, Any], None] = four_steps
+    label: str,
+    build: Callable[[], nn.Module],
+    name: str,
+    value: Any,
+    run: Callable[[Any, Any], None] = four_steps,
+    owner: type = Engine,
+    precision: towpath.Precision | None = None,
 ) -> str:
     """Every rank finds it at the same operation, so that none waits for another."""
-    original = getattr(Engine, name)
-    setattr(Engine, name, value)
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         with checking():
-            run(*sharded(label, build))
+            run(*sharded(label, build, precision=precision or towpath.Precision()))
     except RaceError as error:
         return str(error)
     finally:
-        setattr(Engine, name, original)
+        setattr(owner, name, original)
     return "no race"
