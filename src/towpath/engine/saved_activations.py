@@ -1,6 +1,6 @@
 """Offload of activations to the host's memory, from the forward pass until the backward pass needs them.
 
-On a GPU, two streams copy activations beside the computation:
+On a GPU, two streams copy activations while the model computes:
 
     forward    pack     copies a saved tensor to the host; the tensor stays on the device for a window of later ones
     backward   unpack   waits for the copy on the device; the first of a window requests the window before it
@@ -341,7 +341,7 @@ def _copies_on(device: torch.device) -> DeviceCopies | None:
 def offload_activations(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTES) -> Generator[None]:
     """Run a forward pass whose activations are kept in the host's memory until the backward pass needs them.
 
-    On a GPU the memory is page-locked, and copies run beside the computation. Unsharded weights and the model's buffers
+    On a GPU the memory is page-locked, and copies overlap with the computation. Unsharded weights and the model's buffers
     stay on the device. They are no activations, and the engine relies on autograd to read the weights in their slots.
     With activation checkpointing, the inputs that it keeps are offloaded, and recomputed activations are not.
 
