@@ -17,6 +17,13 @@ from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.strategies import strategy_of
 from towpath import Topology
+from towpath.engine import saved_activations
+from towpath.train.config import Config, DataConfig
+from towpath.train.data import corpus
+from towpath.train.data.prepare import prepare
+from towpath.train.job import init_distributed
+from towpath.train.optimizers import can_skip_on_device
+from towpath.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -38,6 +45,13 @@ def test_ranks_that_share_a_gpu_train_as_one_process(label: str, tmp_path: Path)
 def test_the_host_is_not_held_up_by_a_step(tmp_path: Path) -> None:
     """A step enqueues its work and returns: nothing in it waits for the device."""
     _spawn(1, tmp_path, _enqueue_under_sync_debug)
+
+
+@pytest.mark.parametrize("offload_activations", [False, True])
+def test_towpath_train_does_not_wait_for_the_device(tmp_path: Path, offload_activations: bool) -> None:
+    """Only for the loss and the norm, by an event behind them, once the optimizer is enqueued."""
+    (tmp_path / "text.txt").write_text("".join(f"the {i}th line says {i * i % 97}\n" for i in range(400)))
+    _spawn(1, tmp_path, _train_steps_under_sync_debug, tmp_path, offload_activations)
 
 
 def test_the_seconds_of_transfers_are_the_devices(tmp_path: Path) -> None:
@@ -125,6 +139,25 @@ def _time_transfers() -> None:
     assert all(t.seconds_in_flight > 0 for t in done.transfers), done
     # Two processes that share a GPU take turns on it: their transfers are waited for.
     assert done.seconds_exposed > 0, done
+
+
+def _train_steps_under_sync_debug(folder: Path, offload_activations: bool) -> None:
+    saved_activations._WINDOW_BYTES = 1 << 18  # some of a pass
+    prepare(corpus.find(DataConfig(text=(str(folder / "text.txt"),))), "bytes", folder / "tokens")
+    sections: dict[str, dict[str, Any]] = {
+        "data": {"tokens": str(folder / "tokens")},
+        "model": {"width": 64, "depth": 4, "heads": 2},
+        "train": {"steps": 6, "batch": 8, "micro_batch": 4, "length": 64, "offload_activations": offload_activations},
+        "strategy": {"nodes": 1, "ranks_per_node": 1},
+    }
+    with init_distributed() as job:
+        training = Trainer(Config.from_dict(sections), job)
+        assert can_skip_on_device(training.optimizer, job.device)
+        for step in range(6):
+            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+            result = training.train_step()
+            assert result.loss > 0 and not result.skipped
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _enqueue_under_sync_debug() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.forms import in_form
-from tests.order.checker import Checker, LogicalStream, RaceError, check_communications, checking
+from tests.order.checker import Checker, LogicalHandle, LogicalStream, RaceError, check_communications, checking
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
@@ -24,10 +24,12 @@ from tests.workspace import workspace
 from towpath.checkpoint import State, load, save
 from towpath.collectives.collective import Workspace
 from towpath.core.routes import Form
-from towpath.core.step_state import Task, Wait
+from towpath.core.step_state import ParamVersion, Task, Wait
 from towpath.core.strategy import TransferKind
+from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
-from towpath.engine.streams.streams import Job
+from towpath.engine.saved_activations import DeviceCopies
+from towpath.engine.streams.streams import Handle, Job, Waiting
 
 Worlds = Callable[[int], World]
 
@@ -283,6 +285,84 @@ def _fail(label: str) -> None:
             train(model, optimizer, steps=1, micro_steps=1)
 
 
+# --- activations on the host -----------------------------------------------------------------------------------------
+
+
+class Activations(LogicalStream):
+    """A stream of copies, for which nobody waits if it is not `waited_for`."""
+
+    def __init__(self, name: str, checker: Checker, waited_for: bool = True) -> None:
+        super().__init__(name, 1, checker)
+        self.waited_for, self.copies = waited_for, 0
+
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+        self.copies += 1
+        handle = super().submit(job, after, waiting)
+        return handle if self.waited_for else LogicalHandle(self._checker, {})
+
+
+@contextmanager
+def copies_on_streams(checker: Checker, window: int, without: str = "") -> Generator[Any]:
+    """Activations of models on a CPU are copied as on a GPU."""
+    streams = (Activations(name, checker, name != without) for name in ("to the host", "to the device"))
+    copies = DeviceCopies(torch.device("cpu"), *streams)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_activations, "_copies_on", lambda device: copies)
+        patch.setattr(saved_activations, "_WINDOW_BYTES", window)
+        patch.setattr(saved_activations, "_FIRST_SLAB_BYTES", 1 << 12)
+        yield copies
+
+
+def step_offloaded(model: Any, optimizer: Any, step: int, offload: bool = True) -> None:
+    entry = MODELS["gpt"]
+    with towpath.offload_activations(model, smallest_bytes=1) if offload else nullcontext():
+        loss = entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("build", [Deep, Checkpointed])
+@in_turn(("zero3", "paro-iig", "ddp"), 1)
+def test_offloaded_activations_keep_their_order(world: Worlds, build: type[nn.Module], label: str) -> None:
+    world(4).run(_offloaded, label, build)
+
+
+def _offloaded(label: str, build: type[nn.Module]) -> None:
+    expected, optimizer = sharded(label, build)
+    for step in range(3):
+        step_offloaded(expected, optimizer, step, offload=False)
+    for window in (1 << 13, 1 << 30):  # some of a pass, and all of it
+        with checking() as checker, copies_on_streams(checker, window) as copies:
+            model, optimizer = sharded(label, build)
+            made: list[int] = []
+            for step in range(3):
+                step_offloaded(model, optimizer, step)
+                made.append(copies.host_bytes)
+            assert made[0] > 0 and made[1:] == made[:-1]  # later passes reuse the memory
+            there, back = (stream.copies for stream in (copies.to_host, copies.to_device))
+            assert back == 0 if window == 1 << 30 else 0 < back <= there  # a window of all of a pass stays
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.local, q.local)
+
+
+@pytest.mark.parametrize("copy", ["to the host", "to the device"])
+def test_without_a_wait_for_a_copy_there_is_a_race(world: Worlds, copy: str) -> None:
+    for told in world(4).run(_without_wait_for_a_copy, copy):
+        assert "in no order" in told or "before it was waited for" in told
+
+
+def _without_wait_for_a_copy(copy: str) -> str:
+    with checking() as checker, copies_on_streams(checker, 1 << 12, copy):
+        try:
+            model, optimizer = sharded("zero3")
+            for step in range(2):
+                step_offloaded(model, optimizer, step)
+        except RaceError as error:
+            return str(error)
+    return "no race"
+
+
 # --- every edge is needed --------------------------------------------------------------------------------------------
 
 
@@ -350,32 +430,41 @@ def _without_wait(wait: str) -> str:
     return _told(label, build, "_execute", without)
 
 
-HOST_WAITS = {
-    "before it reads the mean gradients": TransferKind.GRAD_SYNC,
-    "before it writes over what is on its way": TransferKind.PARAM_SYNC,
+def _gradients_on_host(self: Engine, action: Any) -> None:
+    if isinstance(action, Wait) and action.task.kind is TransferKind.GRAD_SYNC:
+        action = Wait(action.task)
+    _EXECUTE(self, action)
+
+
+_EXECUTE = Engine._execute
+HOST_WAITS: dict[str, tuple[type, str, Any]] = {
+    "before it reads the mean gradients": (Engine, "_execute", _gradients_on_host),
+    "before it writes over what is on its way": (ParamVersion, "before_write", lambda _: None),
 }
 
 
-@in_turn(list(HOST_WAITS), 1, "wait")
-def test_without_a_wait_of_the_host_there_is_a_race(world: Worlds, wait: str) -> None:
-    for with_it, without in world(4).run(_host_waits, HOST_WAITS[wait]):
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@in_turn(list(HOST_WAITS), 2, "wait")
+def test_without_a_wait_of_the_host_there_is_a_race(world: Worlds, wait: str, bf16: bool) -> None:
+    for with_it, without in world(4).run(_host_waits, wait, bf16):
         assert with_it == "no race" and "in no order" in without and "'the host'" in without, (with_it, without)
 
 
-def _host_waits(kind: TransferKind) -> tuple[str, str]:
-    execute = Engine._execute
+def _host_waits(wait: str, bf16: bool) -> tuple[str, str]:
+    """With bf16, the device casts what it gets."""
+    owner, name, without = HOST_WAITS[wait]
+    found: list[str] = []
+    for value in (getattr(owner, name), without):
+        label = "paro-iig offload=optimizer" if bf16 else "zero3 offload=optimizer"
+        found.append(_told(label, Deep, name, value, written_between_passes, owner, _BF16 if bf16 else None))
+    return found[0], found[1]
 
-    def without(self: Engine, action: Any) -> None:
-        dropped = isinstance(action, Wait) and action.task.kind is kind
-        execute(self, Wait(action.task) if dropped else action)
 
-    return _told("zero3 offload=optimizer", Deep, "_execute", execute, written_between_passes), _told(
-        "zero3 offload=optimizer", Deep, "_execute", without, written_between_passes
-    )
+_BF16 = towpath.Precision(params=torch.bfloat16, reduce=torch.float32)
 
 
 def written_between_passes(model: Any, optimizer: Any) -> None:
-    """Nothing but the host's own wait orders one pass's publication before the next one's."""
+    """Nothing but the host's own wait orders one pass's parameter sync before the next write."""
     entry = MODELS["gpt"]
     train(model, optimizer, steps=1)
     with torch.no_grad():
@@ -390,16 +479,22 @@ def four_steps(model: Any, optimizer: Any) -> None:
 
 
 def _told(
-    label: str, build: Callable[[], nn.Module], name: str, value: Any, run: Callable[[Any, Any], None] = four_steps
+    label: str,
+    build: Callable[[], nn.Module],
+    name: str,
+    value: Any,
+    run: Callable[[Any, Any], None] = four_steps,
+    owner: type = Engine,
+    precision: towpath.Precision | None = None,
 ) -> str:
     """Every rank finds it at the same operation, so that none waits for another."""
-    original = getattr(Engine, name)
-    setattr(Engine, name, value)
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         with checking():
-            run(*sharded(label, build))
+            run(*sharded(label, build, precision=precision or towpath.Precision()))
     except RaceError as error:
         return str(error)
     finally:
-        setattr(Engine, name, original)
+        setattr(owner, name, original)
     return "no race"

@@ -42,6 +42,7 @@ def _compare(label: str, checkpointed: bool) -> None:
         for block in run.model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_activations, "_WINDOW_BYTES", 1 << 12)  # on a GPU, some of a pass
         kept = _count_kept(patch)
         for step in range(3):
             for run in (plain, offloaded):
@@ -63,13 +64,18 @@ def _backward(run: Run, step: int, offload: bool = True) -> None:
 def _count_kept(patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What was copied to the host."""
     kept: list[torch.Tensor] = []
-    made = saved_activations._OnHost
+    made, offload = saved_activations._OnHost, saved_activations.DeviceCopies.offload
 
     def make(tensor: torch.Tensor, device: torch.device) -> Any:
         kept.append(tensor)
         return made(tensor, device)
 
+    def begin(self: saved_activations.DeviceCopies, tensor: torch.Tensor, window: Any) -> Any:
+        kept.append(tensor.clone())
+        return offload(self, tensor, window)
+
     patch.setattr(saved_activations, "_OnHost", make)
+    patch.setattr(saved_activations.DeviceCopies, "offload", begin)  # on a GPU
     return kept
 
 

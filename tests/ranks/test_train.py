@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import ROUNDING, in_turn, seldom
@@ -390,6 +391,118 @@ def _overflowing(config: Config) -> str:
         with pytest.raises(TrainError) as stopped:
             training.train_step()
         return str(stopped.value)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", seldom("muon")])
+@in_turn(["paro-iig", "zero3", "ddp"], 1)
+def test_a_skipped_step_changes_no_bit_of_weights_and_states(
+    world: Worlds, config: Callable[..., Config], optimizer: str, label: str
+) -> None:
+    """Whether the device leaves the step out or the host does: the rest of the run is the same, too."""
+    train = {"not_finite": "skip", "optimizer": optimizer, "steps": 6}
+    mine = config(train=train, strategy={"name": label, **_on(2, 2)})
+    for found, expected in zip(world(4).run(_skipped, mine, False), world(4).run(_skipped, mine, True), strict=True):
+        assert found == expected
+
+
+def _skipped(config: Config, on_host: bool) -> list[Any]:
+    """Each step's result, with all weights and states after it. Steps 1, 4 and 5 are not finite."""
+    with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()), pytest.MonkeyPatch.context() as patch:
+        if on_host:
+            patch.setattr(trainer_module, "can_skip_on_device", lambda *_: False)
+        training = Trainer(config, job)
+        assert trainer_module.can_skip_on_device(training.optimizer, job.device) is (
+            config.train.optimizer == "adamw" and not on_host
+        )
+        found: list[Any] = []
+        before = _bits(training)
+        with _poisoned({0, 3, 4}):
+            for _ in range(config.train.steps):
+                result = training.train_step()
+                after = _bits(training)
+                if result.skipped:
+                    assert all(after[name] == before[name] for name in before)
+                    # At the most there are new states, of no step yet.
+                    assert not any(any(after[name]) for name in after.keys() - before.keys())
+                else:
+                    assert all(after[name] != before[name] for name in before if after[name])
+                    found.append(after)
+                before = after
+                found.append((result.step, repr(result.loss), repr(result.gradient_norm), result.skipped))
+        assert "found_inf" not in vars(training.optimizer)
+        return found
+
+
+def _bits(training: Trainer) -> dict[str, bytes]:
+    """This rank's part of every weight and of every state."""
+    found: dict[str, bytes] = {}
+    for name, p in training.model.named_parameters():
+        found[name] = _bytes_of(p)
+        for key, value in training.optimizer.state.get(p, {}).items():
+            found[f"{name} {key}"] = _bytes_of(value)
+    return found
+
+
+def _bytes_of(tensor: Any) -> bytes:
+    return getattr(tensor, "local", tensor).detach().numpy().tobytes()
+
+
+@in_turn(["zero3", "paro-iig", "ddp"], 1)
+def test_nothing_is_read_from_the_device_before_the_optimizer_steps(
+    world: Worlds, config: Callable[..., Config], label: str
+) -> None:
+    """So that the host enqueues the optimizer's kernels while the device still computes gradients."""
+    mine = config(strategy={"name": label, **_on(2, 1)})
+    for early, late in world(2).run(_reads, mine, "adamw"):
+        assert early == [] and late == ["tolist"]
+    for early, _ in world(2).run(_reads, mine, "muon"):
+        assert early[0] == "tolist"
+
+
+def _reads(config: Config, optimizer: str) -> tuple[list[str], list[str]]:
+    """What the host reads after the last backward pass: until the optimizer's step has ended, and in the rest of it."""
+    with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()), pytest.MonkeyPatch.context() as patch:
+        training = Trainer(_with(config, train={"optimizer": optimizer}), job)
+        training.train_step()
+        reads, early = _HostReads(patch), list[str]()
+        clip = Trainer._clip_gradients
+
+        def clipped(self: Trainer) -> Tensor:
+            reads.found = []
+            return clip(self)
+
+        patch.setattr(Trainer, "_clip_gradients", clipped)  # what comes first after the backward pass
+        training.optimizer.register_step_post_hook(lambda *_: early.extend(reads.found) or reads.found.clear())
+        with reads:
+            training.train_step()
+        return early, reads.found
+
+
+class _HostReads(TorchDispatchMode):
+    """Notes what waits for a GPU: values that become the host's, and copies that are not asynchronous."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        for name in ("tolist", "item", "cpu", "numpy", "new_tensor", "__bool__", "__float__", "__int__"):
+            patch.setattr(Tensor, name, self._noting(name, getattr(Tensor, name)))
+        patch.setattr(torch, "tensor", self._noting("torch.tensor", torch.tensor))
+
+    def _noting(self, name: str, method: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.found.append(name)
+            return method(*args, **kwargs)
+
+        return noted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        creates = name.startswith(("full", "zeros", "empty", "new_empty"))
+        if name in ("_local_scalar_dense", "is_nonzero", "equal", "nonzero") or (
+            "device" in (kwargs or {}) and not creates
+        ):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 def test_too_many_skipped_steps_end_it_on_every_rank(world: Worlds, config: Callable[..., Config]) -> None:

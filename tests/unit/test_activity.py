@@ -70,7 +70,7 @@ def test_what_is_kept_of_a_device_that_never_finishes_is_bounded() -> None:
 
 def test_ranks_compare_on_a_thread_also_where_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that whoever waits for the comparison can be told, meanwhile, that its peers will never come."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: object())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: object())
     device = torch.device("cuda")
     kinds = {kind: type(make_stream(QUEUES[kind], device, MAX_IN_FLIGHT[QUEUES[kind]])) for kind in TransferKind}
     assert {kind for kind, stream in kinds.items() if stream is ThreadStream} == {TransferKind.UNUSED_PARAMS}

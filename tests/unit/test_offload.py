@@ -6,14 +6,18 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 import towpath
 from tests.unit.test_plan_command import told, told_wide
+from towpath.collectives.collective import WireBuffers, Workspace
+from towpath.core import unit_plan
 from towpath.core.step import StepMachine
-from towpath.core.step_state import Submit, Wait
+from towpath.core.step_state import ParamVersion, Submit, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
+from towpath.engine.parameters.gradients import OptimizerMemory
 from towpath.errors import StrategyError
 from towpath.planner.catalog import describe_model, load_cluster, shipped_clusters
 from towpath.planner.request import Request
@@ -22,6 +26,7 @@ from towpath.planner.solver import Batching, Solver
 SHAPE = towpath.Topology(2, 2)
 MIXED = towpath.Precision("bfloat16", "float32")
 NUMEL = 1 << 16
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("label", ["zero3", "paro-iig", "ddp"])
@@ -31,14 +36,56 @@ def test_the_schedule_tells_device_and_host_apart(label: str) -> None:
         for offload in (None, "optimizer")
     )
     mine = NUMEL // (1 if label == "ddp" else 4)
-    assert offloaded.host_memory_bytes() == {"master": 4 * mine, "grad": 4 * mine, "outgoing": 2 * mine}
-    assert offloaded.host_copy_bytes() == {TransferKind.GRAD_SYNC: 4 * mine, TransferKind.PARAM_SYNC: 2 * mine}
+    assert offloaded.host_memory_bytes() == {"master": 4 * mine, "grad": 4 * mine}
+    assert offloaded.host_copy_bytes() == {TransferKind.GRAD_SYNC: 4 * mine, TransferKind.PARAM_SYNC: 4 * mine}
     assert offloaded.memory_bytes() == plain.memory_bytes() | {"master": 0}
     assert plain.host_memory_bytes() == plain.host_copy_bytes() == {}
     assert (offloaded.inter_bytes, offloaded.intra_bytes) == (plain.inter_bytes, plain.intra_bytes)
 
 
-def test_the_host_waits_for_what_it_reads_and_for_what_it_writes_over() -> None:
+def test_what_the_device_casts_is_staged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_plan, "STAGED_ELEMENTS", 100)
+    made = towpath.strategy("ddp", SHAPE, offload="optimizer")
+    for own, staged in (("float32", 100), ("bfloat16", 0)):
+        plan = plan_unit(made, UnitSpec("", (BucketSpec((250,), own),)), MIXED)
+        [bucket] = plan.buckets
+        assert bucket.staged == staged
+        assert plan.wire_needs(TransferKind.PARAM_SYNC).get(own, 0) == staged
+        memory, buffers = OptimizerMemory(bucket, CPU), WireBuffers(CPU)
+        buffers.reserve(plan.wire_needs(TransferKind.PARAM_SYNC))
+        before = buffers.made
+        master, target = torch.randn(bucket.numel).to(getattr(torch, own)), torch.empty(bucket.numel).bfloat16()
+        memory.param_sync(master, target, Workspace(buffers))
+        assert torch.equal(target, master.bfloat16()) and buffers.made == before
+
+
+def test_parameters_are_synced_when_their_unit_is_gathered() -> None:
+    """Not all of them before the first unit computes."""
+    for label in ("zero3", "paro-iig", "ddp"):
+        for offload, at_once in (("optimizer", 2), (None, 4)):
+            made = towpath.strategy(label, SHAPE, offload=offload)
+            units = [UnitSpec(name, (BucketSpec((NUMEL,)),), kept=not name) for name in ("", "a", "b", "c")]
+            machine = StepMachine([plan_unit(made, unit, MIXED) for unit in units])
+            for step in range(3):
+                synced: list[list[int]] = []
+                for index in range(4):
+                    actions = machine.forward_begins(index, comes_back=False)
+                    kinds = [(a.task.kind, a.task.unit) for a in actions if isinstance(a, Submit)]
+                    synced.append([unit for kind, unit in kinds if kind is TransferKind.PARAM_SYNC])
+                    for unit in synced[-1]:  # before its gather
+                        gather = TransferKind.GATHER, unit
+                        assert gather not in kinds or kinds.index((TransferKind.PARAM_SYNC, unit)) < kinds.index(gather)
+                for index in reversed(range(4)):
+                    machine.forward_ends(index, graph_follows=False)
+                if step:
+                    # A unit and the one that follows it.
+                    assert synced == ([[0, 1], [2], [3], []] if at_once == 2 else [[0, 1, 2, 3], [], [], []])
+                for index in range(4):
+                    machine.written(index)
+            assert machine.param_sync() and not machine.param_sync()  # all that is left
+
+
+def test_the_host_waits_for_what_it_reads() -> None:
     for on_host in (True, False):
         made = towpath.strategy("paro-iig", SHAPE, offload="optimizer" if on_host else None)
         units = [UnitSpec(name, (BucketSpec((NUMEL,)),), kept=not name) for name in ("", "a")]
@@ -52,13 +99,18 @@ def test_the_host_waits_for_what_it_reads_and_for_what_it_writes_over() -> None:
             a for a in machine.backward_pass_ended() if isinstance(a, Wait) and a.task.kind is TransferKind.GRAD_SYNC
         ]
         assert len(waits) == 2 and all(wait.on_host is on_host for wait in waits)
-        machine.micro_step_ended()
-        machine.written(0)
-        machine.param_sync()
-        machine.written(0)
-        actions = [a for a in machine.param_sync() if isinstance(a, (Wait, Submit))]
-        assert [type(a) for a in actions] == ([Wait, Submit] if on_host else [Submit])
-        assert all(a.on_host and a.task.kind is TransferKind.PARAM_SYNC for a in actions if isinstance(a, Wait))
+
+
+def test_a_write_waits_once_for_the_copy_that_reads() -> None:
+    waits: list[str] = []
+    model = ParamVersion()
+    version = ParamVersion(model)
+    version.before_write()
+    version.read_until(lambda: waits.append("first"))
+    version.read_until(lambda: waits.append("last"))  # of one stream, which keeps its order
+    version.before_write()
+    version.before_write()
+    assert waits == ["last"] and version.count == model.count == 0
 
 
 def _solver(offload: str | None, memory: int = 80 << 30) -> Solver:
@@ -76,7 +128,9 @@ def test_the_planner_prices_memory_and_the_copies() -> None:
     moved = ("master", "grad", "optimizer")
     assert all(offloaded.memory[part] == 0 for part in moved)
     assert sum(offloaded.host_memory[part] for part in ("master", "optimizer")) == sum(plain.memory[p] for p in moved)
-    assert plain.peak_bytes - offloaded.peak_bytes == sum(plain.memory[part] for part in moved)
+    staged = offloaded.memory["wire"] - plain.memory["wire"]
+    assert 0 < staged <= 4 * unit_plan.STAGED_ELEMENTS
+    assert plain.peak_bytes - offloaded.peak_bytes == sum(plain.memory[part] for part in moved) - staged
     assert offloaded.host_copy_bytes > 0 == plain.host_copy_bytes
     assert offloaded.inter_bytes == plain.inter_bytes and offloaded.seconds > plain.seconds
     assert offloaded.in_flight[TransferKind.GRAD_SYNC] > plain.in_flight.get(TransferKind.GRAD_SYNC, 0.0)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
 
 from tests.workspace import workspace
 from towpath.collectives.collective import Workspace
+from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
+from towpath.core.strategy import TransferKind
+from towpath.engine.streams import queue
 from towpath.engine.streams.queue import make_stream
 from towpath.engine.streams.streams import Job, Stream, Work
 
@@ -136,3 +141,38 @@ def test_the_queue_goes_on_behind_a_job_whose_precondition_failed(stream: Stream
     stream.submit(job(going_on))
     stream.submit(job(lambda _: seen.append("goes on"), begin=begin)).wait()
     assert seen == ["begins", "goes on"]
+
+
+def test_transfers_that_the_computation_waits_for_soon_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def stream(device: torch.device, *, priority: int) -> Any:
+        made.append(priority)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    found: dict[TransferKind, set[int]] = {}
+    for kind in set(TransferKind) - {TransferKind.UNUSED_PARAMS}:
+        made.clear()
+        make_stream(QUEUES[kind], torch.device("cuda"), MAX_IN_FLIGHT[QUEUES[kind]])
+        assert len(made) == MAX_IN_FLIGHT[QUEUES[kind]]
+        found[kind] = set(made)
+    assert {kind for kind, priorities in found.items() if priorities == {0}} == {TransferKind.GRAD_SYNC}
+    assert all(priorities == {-1} for kind, priorities in found.items() if kind is not TransferKind.GRAD_SYNC)
+
+
+@pytest.mark.parametrize(("connections", "warns"), [("1", True), ("32", False), ("", False)])
+def test_one_hardware_queue_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, connections: str, warns: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: object())
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    queue._warn_of_one_connection.cache_clear()
+    with caplog.at_level(logging.WARNING, "towpath"):
+        make_stream("gather", torch.device("cpu"), 1).close()
+        assert not caplog.records
+        for _ in range(2):
+            make_stream("gather", torch.device("cuda"), 1)
+    assert [record.name for record in caplog.records] == ["towpath.engine"] * warns
+    assert all("CUDA_DEVICE_MAX_CONNECTIONS" in record.getMessage() for record in caplog.records)
+    queue._warn_of_one_connection.cache_clear()

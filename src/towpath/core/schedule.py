@@ -287,7 +287,7 @@ class Schedule(SentBytes):
         "arriving gradients" are those of one unit that the engine has not copied to a slot yet, or added to a sum.
         "communicators" is what NCCL takes itself.
         """
-        kinds = {t.kind for t in self.transfers}.intersection(WITH_TRANSPORT)
+        kinds = {*(t.kind for t in self.transfers), *self.host_copy_bytes()}.intersection(WITH_TRANSPORT)
         owners = {"whole matrices": self.matrices.buffer_bytes} if self.matrices is not None else {}
         return buffer_bytes(self.plans, kinds) | owners
 

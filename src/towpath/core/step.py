@@ -41,10 +41,7 @@ from towpath.errors import StepError
 
 
 class Gathers:
-    """The part of `StepMachine` that unshards and releases weights, and adds what it decides to `actions`.
-
-    All units but the root take turns in `slots` slots.
-    """
+    """The part of `StepMachine` that unshards and releases weights. All units but the root take turns in `slots`."""
 
     def __init__(self, units: Sequence[UnitState], slots: int, writes: ParamVersion, actions: list[Action]) -> None:
         self._units, self._writes, self._actions = units, writes, actions
@@ -60,18 +57,19 @@ class Gathers:
         if root.plan.gathers:
             root.slot = self.slots.reserve(0)
 
-    def param_sync(self) -> None:
-        """Submit a parameter sync for each unit that was written since the last call."""
-        if self._synced_count == self._writes.count:
+    def param_sync(self, on_host: bool = True) -> None:
+        """Submit parameter syncs of written units. Without `on_host`, those that step there wait for `gather`."""
+        if self._synced_count == self._writes.count and not on_host:
             return
         self._synced_count = self._writes.count
         for unit in self._units:
-            if unit.synced_version != unit.version and unit.plan.has_param_sync:
-                if unit.plan.steps_on_host and unit.param_sync_task is not None:
-                    # The host is about to overwrite the memory that the previous parameter sync copies from.
-                    self._actions.append(Wait(unit.param_sync_task, on_host=True))
-                unit.param_sync_task = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
-            unit.synced_version = unit.version
+            if on_host or not unit.plan.steps_on_host:
+                self._sync(unit)
+
+    def _sync(self, unit: UnitState) -> None:
+        if unit.synced_version != unit.version and unit.plan.has_param_sync:
+            unit.param_sync_task = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
+        unit.synced_version = unit.version
 
     def use(self, unit: UnitState, kind: TransferKind, save_copy: bool = False) -> None:
         """Unshard the unit for the next computation, and prefetch the unit that followed it the last time."""
@@ -101,6 +99,7 @@ class Gathers:
         """Submit a gather of the unit's weights into its slot, unless the slot holds their current version."""
         if unit.holds == unit.version:
             return
+        self._sync(unit)
         self._take_slot(unit)
         unit.holds = unit.version
         if unit.slot is None:
@@ -117,6 +116,7 @@ class Gathers:
 
     def prefetch(self, unit: UnitState, kind: TransferKind, save_copy: bool) -> None:
         """Gather the unit's weights ahead of their use, if its slot is free or holds evictable weights."""
+        self._sync(unit)
         if unit.slot is None or unit.kept_unsharded or unit.holds == unit.version:
             return
         if (user := self._user(unit.slot)) is not None and user.weights is Weights.EVICTABLE:
@@ -390,7 +390,7 @@ class StepMachine:
         """Unshard the unit for a forward. `comes_back`: a backward pass may follow. `recomputing`: one is running."""
         unit = self._units[index]
         if not recomputing:
-            self._gathers.param_sync()
+            self._gathers.param_sync(on_host=False)
             if unit is self._root:
                 self._pass_of_the_model_begins()
                 self._forward_walk += self.staged

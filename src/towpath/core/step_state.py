@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -155,11 +155,22 @@ class ParamVersion:
     Each write also counts in the next larger one, `of`: a bucket's in its unit, a unit's in the model.
     """
 
-    __slots__ = ("count", "of")
+    __slots__ = ("_end_of_read", "count", "of")
 
     def __init__(self, of: ParamVersion | None = None) -> None:
         self.count = 0
         self.of = of
+        self._end_of_read: Callable[[], None] | None = None
+
+    def read_until(self, end_of_read: Callable[[], None]) -> None:
+        """Call `end_of_read` before the next write: a copy reads the memory while the host goes on."""
+        self._end_of_read = end_of_read
+
+    def before_write(self) -> None:
+        """Return once no copy reads the memory. The host must call this before it writes to it."""
+        if self._end_of_read is not None:
+            end_of_read, self._end_of_read = self._end_of_read, None
+            end_of_read()
 
     def written(self) -> None:
         """Count a write."""

@@ -24,6 +24,9 @@ SMALL_GATHER_BYTES = 1 << 20
 # Elements. NCCL copies memory at multiples of 16 bytes fastest, and that of 128 bytes fills a line of the cache.
 _WIRE_ALIGNMENT = 64
 
+# Elements. Longer copies from the host are cut in pieces of this size: a link needs no larger ones to be fast.
+STAGED_ELEMENTS = 1 << 24
+
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
@@ -134,20 +137,23 @@ class BucketPlan:
         }
 
     def host_memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that one rank keeps between steps in host memory for this bucket, by kind.
-
-        `outgoing` is the copy of the written parameters in the compute dtype, from which the parameter sync copies.
-        """
+        """Return the bytes that one rank keeps between steps in host memory for this bucket, by kind."""
         if not self.optimizer_on_host:
             return {}
         elements, own = self.numel // self.optimizer.count, item_bytes(self.own_dtype)
-        outgoing = elements * item_bytes(self.compute_dtype)
-        return {"master": elements * own, "grad": elements * own, "outgoing": outgoing}
+        return {"master": elements * own, "grad": elements * own}
 
     def host_copy_bytes(self, kind: TransferKind) -> int:
         """Return the bytes that this kind copies: a gradient sync to the host, a parameter sync from it."""
         held = self.host_memory_bytes()
-        return held.get({TransferKind.GRAD_SYNC: "grad", TransferKind.PARAM_SYNC: "outgoing"}.get(kind, ""), 0)
+        return held.get({TransferKind.GRAD_SYNC: "grad", TransferKind.PARAM_SYNC: "master"}.get(kind, ""), 0)
+
+    @property
+    def staged(self) -> int:
+        """The elements in `own_dtype` that the device gets from the host at a time, to cast them. 0 without a cast."""
+        if not self.optimizer_on_host or self.own_dtype == self.compute_dtype:
+            return 0
+        return min(self.numel // self.optimizer.count, STAGED_ELEMENTS)
 
     def _feedback_bytes(self) -> int:
         """Return the bytes that codecs keep from one step to the next."""
@@ -227,6 +233,8 @@ class UnitPlan:
         for bucket in self.buckets if kind is TransferKind.GRAD_SYNC else ():
             if (span := bucket.narrowed_in) is not None:
                 narrowed.append({bucket.transfers[kind][0].dtype: span[1]})
+        for bucket in self.buckets if kind is TransferKind.PARAM_SYNC else ():
+            narrowed.append({bucket.own_dtype: bucket.staged})
         transfers = (t.wire_needs for t in self.transfers(kind))
         return largest([{"uint8": max([packed, *factors])}, *narrowed, *transfers])
 

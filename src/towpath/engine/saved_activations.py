@@ -1,20 +1,51 @@
-"""Offload of activations to the host's memory, from the forward pass until the backward pass needs them."""
+"""Offload of activations to the host's memory, from the forward pass until the backward pass needs them.
+
+On a GPU, two streams copy activations while the model computes:
+
+    forward    pack     copies a saved tensor to the host; the tensor stays on the device for a window of later ones
+    backward   unpack   waits for the copy on the device; the first of a window requests the window before it
+
+A window is `_WINDOW_BYTES` of tensors that were saved one after the other. Up to two of them are on the device at a
+time, in addition to what the computation uses. On a CPU, copies are synchronous.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import weakref
+from collections import deque
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, final
 
 import torch
 from torch import nn
 
+from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.engine.executor import Engine, engine_of
+from towpath.engine.parameters import gradients
+from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream
 from towpath.errors import StepError
 
 # Smaller tensors stay on the device, because copying them costs more time than their memory is worth.
 SMALLEST_BYTES = 1 << 16
+
+# Large enough that a copy of one window lasts far longer than its launch, and small next to a GPU's memory.
+_WINDOW_BYTES = 1 << 27
+
+# Page-locked memory is allocated in slabs of these sizes and powers of two between them. PyTorch would round each
+# tensor up to a power of two.
+_FIRST_SLAB_BYTES, _LARGEST_SLAB_BYTES = 1 << 26, 1 << 30
+_ALIGNED_BYTES = 512
+
+
+def _modified(tensor: torch.Tensor, version: int) -> StepError:
+    return StepError(
+        f"a tensor of shape {tuple(tensor.shape)} that the backward pass needs was modified since its "
+        f"forward pass: it is at version {tensor._version}, expected {version}. Call backward() "
+        "before the next forward pass of the unit, and change nothing in place that a graph still needs."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,55 +62,315 @@ class _LeftOnDevice:
     def unpacked(self) -> torch.Tensor:
         """Return the tensor; raise StepError if it was modified since."""
         if self.tensor._version != self.version:
-            raise StepError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs was modified since its "
-                f"forward pass: it is at version {self.tensor._version}, expected {self.version}. Call backward() "
-                "before the next forward pass of the unit, and change nothing in place that a graph still needs."
-            )
+            raise _modified(self.tensor, self.version)
         return self.tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _OnHost:
-    """A copy of a saved tensor in the host's memory."""
+    """A copy of a saved tensor of a model on a CPU."""
 
     kept: torch.Tensor
     device: torch.device
 
     def unpacked(self) -> torch.Tensor:
         """Return a copy on the tensor's device."""
-        return self.kept.to(self.device, non_blocking=self.kept.is_pinned())
+        return self.kept.to(self.device)
+
+
+# --- memory on the host -----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Slab:
+    """Page-locked memory of several tensors. `free`: its unused ranges of bytes, in order.
+
+    `last_read` is the last copy to the device out of this memory. Before a range is written again, the copy out of it
+    must have ended. These copies run in order, so a wait for the last one will do.
+    """
+
+    memory: torch.Tensor
+    free: list[tuple[int, int]]
+    last_read: Handle | None = None
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the start of a range of `nbytes`, or None if no free range is as large."""
+        for number, (start, end) in enumerate(self.free):
+            if end - start >= nbytes:
+                self.free[number : number + 1] = [(start + nbytes, end)] if end - start > nbytes else []
+                return start
+        return None
+
+    def give_back(self, start: int, end: int) -> None:
+        """Make a range free again, and join it with free neighbors."""
+        joined: list[tuple[int, int]] = []
+        for first, last in sorted([*self.free, (start, end)]):
+            if joined and joined[-1][1] == first:
+                joined[-1] = joined[-1][0], last
+            else:
+                joined.append((first, last))
+        self.free = joined
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """The bytes of one tensor in a slab."""
+
+    slab: _Slab
+    start: int
+    end: int
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Window:
+    """Tensors that were saved one after the other. `before`: the window before it in the same forward pass.
+
+    Graphs hold the tensors, so that each gives its memory back as soon as its part of the graph is dropped.
+    """
+
+    before: _Window | None
+    nbytes: int = 0
+    tensors: list[weakref.ref[_Offloaded]] = field(default_factory=list["weakref.ref[_Offloaded]"])
+    requested: bool = False  # its copies to the device have been enqueued
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A tensor on the device that a copy reads or writes. `stream`: the CUDA stream that its memory belongs to."""
+
+    tensor: torch.Tensor
+    handle: Handle
+    stream: torch.cuda.Stream | None
+
+
+@final
+class _Offloaded:
+    """A saved tensor on its way to the host, there, or on its way back. `kept` is its memory on the host."""
+
+    __slots__ = (
+        "__weakref__",
+        "arriving",
+        "copies",
+        "kept",
+        "leaving",
+        "left",
+        "modified",
+        "place",
+        "stream",
+        "version",
+        "window",
+    )
+
+    def __init__(self, copies: DeviceCopies, tensor: torch.Tensor, window: _Window, place: _Range) -> None:
+        self.copies, self.window, self.place, self.stream = copies, window, place, copies.current_stream()
+        self.leaving: torch.Tensor | None = None
+        self.arriving: _Copied | None = None
+        self.modified: StepError | None = None
+        # A dense copy with the same order of dimensions. A small view of a large tensor is copied alone.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        memory = place.slab.memory[place.start : place.start + tensor.nbytes].view(tensor.dtype)
+        self.kept = memory.as_strided(tensor.shape, strides)
+        after = [] if place.slab.last_read is None else [place.slab.last_read]
+        self.left = copies.copy(copies.to_host, self.kept, tensor, after)
+        self.version = tensor._version
+        self.leaving = tensor.detach()  # a tensor that is its own node's output would else keep its graph alive
+
+    def leave(self) -> None:
+        """Drop the tensor on the device, once the computation has waited for the copy out of it."""
+        if self.leaving is not None:
+            self.copies.wait_for(_Copied(self.leaving, self.left, self.stream), self.copies.to_host)
+            if self.leaving._version != self.version:
+                self.modified = _modified(self.leaving, self.version)
+            self.leaving = None
+
+    def request(self) -> None:
+        """Enqueue the copy to the device, unless the tensor is still there or the copy was enqueued before."""
+        if self.leaving is not None or self.arriving is not None:
+            return
+        copies, kept = self.copies, self.kept
+        tensor = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=copies.device)
+        arrived = copies.copy(copies.to_device, tensor, kept, [self.left])
+        self.arriving = _Copied(tensor, arrived, copies.current_stream())
+        self.place.slab.last_read = arrived
+
+    def unpacked(self) -> torch.Tensor:
+        """Return the tensor on its device; raise StepError if it was modified since."""
+        self.copies.request(self)
+        if self.leaving is not None:  # one of the last that were saved
+            return _LeftOnDevice(self.leaving, self.version).unpacked()
+        if self.modified is not None:
+            raise self.modified
+        assert self.arriving is not None
+        found, self.arriving = self.arriving, None
+        found.handle.wait()
+        current = self.copies.current_stream()
+        if current is not None and current != found.stream:  # the memory belongs to the stream that requested it
+            found.tensor.record_stream(current)
+        return found.tensor
+
+    def __del__(self) -> None:
+        # The garbage collector may call it anywhere. So it only leaves a note for the next copy.
+        leaving = None if self.leaving is None else _Copied(self.leaving, self.left, self.stream)
+        self.copies.dropped.append((self.place, leaving, self.arriving))
+
+
+@final
+class DeviceCopies:
+    """Copies of saved tensors between a device and the host, and the host's memory for them.
+
+    Args:
+        device: The device.
+        to_host: The stream of copies to the host.
+        to_device: The stream of copies back.
+    """
+
+    def __init__(self, device: torch.device, to_host: Stream, to_device: Stream) -> None:
+        self.device, self.to_host, self.to_device = device, to_host, to_device
+        self._workspace = Workspace(WireBuffers(device))
+        self._slabs: list[_Slab] = []
+        self._leaving: deque[weakref.ref[_Offloaded]] = deque()  # tensors that are still on the device, oldest first
+        self._leaving_bytes = 0
+        # What was dropped since the last copy: its memory on the host, and the copies to it and from it, if nobody has
+        # waited for them.
+        self.dropped: deque[tuple[_Range, _Copied | None, _Copied | None]] = deque()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of page-locked memory that were allocated. They stay allocated for later passes."""
+        return sum(slab.memory.nbytes for slab in self._slabs)
+
+    def offload(self, tensor: torch.Tensor, window: _Window) -> _Offloaded:
+        """Begin to copy a tensor to the host. It is the next of `window`."""
+        made = _Offloaded(self, tensor, window, self._take(tensor.nbytes))
+        window.tensors.append(weakref.ref(made))
+        window.nbytes += tensor.nbytes
+        self._leaving.append(weakref.ref(made))
+        self._leaving_bytes += tensor.nbytes
+        # The oldest tensors leave the device. Their memory goes back to the computation's stream, which therefore waits
+        # for the copies out of it. These have long ended, unless the link is slower than the computation.
+        self._leave(_WINDOW_BYTES)
+        return made
+
+    def _leave(self, most_bytes: int) -> None:
+        """Let the oldest tensors leave the device, until it has at most so many bytes of them."""
+        while self._leaving and self._leaving_bytes > most_bytes:
+            oldest = self._leaving.popleft()()
+            if oldest is not None:
+                self._leaving_bytes -= oldest.kept.nbytes
+                oldest.leave()
+
+    def request(self, wanted: _Offloaded) -> None:
+        """Enqueue copies to the device: of a tensor that is needed now, and of what is needed soon."""
+        self._give_back()
+        if wanted.leaving is None:  # the backward pass is through with the tensors that were last saved
+            self._leave(0)
+        wanted.request()
+        # The backward pass needs the last saved tensor first. The copies wait for what the computation has enqueued so
+        # far, because it may still use the memory that they write to. So they run beside what it enqueues from here on.
+        window = wanted.window
+        for each in (window, window.before):
+            if each is not None and not each.requested:
+                each.requested = True
+                for reference in reversed(each.tensors):
+                    tensor = reference()
+                    if tensor is not None:
+                        tensor.request()
+
+    def _take(self, nbytes: int) -> _Range:
+        """Return free memory on the host."""
+        self._give_back()
+        nbytes = -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        for slab in self._slabs:
+            start = slab.take(nbytes)
+            if start is not None:
+                return _Range(slab, start, start + nbytes)
+        least = max(nbytes, _FIRST_SLAB_BYTES, min(self.host_bytes, _LARGEST_SLAB_BYTES))
+        size = 1 << (least - 1).bit_length()
+        slab = _Slab(gradients.host_memory(size, torch.uint8, self.device), [(0, size)])
+        self._slabs.append(slab)
+        slab.take(nbytes)
+        return _Range(slab, 0, nbytes)
+
+    def _give_back(self) -> None:
+        """Reuse the memory of what was dropped."""
+        while self.dropped:
+            place, leaving, arriving = self.dropped.popleft()
+            if leaving is not None:
+                self._leaving_bytes -= leaving.tensor.nbytes
+                self.wait_for(leaving, self.to_host)
+            if arriving is not None:
+                self.wait_for(arriving, self.to_device)
+            place.slab.give_back(place.start, place.end)
+        while self._leaving and self._leaving[0]() is None:
+            self._leaving.popleft()
+
+    def wait_for(self, copied: _Copied, stream: Stream) -> None:
+        """Let the computation wait for a copy on `stream`, before the tensor's memory may go to another tensor."""
+        copied.handle.wait()
+        if self.current_stream() != copied.stream:  # the memory belongs to a stream that has not waited
+            stream.uses(0, copied.tensor)
+
+    def current_stream(self) -> torch.cuda.Stream | None:
+        """Return the stream of the computation."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, after: Sequence[Handle]) -> Handle:
+        """Enqueue a copy on a stream of copies."""
+
+        def work(_: Workspace) -> None:
+            target.copy_(source, non_blocking=True)
+
+        return stream.submit(Job(self._workspace, [work]), after)
+
+
+@cache
+def _copies_on(device: torch.device) -> DeviceCopies | None:
+    """Return the copies of a device, which all models on it share. None on a CPU, where copies are synchronous."""
+    if device.type != "cuda":
+        return None
+    return DeviceCopies(device, CudaStream(device, 1), CudaStream(device, 1))
+
+
+# --- forward passes ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def offload_activations(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTES) -> Generator[None]:
     """Run a forward pass whose activations are kept in the host's memory until the backward pass needs them.
 
-    The memory is page-locked if the model is on a GPU. Unsharded weights and the model's buffers stay on the device.
-    They are no activations, and the engine relies on autograd to read the weights in their slots. With activation
-    checkpointing, the inputs that it keeps are offloaded, and recomputed activations are not.
+    On a GPU the memory is page-locked, and copies overlap with the computation. Unsharded weights and the model's
+    buffers stay on the device. They are no activations, and the engine relies on autograd to read the weights in their slots.
+    With activation checkpointing, the inputs that it keeps are offloaded, and recomputed activations are not.
 
     Args:
         model: A model that `shard()` returned.
         smallest_bytes: Tensors with fewer bytes stay on the device.
     """
-    on_device = _EngineMemory(engine_of(model), model)
+    engine = engine_of(model)
+    engine_memory, device_type = _EngineMemory(engine, model), engine.comm.device.type
+    window = _Window(None)
 
-    def pack(tensor: torch.Tensor) -> _LeftOnDevice | _OnHost:
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if not plain or tensor.nbytes < smallest_bytes or tensor in on_device:
+    def pack(tensor: torch.Tensor) -> _LeftOnDevice | _OnHost | _Offloaded:
+        nonlocal window
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == device_type
+        if not plain or tensor.nbytes < smallest_bytes or tensor in engine_memory:
             return _LeftOnDevice(tensor, tensor._version)
-        pinned = tensor.device.type == "cuda"
-        # A dense copy with the same order of dimensions. A small view of a large tensor is copied alone.
-        kept = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-        kept.copy_(tensor, non_blocking=pinned)
-        return _OnHost(kept, tensor.device)
+        copies = _copies_on(tensor.device)
+        if copies is None:
+            return _OnHost(torch.empty_like(tensor).copy_(tensor), tensor.device)
+        if window.nbytes and window.nbytes + tensor.nbytes > _WINDOW_BYTES:
+            window = _Window(window)
+        return copies.offload(tensor, window)
 
-    def unpack(packed: _LeftOnDevice | _OnHost) -> torch.Tensor:
-        return packed.unpacked()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         yield
+
+
+def _unpack(packed: _LeftOnDevice | _OnHost | _Offloaded) -> torch.Tensor:
+    return packed.unpacked()
 
 
 class _EngineMemory:

@@ -393,8 +393,10 @@ class Pipeline(Observable):
 
     def _mean_loss(self, losses: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Begin to send the mean loss from the last stage to all others. Return a function that waits for it."""
-        mean = torch.stack([loss.detach() for loss in losses]).mean().double() if losses else torch.zeros(()).double()
-        mean = mean.to(self._stages[0].device)
+        device = self._stages[0].device
+        mean = torch.zeros((), dtype=torch.float64, device=device)
+        if losses:
+            mean = torch.stack([loss.detach() for loss in losses]).mean().double().to(device)
         sent = dist.broadcast(mean, group=self._group, group_src=self.owners[-1], async_op=True)
 
         def arrived() -> torch.Tensor:

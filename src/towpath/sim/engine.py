@@ -211,23 +211,19 @@ class SimulatedEngine:
                 continue
             if task.kind is TransferKind.REDUCE:
                 moved += bucket.numel // bucket.grads.count * item_bytes(bucket.accumulate_dtype)
-            elif bucket.optimizer_on_host:
+            elif bucket.optimizer_on_host and not (task.kind is TransferKind.PARAM_SYNC and bucket.staged):
                 continue  # see _host_copies
             elif task.kind is TransferKind.GRAD_SYNC or (task.kind is TransferKind.PARAM_SYNC and bucket.has_master):
                 moved += bucket.numel // bucket.optimizer.count * item_bytes(bucket.own_dtype)
         return moved / self._hardware.memory_rate + decoding
 
     def _host_copies(self, task: Task) -> PhaseCost | None:
-        """Return the copies between device and host memory. The host first rounds what it sends to the device."""
+        """Return the copies between device and host memory. The device casts what it gets."""
         # The unit of an optimizer's step is the number of its round. Its transfers copy nothing.
         copied = [] if task.transfers else [b for b in self.plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
         if not copied:
             return None
-        host = self._hardware.offloading
-        seconds = sum(b.host_copy_bytes(task.kind) for b in copied) / host.copy_rate
-        if task.kind is TransferKind.PARAM_SYNC:
-            own = sum(b.numel // b.optimizer.count * item_bytes(b.own_dtype) for b in copied)
-            seconds += own / host.memory_rate
+        seconds = sum(b.host_copy_bytes(task.kind) for b in copied) / self._hardware.offloading.copy_rate
         # A device copies while it computes. Processors can do nothing else meanwhile.
         if self._hardware.cores is None:
             return PhaseCost(seconds, {})

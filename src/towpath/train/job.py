@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -90,9 +90,29 @@ class Job:
 
     def mean(self, values: torch.Tensor) -> list[float]:
         """Return the mean over all ranks of each element. Every rank must call it."""
+        return self.begin_mean(values)()
+
+    def begin_mean(self, values: torch.Tensor) -> Callable[[], list[float]]:
+        """Sum `values` over all ranks in place, and begin to copy them to the host. Every rank must call it.
+
+        Returns:
+            A function that returns the mean of each element. On a GPU it waits for the sum, and not for what was
+            enqueued after it.
+        """
         if self.world > 1:
             dist.all_reduce(values)
-        return [value / self.world for value in values.tolist()]
+        if values.device.type != "cuda":
+            return lambda: [value / self.world for value in values.tolist()]
+        on_host = torch.empty_like(values, device="cpu", pin_memory=True)
+        on_host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(values.device))
+
+        def read() -> list[float]:
+            copied.synchronize()
+            return [value / self.world for value in on_host.tolist()]
+
+        return read
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,28 @@ def _adamw(trained: Sequence[nn.Parameter], config: TrainConfig) -> torch.optim.
         eps=config.eps,
         fused=all(p.device.type in ("cpu", "cuda") for p in trained),
     )
+
+
+def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Return whether `step_if` can step an optimizer whose gradients are computed on `device`.
+
+    Fused AdamW can. Muon cannot, and neither can an optimizer whose states are in the host's memory.
+    """
+    fused = isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]
+    return fused and all(p.device.type == device.type for group in optimizer.param_groups for p in group["params"])
+
+
+def step_if(optimizer: Any, wanted: Tensor) -> None:
+    """Step an optimizer if `wanted`, a boolean on the device, is true. Otherwise no weight and no state changes.
+
+    The host does not wait for the value. The kernels of a fused optimizer read it, as they read what a `GradScaler` has
+    found.
+    """
+    optimizer.found_inf = wanted.logical_not().float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
 
 
 def learning_rate(config: TrainConfig, done: int) -> float:

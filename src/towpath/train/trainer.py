@@ -13,7 +13,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -41,7 +41,7 @@ from towpath.train.models.bundle import (
     next_token_loss,
 )
 from towpath.train.models.tensor_parallel import plan_for
-from towpath.train.optimizers import LossScale, build_optimizer, set_learning_rate
+from towpath.train.optimizers import LossScale, build_optimizer, can_skip_on_device, set_learning_rate, step_if
 from towpath.train.parallel import build_pipeline, choose_strategy, copies_of_model, shard_model, topology_of_copies
 from towpath.train.progress import progress_bar
 from towpath.train.signals import SIGNALS, StopRequest, exit_code, handle_signals
@@ -263,11 +263,17 @@ class Trainer:
             norm = self._clip_gradients()
 
         # One all-reduce of the loss, signals and due checkpoints. From here on all ranks decide the same.
-        loss, norm = self._agree_on_saving_and_stopping(local_loss, norm)
+        agreed, read = self._begin_agreement(local_loss, norm)
 
-        # Optimizer. A step whose gradient is not finite changes no weights.
+        # Optimizer. A step whose gradient is not finite changes no weights. If the optimizer finds that out on the
+        # device, the host reads the loss only when the step is enqueued, so that the device always has work.
+        on_device = can_skip_on_device(self.optimizer, self.job.device)
+        if on_device:
+            with self._timed("optimizer"):
+                step_if(self.optimizer, agreed.isfinite().all())
+        loss, norm = self._agree_on_saving_and_stopping(read)
         finite = math.isfinite(loss) and math.isfinite(norm)
-        if finite:
+        if finite and not on_device:
             with self._timed("optimizer"):
                 self.optimizer.step()
         self.optimizer.zero_grad()
@@ -332,16 +338,28 @@ class Trainer:
             return nn.utils.clip_grad_norm_(parameters, clip)
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
-    def _agree_on_saving_and_stopping(self, loss: Tensor, norm: Tensor) -> tuple[float, float]:
-        """Decide with all ranks whether to save and whether to stop. Return the loss and the norm of the whole job.
+    def _begin_agreement(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Callable[[], list[float]]]:
+        """Sum the loss, the norm, and what this rank wants, over all ranks. Do not wait for the device.
 
-        One all-reduce brings all of these, so every rank comes to the same decisions.
+        Returns:
+            The sums on the device, and a function that returns the means.
         """
         with self._timed("agreement"):
             received = self.stop.signal
             flags = [self.state.save_wanted, *(received == number for number in SIGNALS)]
-            own = torch.stack([loss.double(), norm.to(loss.device).double()])
-            mean_loss, mean_norm, saving, *stopping = self.job.mean(torch.cat([own, own.new_tensor(flags)]))
+            # Numbers are filled in on the device, because a copy of them from pageable memory would wait for it.
+            own = [loss.double(), norm.to(loss.device).double()]
+            own += [torch.full_like(own[0], flag) for flag in flags]
+            agreed = torch.stack(own)
+            return agreed, self.job.begin_mean(agreed)
+
+    def _agree_on_saving_and_stopping(self, read: Callable[[], list[float]]) -> tuple[float, float]:
+        """Decide with all ranks whether to save and whether to stop. Return the loss and the norm of the whole job.
+
+        One all-reduce has brought all of these, so every rank comes to the same decisions.
+        """
+        with self._timed("agreement"):
+            mean_loss, mean_norm, saving, *stopping = read()
         signals = (number for number, share in zip(SIGNALS, stopping, strict=True) if share > 0)
         self.state.stopped_by = next(signals, 0)
         self.state.save_due = saving > 0

@@ -246,7 +246,7 @@ class Bucket:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
         mine = self._own_slice(self.shard)
         if self.plan.has_master:
-            self._optimizer.param_sync(self.master, mine)
+            self._optimizer.param_sync(self.master, mine, workspace)
         for transfer in self.transfers[TransferKind.PARAM_SYNC]:
             transfer.run(self.shard, mine, workspace)
 
@@ -297,6 +297,7 @@ class Bucket:
             self.version.written()
             return
         before = self.shard if self._rounded is None else self._rounded
+        self.version.before_write()
         if self.plan.has_master:
             mine, was = self._own_slice(now), self._own_slice(before)
             master = self.master.to(mine.device)
@@ -346,10 +347,9 @@ class Bucket:
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Return the bytes that this bucket takes in the host's memory for the optimizer, by kind."""
-        outgoing = self._optimizer.outgoing
-        if outgoing is None:
+        if not self.plan.optimizer_on_host:
             return {}
-        return {"master": self.master.nbytes, "grad": self.gradients.mean_nbytes, "outgoing": outgoing.nbytes}
+        return {"master": self.master.nbytes, "grad": self.gradients.mean_nbytes}
 
 
 def gather_together(

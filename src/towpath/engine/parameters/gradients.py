@@ -53,11 +53,11 @@ def slice_within(outer: torch.Tensor, cut: Partition, inner: Partition, rank: in
 # device. Each runs on the stream of the transfer that it belongs to:
 #
 #     grad_sync    copies the mean gradients to the host, while the backward pass still runs
-#     param_sync   copies the updated parameters to the device in the compute dtype, before the ranks exchange them
+#     param_sync   copies the master to the device and casts it there, before the ranks exchange the parameters
 #
 # On a GPU the host's memory is page-locked, so that copies are asynchronous. The host must wait for a copy before
-# it reads or writes the copied memory. The step machine requires that by `Wait(…, on_host=True)`. Values on their way
-# to the device are stored apart from the master, so that the optimizer may write to the master at any time.
+# it reads or writes the copied memory. For gradients, the step machine requires that by `Wait(…, on_host=True)`. For
+# the master, every write calls `ParamVersion.before_write`. By then a copy of the step before has long ended.
 
 
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -70,14 +70,11 @@ class OptimizerMemory:
     """The optimizer-side memory of one bucket: on the bucket's device, or on the host with offload.
 
     `Bucket` allocates its master here, which a parameter sync sends. `FlatGradients` allocates the mean gradients here.
-    `outgoing` is the buffer on the host for values on their way to the device. It is None without offload.
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
         self._device, self._on_host = device, plan.optimizer_on_host
-        self._own = torch_dtype(plan.own_dtype)
-        elements, compute = plan.numel // plan.optimizer.count, torch_dtype(plan.compute_dtype)
-        self.outgoing = host_memory(elements, compute, device) if self._on_host else None
+        self._own, self._staged = torch_dtype(plan.own_dtype), plan.staged
 
     def like(self, values: torch.Tensor) -> torch.Tensor:
         """Allocate memory for as many elements as `values`, in the parameters' own dtype."""
@@ -89,13 +86,15 @@ class OptimizerMemory:
         """Return `values` themselves, or with offload a copy of them on the host."""
         return self.like(values).copy_(values) if self._on_host else values
 
-    def param_sync(self, master: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the master to `target` on the device. With offload the copy goes through `outgoing`."""
-        if self.outgoing is None:
-            target.copy_(master)
-        else:
-            self.outgoing.copy_(master)
-            target.copy_(self.outgoing, non_blocking=True)
+    def param_sync(self, master: torch.Tensor, target: torch.Tensor, workspace: Workspace) -> None:
+        """Copy the master to `target` on the device, and cast it there."""
+        if not self._staged:
+            target.copy_(master, non_blocking=True)
+            return
+        # Copied as it is, because a cast on the host would hold up the thread that enqueues the computation.
+        staged = workspace.take(self._staged, self._own)
+        for part, cast in zip(master.split(self._staged), target.split(self._staged), strict=True):
+            cast.copy_(staged[: part.numel()].copy_(part, non_blocking=True))
 
 
 Transfers = Mapping[TransferKind, Sequence[RankTransfer]]

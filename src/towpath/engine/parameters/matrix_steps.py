@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from towpath.collectives.collective import Workspace
 from towpath.collectives.rank_transfer import RankMatrices
 from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, OwnedParameter, Round, plan_matrices, step_actions
-from towpath.core.step_state import Submit, Task, Wait
+from towpath.core.step_state import ParamVersion, Submit, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Matrix, Transfer
 from towpath.core.transport import Transport
@@ -110,6 +110,8 @@ class MatrixSteps:
                 if room
             }
         names = frozenset(name for name, p in self.parameters.items() if p.grad is not None) if gradients else self._all
+        for version in self._versions_of(names):
+            version.before_write()
         rounds = self.plan.step(None if names == self._all else names)
         failure: BaseException | None = None
         for action in step_actions(self.plan, rounds, gradients):
@@ -125,12 +127,16 @@ class MatrixSteps:
                             iterate(wholes)
                     except BaseException as error:
                         failure = error
-        for name in names:
-            version = self.parameters[name].version
-            assert version is not None
+        for version in self._versions_of(names):
             version.written()
         if failure is not None:
             raise failure
+
+    def _versions_of(self, names: Iterable[str]) -> Iterator[ParamVersion]:
+        for name in names:
+            version = self.parameters[name].version
+            assert version is not None
+            yield version
 
     def states_of_owners(
         self, states: Mapping[torch.Tensor, dict[str, Any]], device: torch.device | None, wanted: bool

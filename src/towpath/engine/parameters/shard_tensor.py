@@ -101,6 +101,8 @@ class ShardTensor(torch.Tensor):
 
     def write(self, values: torch.Tensor) -> None:
         """Write `values`, 1-D, to this rank's elements. They are encoded if the parameter is stored encoded."""
+        if self.version is not None:
+            self.version.before_write()
         if isinstance(self.held, torch.Tensor):
             self.held.copy_(values)
         else:
@@ -218,10 +220,10 @@ class ShardTensor(torch.Tensor):
         if self.rests_in is not None:
             raise ShardTensorError(
                 f"{self.shard_spec.name!r} is stored in {self.rests_in}, where torch.distributed.checkpoint cannot "
-                "write to it. "
-                "Load with towpath.checkpoint.load, or towpath.checkpoint.set_model_state_dict."
+                "write to it. Load with towpath.checkpoint.load, or towpath.checkpoint.set_model_state_dict."
             )
         if self.version is not None:
+            self.version.before_write()
             self.version.written()
         from towpath.engine.parameters.parallel import chunks_of
 
@@ -332,8 +334,10 @@ def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
                 tensor.version.written()
 
 
-def _check_writable(target: Any) -> None:
-    """Raise `ShardTensorError` if `target` is stored encoded, because such a parameter can only be written entirely."""
+def _prepare_write(target: Any) -> None:
+    """Wait for copies of `target`. Raise `ShardTensorError` if it is stored encoded, and so only written entirely."""
+    if isinstance(target, ShardTensor) and target.version is not None:
+        target.version.before_write()
     if isinstance(target, ShardTensor) and type(target.held) is EncodedSlice:
         raise ShardTensorError(
             f"{target.shard_spec.name!r} is stored in {target.rests_in}: it cannot be changed in place. Write it: "
@@ -360,10 +364,10 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
         made = f" If {name} made it itself: {remedy()}" if name else ""
         raise ShardTensorError(
             f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced the same "
-            "way. "
-            f"{_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before shard(): "
-            "make a new one; or its states were loaded unsharded: call towpath.checkpoint.set_optimizer_state_dict. To "
-            f"write a full tensor into a parameter use copy_(); to read one use full_tensor().{made}"
+            f"way. {_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before "
+            "shard(): make a new one; or its states were loaded unsharded: call towpath.checkpoint."
+            "set_optimizer_state_dict. To write a full tensor into a parameter use copy_(); to read one use "
+            f"full_tensor().{made}"
         )
     if isinstance(value, torch.Tensor) and value.dim():
         return value.reshape(())  # a 0-D tensor broadcasts over a 1-D slice too
@@ -380,7 +384,7 @@ def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         target = args[0] if writes.positions[0] == 0 else kwargs[writes.names[0]]
         if not isinstance(target, ShardTensor):
             _refuse(func, args, kwargs)  # a slice cannot be written into a plain tensor
-        _check_writable(target)
+        _prepare_write(target)
         func(*local_args, **local_kwargs)
         _mark_written(func, args, kwargs)
         return target
@@ -395,8 +399,7 @@ def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTenso
     tensor, size = args[0], args[1]
     if torch.Size(size) != tensor.shape:
         _refuse(func, args, kwargs)
-    start, end = tensor.shard_spec.bounds()
-    return ShardTensor(func(tensor.local, [end - start], **kwargs), tensor.shard_spec)
+    return ShardTensor(func(tensor.local, [tensor.local.numel()], **kwargs), tensor.shard_spec)
 
 
 def _for_other_process(tensor: ShardTensor) -> tuple[Any, ...]:
@@ -422,16 +425,14 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
             return [
                 t.held
                 if type(t) is ShardTensor and t.shard_spec is where and type(t.held) is torch.Tensor
-                else t
-                if where is None
-                else _local_of(func, t, where)
+                else (t if where is None else _local_of(func, t, where))
                 for t, where in zip(value, wheres, strict=False)
             ]
         return value.resolve() if isinstance(value, Partial) else value
 
     for position in _writes(func).positions:
         for tensor in args[position] if position < len(args) else ():
-            _check_writable(tensor)
+            _prepare_write(tensor)
     out = func(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()})
     _mark_written(func, args, kwargs)
     if out is None or not isinstance(out, (list, tuple)):
@@ -470,7 +471,7 @@ def _put(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     target, indices = args[0], args[1]
     if not isinstance(target, ShardTensor) or len(indices) != 1 or not isinstance(indices[0], ShardTensor):
         _refuse(func, args, kwargs)
-    _check_writable(target)
+    _prepare_write(target)
     mask, value = (_local_of(func, v, target.shard_spec) for v in (indices[0], args[2]))
     func(target.local, [mask], value, *args[3:])
     _mark_written(func, args, kwargs)
@@ -551,8 +552,7 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     if name:
         raise ShardTensorError(
             f"rank {shard_spec.replica.rank}: {name} works on full tensors ({func}), and each rank holds slices of "
-            "them. "
-            f"{remedy()}"
+            f"them. {remedy()}"
         )
     raise ShardTensorError(
         f"{func} needs the full tensor, and got {shard_spec.describe()}. {_where_whole(shard_spec)} "

@@ -221,9 +221,13 @@ class Unit:
         sending = [b for b in dirty if b.plan.has_param_sync]
         if not sending:
             return None
-        return self._queues.submit(
+        handle = self._queues.submit(
             TransferKind.PARAM_SYNC, _bound(sending, TransferKind.PARAM_SYNC), [b.param_sync for b in sending]
         )
+        for bucket in sending:
+            if bucket.plan.optimizer_on_host:
+                bucket.version.read_until(partial(handle.wait, on_host=True))
+        return handle
 
     def gather(self, kind: TransferKind, save_copy: bool, after: Sequence[Handle]) -> Handle:
         """Submit the all-gathers of the unit's weights, after the transfers in `after`.

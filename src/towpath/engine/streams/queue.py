@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import cast, final
 
@@ -45,11 +45,18 @@ from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.checks.program import Program
 from towpath.engine.streams.record import Record, TransferWait, profiled
 from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Waiting, Work, timer_for
+from towpath.logs import logger
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
+_LOG = logger("engine")
+
 # How often a thread that waits for a job checks whether the job can still end.
 _LOOK_SECONDS = 1.0
+
+# The priorities of the queues' CUDA streams. The computation (0) waits for most transfers soon, so these go first (-1).
+# Nothing waits for the sync of gradients before the boundary.
+PRIORITIES = {queue: 0 if queue == QUEUES[TransferKind.GRAD_SYNC] else -1 for queue in QUEUES.values()}
 
 
 class Queues:
@@ -146,7 +153,20 @@ def make_stream(name: str, device: torch.device, depth: int) -> Stream:
     # What ranks compare is in the host's memory, and a thread sends it on GPUs, too. So the training thread can check,
     # while it waits, whether its peers can still come.
     on_device = device.type == "cuda" and name != QUEUES[TransferKind.UNUSED_PARAMS]
-    return CudaStream(device, depth) if on_device else ThreadStream(name, depth)
+    if not on_device:
+        return ThreadStream(name, depth)
+    _warn_of_one_connection()
+    return CudaStream(device, depth, PRIORITIES[name])
+
+
+@cache
+def _warn_of_one_connection() -> None:
+    """Warn once per process if the streams of a GPU share one hardware queue."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        _LOG.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so transfers queue behind the computation and cannot overlap with it. "
+            "Unset it, or set it to 32, before the program uses CUDA."
+        )
 
 
 @final

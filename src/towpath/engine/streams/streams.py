@@ -284,12 +284,13 @@ class CudaStream(Stream):
     """A stream on a GPU: one CUDA stream per buffer index.
 
     Jobs are enqueued at once, and events order them with the computation. Jobs with different indices overlap as far as
-    their process groups allow. Only `after` orders them.
+    their process groups allow. Only `after` orders them. The kernels of a stream with `priority` -1 start before
+    kernels of the computation that wait for a multiprocessor.
     """
 
-    def __init__(self, device: torch.device, depth: int) -> None:
+    def __init__(self, device: torch.device, depth: int, priority: int = 0) -> None:
         super().__init__(depth)
-        self._streams = [torch.cuda.Stream(device) for _ in range(depth)]
+        self._streams = [torch.cuda.Stream(device, priority=priority) for _ in range(depth)]
 
     def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
         """Enqueue `job` on the CUDA stream of its buffer index."""
