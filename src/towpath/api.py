@@ -430,8 +430,8 @@ def _sharded(model: nn.Module) -> ShardedModule:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that `shard` makes units of by default. All other modules belong to the root unit."""
-    return [module for unit in lay_out(model)[1:] for module in unit.modules]
+    """Return the blocks that `shard` makes units of by default, without the large leaves of the root."""
+    return [module for unit in lay_out(model)[1:] if not unit.spec.leaf for module in unit.modules]
 
 
 def schedule(

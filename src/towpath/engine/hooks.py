@@ -255,6 +255,8 @@ def attach(model: nn.Module, engine: Engine) -> None:
     for unit in engine.units:
         for module in unit.modules:
             enter_by(module, UnitModule, unit)
+        if unit.plan.leaf:
+            unit.be_a_leaf(_ForwardCall(unit.modules[0]))
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
                 view.register_post_accumulate_grad_hook(_arrival(engine, unit, bucket, index))
@@ -263,13 +265,13 @@ def attach(model: nn.Module, engine: Engine) -> None:
 def _parts(engine: Engine) -> list[nn.Module]:
     """Return the modules inside the root unit that compute with its parameters and can be called by themselves."""
     (model,) = engine.root.modules
-    units = {id(m) for unit in engine.units for m in unit.modules}
+    units = {id(m): unit.plan.leaf for unit in engine.units for m in unit.modules}
     owners = {id(m) for m in engine.root.owners}
     found: dict[int, nn.Module] = {}
 
     def visit(module: nn.Module) -> bool:
         if id(module) in units and module is not model:
-            return False
+            return units[id(module)]  # the modules around a leaf may read its parameters
         inside = [visit(child) for child in module.children()]
         computes = id(module) in owners or any(inside)
         if computes and has_forward(module) and module is not model and not isinstance(module, torch.jit.ScriptModule):
@@ -516,6 +518,19 @@ class _Forward:
         if not outputs:
             self._engine.machine.graph_dropped(passed)
         return bool(outputs)
+
+
+@final
+class _ForwardCall:
+    """Calls a function inside a forward of a unit's module, which is unsharded meanwhile."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        module = self._module()
+        assert isinstance(module, HookedModule)
+        return module.towpath_forward.run(call, (), {})
 
 
 def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
