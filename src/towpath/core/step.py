@@ -127,7 +127,7 @@ class Gathers:
         if user is not None and user is not unit:
             if user.idle or (user.running and user.gradients is Gradients.COMPLETE):
                 self.release(user)
-            elif any(not passed.done for passed in unit.passes):
+            elif any(not passed.done and unit.needs_weights(passed) for passed in unit.passes):
                 if user.running and unit.inside and not unit.running:
                     raise StepError(
                         f"{unit} is recomputed in the backward pass of {user}, whose memory it shares: "

@@ -235,11 +235,6 @@ class PlannedUnit(Protocol):
         ...
 
     @property
-    def lookup(self) -> bool:
-        """True for a leaf whose backward pass does not read the weights."""
-        ...
-
-    @property
     def gathers(self) -> bool:
         """True if the weights are unsharded only for a pass. Otherwise they always are."""
         ...

@@ -554,7 +554,8 @@ def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
         wanted = [(place, view) for place, view in pairs if id(place.parameter) in named and view.requires_grad]
         if wanted:
             engine.comm.program.ends_at([place.names[0] for place, _ in wanted])
-            views += [view for _, view in wanted]
+            shown = {id(leaf.unsharded): leaf for unit in engine.leaves for leaf in unit.leaf_parameters}
+            views += [p for _, view in wanted for p in (view, shown.get(id(view))) if p is not None]
     before, reached = _reached, dict[Unit, bool]()
     _reached = reached
     try:

@@ -256,10 +256,13 @@ def attach(model: nn.Module, engine: Engine) -> None:
         for module in unit.modules:
             enter_by(module, UnitModule, unit)
         if unit.plan.leaf:
-            unit.be_a_leaf(_ForwardCall(unit.modules[0]))
+            unit.be_a_leaf()
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
-                view.register_post_accumulate_grad_hook(_arrival(engine, unit, bucket, index))
+                arrived = _arrival(engine, unit, bucket, index)
+                view.register_post_accumulate_grad_hook(arrived)
+                for shown in (p for p in unit.leaf_parameters if p.unsharded is view):
+                    shown.register_post_accumulate_grad_hook(arrived)
 
 
 def _parts(engine: Engine) -> list[nn.Module]:
@@ -416,6 +419,10 @@ class _Forward:
         entered = self._engine.machine.is_entered(self.unit.index)
         return call(*args, **kwargs) if entered else self.run(call, args, kwargs)
 
+    def read(self, index: int) -> torch.Tensor:
+        """Return a copy of the unsharded parameter at `index`, as if a forward of the module had returned it."""
+        return self.unit.copy_of(index, lambda call: self.run(call, (), {}))
+
     @eager(recursive=False)
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call` with the unit unsharded, and watch its inputs and outputs for gradients."""
@@ -518,19 +525,6 @@ class _Forward:
         if not outputs:
             self._engine.machine.graph_dropped(passed)
         return bool(outputs)
-
-
-@final
-class _ForwardCall:
-    """Calls a function inside a forward of a unit's module, which is unsharded meanwhile."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        module = self._module()
-        assert isinstance(module, HookedModule)
-        return module.towpath_forward.run(call, (), {})
 
 
 def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:

@@ -177,35 +177,38 @@ def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace], lea
 
 
 def _large_leaves(model: nn.Module, places: Sequence[ParameterPlace], inside: dict[int, str]) -> dict[str, nn.Module]:
-    """Return the large embeddings of the root, and its large linear layers after the last block, by name.
+    """Return the large embeddings of the root, and its last large linear layer if it is after all blocks, by name.
 
     Tied ones are left out. The forward of the others is PyTorch's own, without hooks that might read the weights. It
-    returns new memory, and reads the weights only for gradients of inputs.
+    returns new memory, and reads the weights only for gradients of inputs. There is one linear layer at most: two in
+    one checkpoint would need the slot that leaves share at the same time.
     """
     elements: dict[int, int] = {}
     for place in places:
         for module, _ in place.owners:
             elements[id(module)] = elements.get(id(module), 0) + place.numel
     shared = {id(module) for place in places if len(place.owners) > 1 for module, _ in place.owners}
-    named = list(model.named_modules())
-    last_block = max((i for i, (_, module) in enumerate(named) if inside[id(module)]), default=len(named))
-    return {
-        name: module
-        for i, (name, module) in enumerate(named)
-        if name
-        and elements.get(id(module), 0) >= LARGE_LEAF
-        and id(module) not in shared
-        and not inside[id(module)]
-        and (
-            type(module).forward is nn.Embedding.forward
-            or (type(module).forward is nn.Linear.forward and i > last_block)
-        )
-        and "forward" not in vars(module)
-        and next(module.children(), None) is None
-        and {attribute for attribute, _ in module.named_parameters(recurse=False)} <= {"weight", "bias"}
-        and not module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
-        and not module._forward_hooks  # pyright: ignore[reportPrivateUsage]
-    }
+    leaves: dict[str, nn.Module] = {}
+    head: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # pyright: ignore
+        if inside[id(module)]:
+            head = {}  # a block follows
+        elif (
+            name
+            and elements.get(id(module), 0) >= LARGE_LEAF
+            and id(module) not in shared
+            and "forward" not in vars(module)
+            and next(module.children(), None) is None
+            and {attribute for attribute, _ in module.named_parameters(recurse=False)} <= {"weight", "bias"}
+            # The hooks of tensor-parallel layers convert inputs and outputs.
+            and all(getattr(hook, "__module__", "").startswith("torch.distributed.tensor.") for hook in hooks)
+        ):
+            if type(module).forward is nn.Embedding.forward:
+                leaves[name] = module
+            elif type(module).forward is nn.Linear.forward:
+                head = {name: module}
+    return leaves | head
 
 
 def _default_units(model: nn.Module) -> dict[str, nn.Module]:

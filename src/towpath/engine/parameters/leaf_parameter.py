@@ -6,28 +6,30 @@ as in `F.linear(h, self.head.weight)`. While the root is unsharded, its leaves t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+import weakref
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from towpath.engine.parameters.shard_tensor import in_backward
+from towpath.engine.streams.streams import eager
 from towpath.errors import ShardTensorError
 
 _PROPERTIES = (
     "device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_quantized is_sparse layout ndim requires_grad shape"
 )
 _METHODS = (
-    "__len__ dim element_size get_device is_complex is_contiguous is_floating_point nelement numel requires_grad_ "
-    "size stride"
+    "__len__ dim element_size get_device is_complex is_contiguous is_floating_point nelement numel "
+    "register_post_accumulate_grad_hook requires_grad_ size stride"
 )
 # What is known without the values, as functions that PyTorch passes to `__torch_function__`.
 _KNOWN: frozenset[Any] = frozenset(
     {
         *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()),
         *(getattr(torch.Tensor, name) for name in _METHODS.split()),
-        *(torch.is_complex, torch.is_floating_point, torch.numel),
+        *(torch.is_complex, torch.is_floating_point, torch.numel, torch.Tensor.grad.__set__),  # pyright: ignore
     }
 )
 
@@ -35,24 +37,33 @@ _KNOWN: frozenset[Any] = frozenset(
 class LeafParameter(nn.Parameter):
     """A parameter without memory. Any operation on it gathers the leaf, and computes with a copy of its parameter.
 
-    `read` returns the copy. Gradients of the copy are gradients of the parameter.
+    Gradients of the copy become gradients of `unsharded`, the unsharded parameter. A `torch.autograd.Function` does not
+    pass through `__torch_function__`: its result is a gradient of the LeafParameter. The engine treats both alike.
     """
 
-    read: Callable[[], torch.Tensor]
+    unsharded: nn.Parameter
+    position: tuple[weakref.ref[nn.Module], int]  # the leaf, and the index of `unsharded` in its unit
 
     @staticmethod
     def __new__(  # pyright: ignore[reportInconsistentConstructor]
-        cls: type[LeafParameter], shape: torch.Size, view: torch.Tensor, read: Callable[[], torch.Tensor]
+        cls: type[LeafParameter], shape: torch.Size, unsharded: nn.Parameter, module: nn.Module, index: int
     ) -> LeafParameter:
-        """Make the parameter. `view` is the unsharded one, `shape` the shape that it has when it is unsharded."""
+        """Make the parameter. `shape` is the one that `unsharded` has whenever it has memory."""
         made = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=view.dtype, device=view.device, requires_grad=view.requires_grad
+            cls, shape, dtype=unsharded.dtype, device=unsharded.device, requires_grad=unsharded.requires_grad
         )
-        made.read = read
+        # A weak reference: a module that referred to itself would stay until the garbage collector runs.
+        made.unsharded, made.position = unsharded, (weakref.ref(module), index)
         return made
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: `__new__` has set all attributes."""
+
+    @eager
+    def read(self) -> torch.Tensor:
+        """Gather the leaf, and return a copy of the parameter."""
+        module, index = self.position
+        return cast(Any, module()).towpath_forward.read(index)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that only the copy has, such as the placements of a DTensor."""
@@ -62,6 +73,11 @@ class LeafParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _KNOWN:
+            if func is torch.Tensor.data_ptr and in_backward():
+                raise ShardTensorError(
+                    "a backward pass asks for the address of a large layer's parameter, which is sharded then. Save "
+                    "weight.clone() in the forward, or pass units= to shard(): other layers then belong to the root."
+                )
             args, kwargs = tree_map_only(cls, lambda tensor: tensor.read(), (tuple(args), kwargs))
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             return func(*args, **kwargs)

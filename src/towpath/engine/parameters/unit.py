@@ -6,7 +6,6 @@ file compares at each boundary what the ranks did.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, final
@@ -121,14 +120,12 @@ class Unit:
 
     # What a leaf shows outside of its own forward --------------------------------------------------------------------
 
-    def be_a_leaf(self, call: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> None:
-        """Make the LeafParameters. `call` calls a function with the unit unsharded, as a forward of the unit."""
+    def be_a_leaf(self) -> None:
+        """Make the LeafParameters."""
         places = [place for bucket in self.buckets for place in bucket.layout.places]
         for index, (place, view) in enumerate(zip(places, self.views, strict=True)):
             shape = place.shape if place.parallel is None else view.shape
-            # A weak reference: a unit that referred to itself would stay until the garbage collector runs.
-            read = partial(_copy_of, weakref.ref(self), index, call)
-            self.leaf_parameters.append(LeafParameter(shape, view, read))
+            self.leaf_parameters.append(LeafParameter(shape, view, self.modules[0], index))
 
     def show_leaf_parameters(self, inside: bool) -> None:
         """Let modules show LeafParameters while the root is unsharded (`inside`), and otherwise ShardTensors."""
@@ -141,20 +138,24 @@ class Unit:
         if not inside:
             self._copies.clear()
 
-    def copy_of(self, index: int, call: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> torch.Tensor:
+    def copy_of(self, index: int, unsharded: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> torch.Tensor:
         """Return a copy of an unsharded parameter. All reads in one forward of the root share it.
 
         A backward pass may recompute parts of a forward, each in a graph of its own. So each of these gets its own
         copy. A read without gradients may be recomputed later. So each of these counts as a forward of its own.
+
+        Args:
+            index: The position of the parameter in `views`.
+            unsharded: Calls a function as a forward of the unit.
         """
         view, key = self.views[index], (index, torch.is_grad_enabled())
         if in_backward() or key not in self._copies:
-            copy = call(lambda: view.clone() if self._turns else view.view_as(view))
+            copy = unsharded(lambda: view.clone() if self._turns else view.view_as(view))
             if not in_backward():
                 self._copies[key] = copy, copy._version
             return copy
         copy, _ = self._copies[key]
-        return copy if torch.is_grad_enabled() else call(lambda: copy)
+        return copy if torch.is_grad_enabled() else unsharded(lambda: copy)
 
     def check_parameters(self) -> None:
         """Raise `StepError` if a module's parameter was replaced. Follow changes of `requires_grad`.
@@ -328,14 +329,6 @@ class Unit:
             return None
         works = [partial(b.gradients.grad_sync, terms) for b in sums]
         return self._queues.submit(TransferKind.GRAD_SYNC, _bound(sums, TransferKind.GRAD_SYNC), works, after)
-
-
-def _copy_of(
-    unit: weakref.ref[Unit], index: int, call: Callable[[Callable[[], torch.Tensor]], torch.Tensor]
-) -> torch.Tensor:
-    alive = unit()
-    assert alive is not None
-    return alive.copy_of(index, call)
 
 
 def _address(tensor: torch.Tensor) -> int:
