@@ -205,6 +205,27 @@ def _entries() -> None:
     assert model.head.weight.dtype is torch.float32
 
 
+def test_leaves_may_be_returned_and_read_without_gradients(world: Worlds) -> None:
+    world(2).run(_returned)
+
+
+def _returned() -> None:
+    USES["returned"] = lambda model, h: (model.head(h), model.head.weight)  # pyright: ignore[reportArgumentType]
+
+    def loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
+        out, weight = model(_ids(rank, micro, step))
+        return out.square().mean() + weight.square().sum()
+
+    twin = _twin("zero3", "returned", loss)
+    twin.train(steps=3, micro_steps=2)
+    twin.check_parameters()
+    twin = _twin("zero3", "reads")
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            found, expected = (model(_ids(0, 0, 0)) for model in (twin.sharded, twin.plain))
+            assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
 def test_a_write_to_a_leaf_in_the_forward_of_the_root_is_named(world: Worlds) -> None:
     world(2).run(_write)
 

@@ -62,6 +62,7 @@ class Planned:
     name: str
     root: bool = False
     leaf: bool = False
+    lookup: bool = False
     gathers: bool = True
     copies: bool = False
     trains: bool = True

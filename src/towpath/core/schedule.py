@@ -180,7 +180,7 @@ def _forward(
         machine.entered(index)
         yield from machine.forward_begins(index, comes_back=True)
         passes.append(machine.graph_made(index))
-        passes[-1].inputs = int(not plans[index].spec.lookup)
+        passes[-1].inputs = 0 if plans[index].lookup else 1
         yield Compute(index, Part.FORWARD)
         if index != root:
             yield from machine.forward_ends(index, graph_follows=True)

@@ -235,6 +235,11 @@ class PlannedUnit(Protocol):
         ...
 
     @property
+    def lookup(self) -> bool:
+        """True for a leaf that gets no input with a gradient: an embedding."""
+        ...
+
+    @property
     def gathers(self) -> bool:
         """True if the weights are unsharded only for a pass. Otherwise they always are."""
         ...

@@ -170,6 +170,7 @@ class UnitPlan:
     name: str = field(init=False, compare=False)
     root: bool = field(init=False, compare=False)
     leaf: bool = field(init=False, compare=False)
+    lookup: bool = field(init=False, compare=False)
     gathers: bool = field(init=False, compare=False)
     copies: bool = field(init=False, compare=False)
     trains: bool = field(init=False, compare=False)
@@ -182,6 +183,7 @@ class UnitPlan:
             ("name", self.spec.name),
             ("root", self.spec.kept),
             ("leaf", self.spec.leaf),
+            ("lookup", self.spec.lookup),
             ("gathers", bool(self.weight_needs)),
             ("copies", any(b.backward_copy for b in self.buckets)),
             ("trains", any(b.spec.trainable for b in self.buckets)),

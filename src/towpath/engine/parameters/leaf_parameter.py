@@ -38,7 +38,7 @@ class LeafParameter(nn.Parameter):
     """A parameter without memory. Any operation on it gathers the leaf, and computes with a copy of its parameter.
 
     Gradients of the copy become gradients of `unsharded`, the unsharded parameter. A `torch.autograd.Function` does not
-    pass through `__torch_function__`: its result is a gradient of the LeafParameter. The engine treats both alike.
+    pass through `__torch_function__`: its result is a gradient of the LeafParameter. The engine accepts both.
     """
 
     unsharded: nn.Parameter

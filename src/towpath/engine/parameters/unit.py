@@ -142,17 +142,19 @@ class Unit:
         """Return a copy of an unsharded parameter. All reads in one forward of the root share it.
 
         A backward pass may recompute parts of a forward, each in a graph of its own. So each of these gets its own
-        copy. A read without gradients may be recomputed later. So each of these counts as a forward of its own.
+        copy, as do reads after the forward. A read without gradients may be recomputed later. So each of these counts
+        as a forward of its own.
 
         Args:
             index: The position of the parameter in `views`.
             unsharded: Calls a function as a forward of the unit.
         """
         view, key = self.views[index], (index, torch.is_grad_enabled())
-        if in_backward() or key not in self._copies:
+        shared = self._sharded is self.leaf_parameters and not in_backward()
+        if not shared or key not in self._copies:
             copy = unsharded(lambda: view.clone() if self._turns else view.view_as(view))
-            if not in_backward():
-                self._copies[key] = copy, copy._version
+            if shared:
+                self._copies[key] = copy, _version_of(copy)
             return copy
         copy, _ = self._copies[key]
         return copy if torch.is_grad_enabled() else unsharded(lambda: copy)
@@ -206,10 +208,12 @@ class Unit:
         before = self._versions
         self.note_versions()
         now = self._versions
-        if now == before and all(copy._version == version for copy, version in self._copies.values()):
+        if now == before and all(_version_of(copy) == version for copy, version in self._copies.values()):
             return
         written = [repr(name) for name, was, is_ in zip(self._names, before, now, strict=True) if was != is_]
-        written += [repr(self._names[index]) for (index, _), (copy, v) in self._copies.items() if copy._version != v]
+        written += [
+            repr(self._names[index]) for (index, _), (copy, v) in self._copies.items() if _version_of(copy) != v
+        ]
         raise StepError(
             f"rank {self._rank}: {', '.join(written)} was written to inside the forward of unit "
             f"{self.name or 'root'!r}. There the parameters are a copy that lives while the unit runs: the write is "
@@ -329,6 +333,10 @@ class Unit:
             return None
         works = [partial(b.gradients.grad_sync, terms) for b in sums]
         return self._queues.submit(TransferKind.GRAD_SYNC, _bound(sums, TransferKind.GRAD_SYNC), works, after)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # nothing counts the writes in inference mode
 
 
 def _address(tensor: torch.Tensor) -> int:
