@@ -397,16 +397,11 @@ def compute_seconds(model: Model, cluster: Cluster, dtype: str, tokens: int, che
         passes.append((forward + host.forward.of(parameters), backward + host.backward.of(parameters)))
     took = sum(seconds for _, seconds in measured)
     (root_forward, root_backward), *others = passes
+    # Checkpointing adds one more forward pass of each block.
+    again = [checkpointing * (not unit.spec.leaf) for unit in model.units[1:]]
     return ComputeSeconds(
         forward=(0.0, *(forward for forward, _ in others)),
-        # Checkpointing adds one more forward pass of each block.
-        backward=(
-            root_backward,
-            *(
-                backward + (checkpointing and not unit.spec.leaf) * forward
-                for unit, (forward, backward) in zip(model.units[1:], others, strict=True)
-            ),
-        ),
+        backward=(root_backward, *(b + times * f for times, (f, b) in zip(again, others, strict=True))),
         forward_end=root_forward,
         backward_end=0.0,
         share=sum(share * seconds for share, seconds in measured) / took if took else 1.0,
