@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
+from towpath import checkpoint as checkpoints
 from towpath.engine import layout
 from towpath.errors import ShardTensorError, StepError
 
@@ -343,3 +345,27 @@ def _on_a_mesh() -> None:
     for name, parameter in sharded.named_parameters():
         expected = twin.get_parameter(name).grad
         assert torch.allclose(towpath.full_tensor(parameter.grad), expected, atol=1e-6), name
+
+
+def test_checkpoints_do_not_depend_on_leaves(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_saved_and_loaded, tmp_path)
+
+
+def _saved_and_loaded(folder: Path) -> None:
+    for number, units in enumerate(([Block], None)):
+        runs: list[checkpoints.State] = []
+        for each in (units, None if units else [Block]):
+            with _small_leaves():
+                model: Any = towpath.shard(GPT(), "zero3", topology=SHAPE, units=each)
+            assert bool(model.towpath_engine.leaves) == (each is None)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            _loss(model, dist.get_rank(), 0, number).backward()
+            optimizer.step()
+            runs.append(checkpoints.State(model, optimizer))
+        checkpoints.save(folder / str(number), 1, runs[0])
+        loaded = checkpoints.load(folder / str(number), runs[1])
+        assert loaded is not None and loaded.notes == ()
+        for saved, found in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+            assert torch.equal(towpath.full_tensor(saved), towpath.full_tensor(found))
+            momenta = [run.optimizer.state[p]["momentum_buffer"] for run, p in zip(runs, (saved, found), strict=True)]
+            assert torch.equal(*map(towpath.full_tensor, momenta))
