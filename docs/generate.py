@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from docs import (
+    draw_leaves,
     draw_pipeline_predictions,
     draw_plans,
     draw_predictions,
@@ -32,6 +33,7 @@ _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -
 TABLES: Mapping[str, Callable[[], str]] = {
     **figures.TABLES,
     **papers.TABLES,
+    **draw_leaves.TABLES,
     **draw_predictions.TABLES,
     **draw_pipeline_predictions.TABLES,
     **draw_routes.TABLES,

@@ -85,8 +85,9 @@ def shard(
             ranks first for this cluster and for `workload`. It measures the cluster once.
         topology: The number of nodes and of ranks per node. Detected by default. Pass it to group ranks differently.
         units: Module classes or modules to gather separately. By default, these are the children of each ModuleList or
-            Sequential whose children have one class. Lists among them are replaced by the modules in them that run. All
-            other modules belong to the root. Pass it if the repeated blocks are not in such a list.
+            Sequential whose children have one class. Lists among them are replaced by the modules in them that run. A
+            large embedding or output layer outside of them is a unit, too. All other modules belong to the root. Pass
+            it if the repeated blocks are not in such a list.
         precision: The dtype to compute in ("bf16", torch.bfloat16), a `Precision`, or FSDP2's MixedPrecisionPolicy.
             By default, each parameter computes in its own dtype. Use it for mixed precision.
         group: The data-parallel process group. By default, all ranks. Use it with other kinds of parallelism.
@@ -430,8 +431,8 @@ def _sharded(model: nn.Module) -> ShardedModule:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that `shard` makes units of by default. All other modules belong to the root unit."""
-    return [module for unit in lay_out(model)[1:] for module in unit.modules]
+    """Return the blocks that `shard` makes units of by default, without the large leaves of the root."""
+    return [module for unit in lay_out(model)[1:] if not unit.spec.leaf for module in unit.modules]
 
 
 def schedule(

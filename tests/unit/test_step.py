@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from towpath.core.formats import Precision
 from towpath.core.presets import strategy
 from towpath.core.queues import QUEUES
-from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
+from towpath.core.step import StepMachine
 from towpath.core.step_state import (
     GRADIENTS_CHANGE,
+    UNITS_IN_FLIGHT,
     WEIGHTS_CHANGE,
     Action,
     AssignSlot,
@@ -60,6 +61,8 @@ class Planned:
 
     name: str
     root: bool = False
+    leaf: bool = False
+    lookup: bool = False
     gathers: bool = True
     copies: bool = False
     trains: bool = True
@@ -197,6 +200,8 @@ class Watched:
     def ends(self, unit: int, *, graph: bool) -> ForwardPass | None:
         self.check_whole(unit)
         made = self.machine.graph_made(unit) if graph else None
+        if made is not None:  # leaves may get inputs without gradients, such as tokens
+            made.inputs = int(not self.plans[unit].leaf or self.draw.random() < 0.5)
         self.computing.remove(unit)
         self.execute(self.machine.forward_ends(unit, graph_follows=graph))
         return made
@@ -204,7 +209,11 @@ class Watched:
     def backward(self, passed: ForwardPass, *, split: bool = False) -> None:
         """`split`: the gradients of its weights are computed later."""
         unit = passed.unit
+        passed.inputs |= split
         self.execute(self.machine.backward_begins(passed))
+        if not passed.inputs:
+            self.gradient(unit)
+            return
         self.computing.append(unit)
         self.check_whole(unit)
         self.computing.remove(unit)
@@ -220,7 +229,7 @@ class Watched:
             self.execute(self.machine.gradient_arrives(unit))
             assert unit in self.gradients
             if self.draw.random() < 0.8:  # each of its parameters has one
-                self.machine.gradients_complete(unit)
+                self.execute(self.machine.gradients_complete(unit))
             self.arrived[unit] += 1
 
     def forward_of_the_model(self, units: Iterable[int]) -> tuple[ForwardPass, list[ForwardPass]]:
@@ -270,12 +279,14 @@ class Watched:
 def plans_of(draw: random.Random, units: int) -> list[Planned]:
     gathers, reduces, has_param_sync = (draw.random() < 0.7 for _ in range(3))
     copies = gathers and draw.random() < 0.4
+    leaves = {1, units - 1} - {0} if draw.random() < 0.3 else set()
     return [
         Planned(
             f"u{i}" if i else "",
             root=i == 0,
             gathers=gathers,
             copies=copies and i > 0,
+            leaf=i in leaves,
             trains=draw.random() < 0.8,
             reduces=reduces,
             has_param_sync=has_param_sync,

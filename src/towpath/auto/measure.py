@@ -119,7 +119,9 @@ def _time_units(
 def _time_root(
     model: nn.Module, layouts: Sequence[UnitLayout], traced: Traced, device: torch.device, dtype: torch.dtype
 ) -> PassSeconds:
-    own = {id(place.parameter) for bucket in layouts[0].buckets for place in bucket.places}
+    # A model may read the parameters of leaves without calling them.
+    near = [layout for layout in layouts if layout.spec.kept or layout.spec.leaf]
+    own = {id(place.parameter) for layout in near for bucket in layout.buckets for place in bucket.places}
     mine = [(name, p) for name, p in model.named_parameters() if id(p) in own]
     others = [m for layout in layouts[1:] for m in layout.modules if m in traced.calls]
     with _without_computing(others, traced, device, dtype):

@@ -313,7 +313,9 @@ class Restore:
         contents.restart()
         carried = any(".codec." in name and name.startswith("rank.") for name in self._manifest.tensors)
         if contents.engines and carried:
-            self.notes.append("codec feedback starts at zero: what was carried belongs to another strategy or cluster")
+            self.notes.append(
+                "codec feedback starts at zero: what was carried belongs to other units, another strategy or cluster"
+            )
 
     def _add_new(self, path: str) -> None:
         stored = self._manifest.tensors[path]

@@ -19,8 +19,8 @@ from towpath.core.pipeline import Compression, Message, Order, PassKind, StagePa
 from towpath.core.placement import everyone, send
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes
 from towpath.core.routes import Form
-from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
-from towpath.core.step_state import Action, ForwardPass, PlannedUnit, Submit, Task, in_backward_order
+from towpath.core.step import StepMachine
+from towpath.core.step_state import Action, ForwardPass, PlannedUnit, Submit, Task, in_backward_order, slot_groups
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Activation, Needs, Range, SentBytes, Transfer
 from towpath.core.transport import Transport
@@ -180,6 +180,7 @@ def _forward(
         machine.entered(index)
         yield from machine.forward_begins(index, comes_back=True)
         passes.append(machine.graph_made(index))
+        passes[-1].inputs = 0 if plans[index].lookup else 1
         yield Compute(index, Part.FORWARD)
         if index != root:
             yield from machine.forward_ends(index, graph_follows=True)
@@ -316,12 +317,11 @@ def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
 
 def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[TransferKind] = WITH_TRANSPORT) -> dict[str, int]:
     """Return the bytes of one rank's temporary buffers, with the wire buffers for transfers of these kinds."""
-    root = [p for p in plans if p.spec.kept]
-    others = [p for p in plans if not p.spec.kept]
-    depth = min(UNITS_IN_FLIGHT, len(others))
-    weights = depth * _bytes(largest(p.weight_needs for p in _distinct(others))) + sum(
-        _bytes(p.weight_needs) for p in root
-    )
+    weights = gradients = 0
+    for group, count in slot_groups(plans):
+        alike = list(_distinct(plans[i] for i in group))
+        weights += count * _bytes(largest(p.weight_needs for p in alike))
+        gradients += count * _bytes(largest(p.gradient_needs for p in alike))
     # The wire buffers of a queue are as large as its largest transfer needs.
     transports: dict[tuple[str, str], int] = {}
     for kind in kinds:
@@ -330,8 +330,7 @@ def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[TransferKind] = WI
             transports[queue] = max(transports.get(queue, 0), numel)
     return {
         "weight slots": weights,
-        "gradient slots": depth * _bytes(largest(p.gradient_needs for p in _distinct(others)))
-        + sum(_bytes(p.gradient_needs) for p in root),
+        "gradient slots": gradients,
         "arriving gradients": max((p.arriving_bytes for p in _distinct(plans)), default=0),
         "wire": sum(MAX_IN_FLIGHT[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in transports.items()),
     } | communicator_bytes(plans)

@@ -31,6 +31,7 @@ from towpath.core.step_state import (
     Wait,
     Weights,
     in_backward_order,
+    slot_groups,
 )
 from towpath.core.strategy import TransferKind
 from towpath.errors import StepError
@@ -41,21 +42,17 @@ from towpath.errors import StepError
 
 
 class Gathers:
-    """The part of `StepMachine` that unshards and releases weights. All units but the root take turns in `slots`."""
+    """The part of `StepMachine` that unshards and releases weights, and adds what it decides to `actions`."""
 
-    def __init__(self, units: Sequence[UnitState], slots: int, writes: ParamVersion, actions: list[Action]) -> None:
+    def __init__(self, units: Sequence[UnitState], writes: ParamVersion, actions: list[Action]) -> None:
         self._units, self._writes, self._actions = units, writes, actions
         self._synced_count = writes.count
         self._in_vain: list[Task] = []  # gathers of prefetched units that were released before any use
         self.successors = Successors()
-        root, *others = units
-        gathered = [u.index for u in others if u.plan.gathers]
-        self.slots = Slots(gathered, slots if gathered else 0)
-        for number, unit in enumerate(others):
-            if unit.plan.gathers:  # neighbors in forward order never share a slot
-                unit.slot = self.slots.shared(number)
-        if root.plan.gathers:
-            root.slot = self.slots.reserve(0)
+        self.slots = Slots(slot_groups([u.plan for u in units], lambda plan: plan.gathers))
+        for unit in units:
+            if unit.plan.gathers:
+                unit.slot = self.slots.shared(unit.index)
 
     def param_sync(self, on_host: bool = True) -> None:
         """Submit parameter syncs of written units. Without `on_host`, those that step there wait for `gather`."""
@@ -133,7 +130,7 @@ class Gathers:
         if user is not None and user is not unit:
             if user.idle or (user.running and user.gradients is Gradients.COMPLETE):
                 self.release(user)
-            elif any(not passed.done for passed in unit.passes):
+            elif any(not passed.done and unit.needs_weights(passed) for passed in unit.passes):
                 if user.running and unit.inside and not unit.running:
                     raise StepError(
                         f"{unit} is recomputed in the backward pass of {user}, whose memory it shares: "
@@ -147,7 +144,7 @@ class Gathers:
                     "which run at the same time form one."
                 )
             else:
-                unit.slot = self.slots.add(unit.index)
+                unit.slot = self.slots.add(unit.index, alone=True)
                 self._actions.append(AssignSlot(unit.index, unit.slot))
         unit.slot.user = unit.index
 
@@ -237,14 +234,10 @@ class Gathers:
 
 
 class Reductions:
-    """The part of `StepMachine` that reduces gradients. All units but the root take turns in `slots` slots."""
+    """The part of `StepMachine` that reduces gradients."""
 
-    def __init__(self, units: Sequence[UnitState], slots: int) -> None:
-        root, *others = units
-        travelling = [u.index for u in others if u.plan.trains and u.plan.reduces]
-        self.slots = Slots(travelling, slots if travelling else 0)
-        if root.plan.trains and root.plan.reduces:
-            self.slots.reserve(root.index)
+    def __init__(self, units: Sequence[UnitState]) -> None:
+        self.slots = Slots(slot_groups([u.plan for u in units], lambda plan: plan.trains and plan.reduces))
         # Collectives must match, so all ranks reduce in this order, whatever order gradients arrive in.
         self._order = [u for u in in_backward_order(units) if u.plan.trains]
         self._next = 0  # the position in `_order` of the next unit to reduce
@@ -301,10 +294,6 @@ class Reductions:
             unit.finished = False
 
 
-# How many units besides the root are unsharded at once: the one that computes, and the one that is prefetched.
-UNITS_IN_FLIGHT = 2
-
-
 class StepMachine:
     """The decisions of a training step on one rank. The engine reports an event with each call, and gets back actions.
 
@@ -318,11 +307,10 @@ class StepMachine:
         of_model = (writes[0].of if writes else None) or ParamVersion()
         writes, modules = writes or [ParamVersion(of_model) for _ in plans], modules or [1] * len(plans)
         self._units = [UnitState(*state) for state in zip(range(len(plans)), plans, writes, modules, strict=True)]
-        self._root, others = self._units[0], self._units[1:]
+        self._root = self._units[0]
         self._actions: list[Action] = []
-        slots = min(UNITS_IN_FLIGHT, len(others))
-        self._gathers = Gathers(self._units, slots, of_model, self._actions)
-        self._reductions = Reductions(self._units, slots)
+        self._gathers = Gathers(self._units, of_model, self._actions)
+        self._reductions = Reductions(self._units)
         self.in_backward = False  # a backward pass of the model is running
         self.failed = False  # the last backward pass failed, and its gradients are still to be dropped
         self._graphs = 0  # passes left that may walk another's graph: their units finish at the end of the pass only
@@ -418,9 +406,11 @@ class StepMachine:
         unit.inside -= 1
         self._gathers.swap_parameters(unit, unit.kept_unsharded or unit.running or unit.inside > 0)
         # The root stays unsharded, because backward begins with it. A recomputed unit already runs its backward pass.
-        if not recomputing and not (unit.plan.root and graph_follows) and not unit.inside:
+        # A recomputed leaf may still wait for its own.
+        ends = not recomputing or (unit.plan.leaf and not unit.running)
+        if ends and not (unit.plan.root and graph_follows) and not unit.inside:
             self._gathers.leave_evictable(unit)
-            through = unit.forwards[self._forward_walk] % unit.modules == 0
+            through = unit.forwards[self._forward_walk] % unit.modules == 0 and not recomputing
             if graph_follows and through and self._gathers.successors.of(TransferKind.GATHER, index) is None:
                 self._prefetch_backward()
         if unit is self._root and not graph_follows and not recomputing:
@@ -448,15 +438,16 @@ class StepMachine:
                 "gradients would be of other weights. Step the optimizer after backward()."
             )
         passed.running, passed.done = True, False
-        unit.running_passes += 1
-        self._gathers.use(unit, TransferKind.BACKWARD_GATHER)
-        self._gathers.swap_parameters(unit, True)  # for what is recomputed inside the unit
+        if unit.needs_weights(passed):
+            unit.running_passes += 1
+            self._gathers.use(unit, TransferKind.BACKWARD_GATHER)
+            self._gathers.swap_parameters(unit, True)  # for what is recomputed inside the unit
         return self._answer()
 
     def input_gradients_done(self, passed: ForwardPass) -> list[Action]:
         """Allow other units to take this unit's memory: its backward has computed the gradients of its inputs."""
         unit = self._units[passed.unit]
-        unit.running_passes -= passed.running
+        unit.running_passes -= passed.running and unit.needs_weights(passed)
         passed.running, passed.done = False, True
         if not unit.running and not unit.inside:
             self._gathers.leave_evictable(unit)
@@ -496,9 +487,15 @@ class StepMachine:
         self._actions += self._reductions.open_gradients(self._units[index])
         return self._answer()
 
-    def gradients_complete(self, index: int) -> None:
-        """Let other units take the slot, as all parameters have gradients. Without input gradients no event follows."""
-        self._units[index].gradients_become(Gradients.COMPLETE)
+    def gradients_complete(self, index: int) -> list[Action]:
+        """Let other units take the slot, as all parameters have gradients. Without input gradients no event follows.
+
+        A leaf has finished then. Otherwise an embedding between two rows of blocks would hold up the first row.
+        """
+        unit = self._units[index]
+        unit.gradients_become(Gradients.COMPLETE)
+        ended = [p for p in unit.passes if unit.plan.leaf and p.running and not p.inputs]
+        return [a for p in ended for a in (*self.input_gradients_done(p), *self.weight_gradients_done(p))]
 
     def backward_pass_ended(self) -> list[Action]:
         """Finish all units after autograd has walked the whole graph, and end the boundary unless `staged`."""
@@ -569,7 +566,9 @@ class StepMachine:
         """Prefetch the first unit of the backward pass, while the root still computes the model's last layers."""
         if (first := self._gathers.successors.of(TransferKind.BACKWARD_GATHER, self._root.index)) is not None:
             unit = self._units[first]
-            if unit.idle:
+            if unit.plan.leaf and unit.weights is Weights.EVICTABLE and unit.holds == unit.version:
+                unit.weights_become(Weights.PREFETCHED)  # no other unit needs its slot meanwhile
+            elif unit.idle:
                 self._gathers.release(unit)
             self._gathers.prefetch(unit, TransferKind.BACKWARD_GATHER, save_copy=False)
 
@@ -588,7 +587,7 @@ class StepMachine:
 
     def _end_passes(self) -> None:
         for unit in self._units:
-            for passed in unit.passes if unit.running else ():
+            for passed in unit.passes if unit.running or unit.plan.leaf else ():
                 passed.running, passed.done = False, passed.done or passed.running
             unit.running_passes = 0
             self._gathers.release(unit)

@@ -186,6 +186,7 @@ class Weights(Enum):
        │                                                   ▲
        └───────────────────── a pass begins ───────────────┘
 
+    A leaf goes from EVICTABLE to PREFETCHED if its backward pass follows its forward pass.
     PREFETCHED, IN_USE and EVICTABLE become SHARDED if another unit needs the slot, or when the model's pass ends.
     `keep_unsharded` leads from SHARDED to KEPT_UNSHARDED, and `allow_reshard` back. For weights that are never gathered
     it may also lead there from EVICTABLE.
@@ -217,7 +218,7 @@ WEIGHTS_CHANGE: Mapping[Weights, frozenset[Weights]] = {
     Weights.SHARDED: frozenset({Weights.PREFETCHED, Weights.IN_USE, Weights.KEPT_UNSHARDED}),
     Weights.PREFETCHED: frozenset({Weights.IN_USE, Weights.SHARDED}),
     Weights.IN_USE: frozenset({Weights.EVICTABLE, Weights.SHARDED}),
-    Weights.EVICTABLE: frozenset({Weights.IN_USE, Weights.SHARDED, Weights.KEPT_UNSHARDED}),
+    Weights.EVICTABLE: frozenset({Weights.IN_USE, Weights.SHARDED, Weights.PREFETCHED, Weights.KEPT_UNSHARDED}),
     Weights.KEPT_UNSHARDED: frozenset({Weights.SHARDED}),
 }
 GRADIENTS_CHANGE: Mapping[Gradients, frozenset[Gradients]] = {
@@ -238,6 +239,16 @@ class PlannedUnit(Protocol):
 
     @property
     def root(self) -> bool: ...
+
+    @property
+    def leaf(self) -> bool:
+        """True for one large layer of the root, an embedding or an output layer."""
+        ...
+
+    @property
+    def lookup(self) -> bool:
+        """True for a leaf that gets no input with a gradient: an embedding."""
+        ...
 
     @property
     def gathers(self) -> bool:
@@ -327,7 +338,7 @@ class UnitState:
     inside: int = 0  # calls into it that have not returned
     forwards: Counter[int] = field(default_factory=Counter[int])  # forward passes through it, counted by their `walk`
     backwards: Counter[int] = field(default_factory=Counter[int])  # finished backward passes, counted by their `walk`
-    running_passes: int = 0  # backward passes through it that run now
+    running_passes: int = 0  # backward passes through it that run now, and may read the weights
     shown: bool = False  # the modules' parameters are the unsharded weights
     home: Slot | None = None  # the slot to return to after `allow_reshard`
     ready: Task | None = None  # the task that brings its weights: the last gather or parameter sync
@@ -336,6 +347,10 @@ class UnitState:
 
     def __str__(self) -> str:
         return f"unit {self.plan.name or 'root'!r}"
+
+    def needs_weights(self, passed: ForwardPass) -> bool:
+        """Return whether the backward of a pass reads the weights. A leaf needs them for gradients of inputs only."""
+        return not self.plan.leaf or passed.inputs > 0
 
     def weights_become(self, now: Weights) -> None:
         """Change the state of the weights. An impossible change is an AssertionError."""
@@ -357,7 +372,7 @@ class UnitState:
 
     @property
     def running(self) -> bool:
-        """True while a backward pass through the unit runs."""
+        """True while a backward pass through the unit runs that may read its weights."""
         return self.running_passes > 0
 
     @property
@@ -372,41 +387,65 @@ class UnitState:
 
 
 class Slots:
-    """The slots for weights, or for gradients: `count` that `units` take turns in, and those reserved for one unit."""
+    """The slots for weights, or for gradients. Each group of units takes turns in its own slots.
 
-    def __init__(self, units: Sequence[int], count: int) -> None:
-        self._units = tuple(units)
-        self._turns = [Slot(self._units) for _ in range(count)]
-        self._reserved: dict[int, Slot] = {}
+    `groups` has the units of each group in forward order, and the number of their slots.
+    """
+
+    def __init__(self, groups: Sequence[tuple[Sequence[int], int]]) -> None:
+        self._turns: dict[int, list[Slot]] = {}  # by unit, the slots of its group
+        self._position: dict[int, int] = {}  # by unit, its position in its group
+        self._groups: list[list[Slot]] = []
+        for units, count in groups:
+            slots = [Slot(tuple(units)) for _ in range(count)]
+            self._groups.append(slots)
+            self._turns |= dict.fromkeys(units, slots)
+            self._position |= {unit: position for position, unit in enumerate(units)}
 
     @property
     def all(self) -> list[Slot]:
-        """All slots. Those that one unit has for itself come last (`reserve`)."""
-        return [*self._turns, *self._reserved.values()]
+        """All slots, group by group."""
+        return [slot for slots in self._groups for slot in slots]
 
-    def add(self, unit: int | None = None) -> Slot:
-        """Add a slot for one unit, or for all units that take turns, and return it."""
-        self._turns.append(Slot(self._units if unit is None else (unit,)))
-        return self._turns[-1]
+    def add(self, unit: int, *, alone: bool) -> Slot:
+        """Add a slot for one unit, or for all units of its group, and return it."""
+        slots = self._turns[unit]
+        slots.append(Slot((unit,) if alone else slots[0].fits))
+        return slots[-1]
 
-    def reserve(self, unit: int) -> Slot:
-        """Add a slot for one unit alone, because it would occupy a shared slot for too long."""
-        self._reserved[unit] = slot = Slot((unit,))
-        return slot
-
-    def shared(self, number: int) -> Slot:
-        """Return the shared slot for the unit at this position in forward order. Neighbors get different slots."""
-        return self._turns[number % len(self._turns)]
+    def shared(self, unit: int) -> Slot:
+        """Return the slot of a unit's weights. Neighbors in forward order get different slots if there are several."""
+        slots = self._turns[unit]
+        return slots[self._position[unit] % len(slots)]
 
     def next_free(self, unit: int) -> Slot:
         """Return a slot without a user: one without a task, else the one used longest ago, else a new one."""
-        if unit in self._reserved:
-            return self._reserved[unit]
-        free = [slot for slot in self._turns if slot.user is None]
-        slot = next((s for s in free if s.task is None), free[0] if free else self.add())
-        self._turns.remove(slot)
-        self._turns.append(slot)
+        slots = self._turns[unit]
+        free = [slot for slot in slots if slot.user is None]
+        slot = next((s for s in free if s.task is None), free[0] if free else self.add(unit, alone=False))
+        slots.remove(slot)
+        slots.append(slot)
         return slot
+
+
+# How many units besides the root and the leaves are unsharded at once: the one that computes, and the next one.
+UNITS_IN_FLIGHT = 2
+
+
+def slot_groups(
+    units: Sequence[PlannedUnit], uses: Callable[[PlannedUnit], bool] = lambda unit: True
+) -> list[tuple[list[int], int]]:
+    """Return the groups of units that take turns in slots, each with the number of its slots.
+
+    A leaf runs at the beginning or the end of a pass, and would make the slots of the blocks larger. So leaves take
+    turns in one slot of their own. Units that do not need slots are left out (`uses`).
+    """
+    root = [i for i, unit in enumerate(units) if unit.root]
+    leaves = [i for i, unit in enumerate(units) if unit.leaf]
+    others = [i for i, unit in enumerate(units) if not unit.root and not unit.leaf]
+    groups = [(others, min(UNITS_IN_FLIGHT, len(others))), (leaves, 1), (root, 1)]
+    found = [([i for i in group if uses(units[i])], count) for group, count in groups]
+    return [(group, count) for group, count in found if group]
 
 
 class Successors:

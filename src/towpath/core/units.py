@@ -22,6 +22,8 @@ SLICE_ALIGNMENT = 32
 
 # In elements. For smaller units, a message takes about as long to start as to send.
 SMALL_UNIT = 1 << 20
+# In elements. An embedding or an output layer of the root with at least this many is a unit of its own, a leaf.
+LARGE_LEAF = 4 * SMALL_UNIT
 # Small units are combined into at least this many, so that one can be gathered while another computes.
 FEWEST_UNITS = 3
 
@@ -106,11 +108,17 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """The buckets of one unit. A `kept` unit (the root) stays unsharded from the forward to the end of backward."""
+    """The buckets of one unit. A `kept` unit (the root) stays unsharded from the forward to the end of backward.
+
+    A `leaf` is one large layer of the root, an embedding or an output layer. A `lookup` is a leaf whose backward pass
+    does not read the weights: an embedding.
+    """
 
     name: str
     buckets: tuple[BucketSpec, ...]
     kept: bool = False
+    leaf: bool = False
+    lookup: bool = False
 
 
 def together(elements: Sequence[int]) -> list[list[int]]:

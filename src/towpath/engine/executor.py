@@ -103,9 +103,8 @@ class Engine:
         self, strategy: Strategy, precision: Precision, units: list[Unit], comm: CommContext, writes: ParamVersion
     ) -> None:
         self.strategy, self.precision, self.units, self.comm = strategy, precision, units, comm
-        self.host = comm.record.host
-        self._writes = writes
-        self.root = units[0]
+        self.host, self._writes = comm.record.host, writes
+        self.root, self.leaves = units[0], [u for u in units if u.plan.leaf]
         self._terms = strategy.topology.world  # how many gradients each mean gradient averages
         self.machine = StepMachine([u.plan for u in units], [u.version for u in units], [len(u.modules) for u in units])
         self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], comm.device)
@@ -134,9 +133,8 @@ class Engine:
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
-        self.matrix_steps: weakref.WeakSet[StepsMatrices] = (
-            weakref.WeakSet()
-        )  # of optimizers that need unsharded matrices
+        # Those of optimizers that need unsharded matrices.
+        self.matrix_steps: weakref.WeakSet[StepsMatrices] = weakref.WeakSet()
         registrations.count()
         self._registrations = registrations.made  # the count at the last search of the model
         for parameter in (p for unit in units for p in unit.parameters):
@@ -182,6 +180,8 @@ class Engine:
                     cast(Handle, task.handle).wait(on_host)
             case SwapParameters(index, whole):
                 self.units[index].swap_parameters(whole)
+                for leaf in self.leaves if index == self.root.index else ():
+                    leaf.show_leaf_parameters(whole)
             case InvalidateViews(index, invalid):
                 self.units[index].invalidate_views(invalid)
             case AssignSlot(index, slot):
@@ -241,7 +241,8 @@ class Engine:
     def check_forward(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
         """Raise if the forward wrote to its parameters, returns their memory, or added parameters to the model."""
         if not self.machine.is_kept_unsharded(unit.index):
-            unit.check_unwritten()
+            for each in (unit, *(self.leaves if unit is self.root else ())):
+                each.check_unwritten()
             if unit is not self.root:  # the root stays unsharded until the end of the backward pass
                 unit.check_returned(outputs)
         self._check_registrations()
@@ -254,7 +255,7 @@ class Engine:
         for unit in self.units:
             unit.check_parameters()
         (model,) = self.root.modules
-        known = {id(p) for unit in self.units for p in (*unit.parameters, *unit.views)}
+        known = {id(p) for unit in self.units for p in (*unit.parameters, *unit.views, *unit.leaf_parameters)}
         apart = tuple(
             f"{name}." for name, module in model.named_modules() if name and hasattr(module, "towpath_engine")
         )
@@ -341,7 +342,7 @@ class Engine:
         gradients.arrive(index, None if self.muted else grad)
         has_arrived = perf_counter()
         if gradients.arrived and all(b.gradients.arrived for b in unit.trainable):
-            machine.gradients_complete(unit.index)
+            self.execute(machine.gradients_complete(unit.index))
         self.host.seconds += perf_counter() - began - (has_arrived - arrives)
 
     def _gradients_arrive_for(self, unit: Unit | None) -> None:
@@ -360,7 +361,7 @@ class Engine:
         self._check_gradient(unit, bucket, index, grad)
 
     def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        is_whole = bucket.always_whole or self.machine.is_whole(unit.index)
+        is_whole = bucket.always_whole or unit.plan.leaf or self.machine.is_whole(unit.index)
         check_gradient(bucket.layout.places[index], grad, unit.name, is_whole, self.machine.is_reduced(unit.index))
 
     @contextmanager
@@ -553,7 +554,8 @@ def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
         wanted = [(place, view) for place, view in pairs if id(place.parameter) in named and view.requires_grad]
         if wanted:
             engine.comm.program.ends_at([place.names[0] for place, _ in wanted])
-            views += [view for _, view in wanted]
+            shown = {id(leaf.unsharded): leaf for unit in engine.leaves for leaf in unit.leaf_parameters}
+            views += [p for _, view in wanted for p in (view, shown.get(id(view))) if p is not None]
     before, reached = _reached, dict[Unit, bool]()
     _reached = reached
     try:

@@ -255,21 +255,26 @@ def attach(model: nn.Module, engine: Engine) -> None:
     for unit in engine.units:
         for module in unit.modules:
             enter_by(module, UnitModule, unit)
+        if unit.plan.leaf:
+            unit.be_a_leaf()
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
-                view.register_post_accumulate_grad_hook(_arrival(engine, unit, bucket, index))
+                arrived = _arrival(engine, unit, bucket, index)
+                view.register_post_accumulate_grad_hook(arrived)
+                for shown in (p for p in unit.leaf_parameters if p.unsharded is view):
+                    shown.register_post_accumulate_grad_hook(arrived)
 
 
 def _parts(engine: Engine) -> list[nn.Module]:
     """Return the modules inside the root unit that compute with its parameters and can be called by themselves."""
     (model,) = engine.root.modules
-    units = {id(m) for unit in engine.units for m in unit.modules}
+    units = {id(m): unit.plan.leaf for unit in engine.units for m in unit.modules}
     owners = {id(m) for m in engine.root.owners}
     found: dict[int, nn.Module] = {}
 
     def visit(module: nn.Module) -> bool:
         if id(module) in units and module is not model:
-            return False
+            return units[id(module)]  # the modules around a leaf may read its parameters
         inside = [visit(child) for child in module.children()]
         computes = id(module) in owners or any(inside)
         if computes and has_forward(module) and module is not model and not isinstance(module, torch.jit.ScriptModule):
@@ -413,6 +418,10 @@ class _Forward:
         """Run `call`, with the engine's work around it unless an outer call into the unit does that work."""
         entered = self._engine.machine.is_entered(self.unit.index)
         return call(*args, **kwargs) if entered else self.run(call, args, kwargs)
+
+    def read(self, index: int) -> torch.Tensor:
+        """Return a copy of the unsharded parameter at `index`, as if a forward of the module had returned it."""
+        return self.unit.copy_of(index, lambda call: self.run(call, (), {}))
 
     @eager(recursive=False)
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from towpath.core.formats import FLOATING, Precision, dtype_name, shape_text
-from towpath.core.units import BucketSpec, UnitSpec, together
+from towpath.core.units import LARGE_LEAF, BucketSpec, UnitSpec, together
 from towpath.engine.parameters.parallel import Parallel, boxes_in_whole, local_part, parallel_of, ranges_of
 from towpath.errors import ShardError
 from towpath.topology.groups import Groups
@@ -119,7 +119,8 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
 
     Args:
         model: The model that is to be sharded.
-        units: Module classes or modules that become units. By default, the blocks that `_default_units` finds.
+        units: Module classes or modules that become units. By default, the blocks that `_default_units` finds, and the
+            large leaves of the root that `_large_leaves` finds.
         precision: The precision whose `keep=` names modules that stay in their own dtype.
 
     Returns:
@@ -145,16 +146,24 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
         place.exact = exact == {True}
         place.replicated = on_a_mesh and (place.parallel is None or not place.parallel.is_split)
     homes = {id(module): name for name, modules in chosen.items() for module in modules}
-    mine: dict[str, list[ParameterPlace]] = {name: [] for name in chosen}
     inside = _unit_of_modules(model, homes)
+    leaves = _large_leaves(model, places, inside) if units is None else {}
+    if leaves:
+        inside |= {id(module): name for name, module in leaves.items()}
+        order = {id(module): number for number, module in enumerate(model.modules())}
+        chosen |= {name: [module] for name, module in leaves.items()}
+        chosen = dict(sorted(chosen.items(), key=lambda item: order[id(item[1][0])]))
+    mine: dict[str, list[ParameterPlace]] = {name: [] for name in chosen}
     for place in places:
         # A parameter that several units use belongs to the root, which is unsharded while any of them runs.
         owners = {inside[id(module)] for module, _ in place.owners}
         mine[owners.pop() if len(owners) == 1 else ""].append(place)
-    return [_unit(name, modules, mine[name]) for name, modules in chosen.items() if mine[name] or name == ""]
+    return [
+        _unit(name, modules, mine[name], name in leaves) for name, modules in chosen.items() if mine[name] or name == ""
+    ]
 
 
-def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace]) -> UnitLayout:
+def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace], leaf: bool) -> UnitLayout:
     """Return a unit with one bucket per dtype and trainability, so that a LoRA run reduces only what trains."""
     buckets: list[BucketLayout] = []
     for key in dict.fromkeys(p.key for p in places):
@@ -162,7 +171,44 @@ def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace]) -> 
         matrices = tuple(p.matrix for p in inside)
         spec = BucketSpec(tuple(p.numel for p in inside), *key, matrices=matrices)
         buckets.append(BucketLayout(name, spec, inside))
-    return UnitLayout(name, modules, UnitSpec(name, tuple(b.spec for b in buckets), kept=name == ""), buckets)
+    lookup = leaf and isinstance(modules[0], nn.Embedding)
+    spec = UnitSpec(name, tuple(b.spec for b in buckets), name == "", leaf, lookup)
+    return UnitLayout(name, modules, spec, buckets)
+
+
+def _large_leaves(model: nn.Module, places: Sequence[ParameterPlace], inside: dict[int, str]) -> dict[str, nn.Module]:
+    """Return the large embeddings of the root, and its last large linear layer if it is after all blocks, by name.
+
+    Tied ones are left out. The forward of the others is PyTorch's own, without hooks that might read the weights. It
+    returns new memory, and reads the weights only for gradients of inputs. There is one linear layer at most: two in
+    one checkpoint would need the slot that leaves share at the same time.
+    """
+    elements: dict[int, int] = {}
+    for place in places:
+        for module, _ in place.owners:
+            elements[id(module)] = elements.get(id(module), 0) + place.numel
+    shared = {id(module) for place in places if len(place.owners) > 1 for module, _ in place.owners}
+    leaves: dict[str, nn.Module] = {}
+    head: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # pyright: ignore
+        if inside[id(module)]:
+            head = {}  # a block follows
+        elif (
+            name
+            and elements.get(id(module), 0) >= LARGE_LEAF
+            and id(module) not in shared
+            and "forward" not in vars(module)
+            and next(module.children(), None) is None
+            and {attribute for attribute, _ in module.named_parameters(recurse=False)} <= {"weight", "bias"}
+            # The hooks of tensor-parallel layers convert inputs and outputs.
+            and all(getattr(hook, "__module__", "").startswith("torch.distributed.tensor.") for hook in hooks)
+        ):
+            if type(module).forward is nn.Embedding.forward:
+                leaves[name] = module
+            elif type(module).forward is nn.Linear.forward:
+                head = {name: module}
+    return leaves | head
 
 
 def _default_units(model: nn.Module) -> dict[str, nn.Module]:

@@ -342,8 +342,8 @@ def offload_activations(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTE
     """Run a forward pass whose activations are kept in the host's memory until the backward pass needs them.
 
     On a GPU the memory is page-locked, and copies overlap with the computation. Unsharded weights and the model's
-    buffers stay on the device. They are no activations, and the engine relies on autograd to read the weights in their slots.
-    With activation checkpointing, the inputs that it keeps are offloaded, and recomputed activations are not.
+    buffers stay on the device. They are no activations, and the engine relies on autograd to read the weights in their
+    slots. With activation checkpointing, the inputs that it keeps are offloaded, and recomputed activations are not.
 
     Args:
         model: A model that `shard()` returned.

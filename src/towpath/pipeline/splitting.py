@@ -213,12 +213,12 @@ class _EmptyOutput(nn.Module):
 
 
 def _blocks_in(model: nn.Module, layouts: Sequence[UnitLayout]) -> list[str]:
-    """Return the names of the longest row of blocks, among the modules of all units but the root."""
+    """Return the names of the longest row of blocks, among the modules of the units that are blocks."""
     homes = {id(module): name for name, module in model.named_modules()}
     # In lists inside lists, a cut would lose what the model computes between two modules, such as a residual.
     nested = {homes[id(inner)] for outer in model.modules() if isinstance(outer, nn.ModuleList) for inner in outer}
     rows: dict[str, list[str]] = {}
-    for name in (homes[id(module)] for unit in layouts[1:] for module in unit.modules):
+    for name in (homes[id(module)] for unit in layouts[1:] if not unit.spec.leaf for module in unit.modules):
         if (row := name.rpartition(".")[0]) not in nested:
             rows.setdefault(row, []).append(name)
     if not rows:
@@ -286,8 +286,9 @@ class DescribedStages:
         return StagedModel(self._whole, tuple(models), width, sum(tied.values()))
 
     def _stage(self, number: int, stage: nn.Module, count: int, tied: Mapping[int, int]) -> Model:
-        root, *blocks = lay_out(stage, None, self._precision)
-        units = [self._root_unit(root, number, count, tied), *map(self._unit, blocks)]
+        root, *others = lay_out(stage, None, self._precision)
+        own = [unit for unit in others if not any(id(p.parameter) in tied for b in unit.buckets for p in b.places)]
+        units = [self._root_unit(root, number, count, tied), *map(self._unit, own)]
         return Model(f"{self._whole.name}, stage {number}", self._whole.length, tuple(units))
 
     def _root_unit(self, layout: UnitLayout, number: int, count: int, tied: Mapping[int, int]) -> ModelUnit:

@@ -16,7 +16,7 @@ from towpath.core.formats import Precision, item_bytes
 from towpath.core.pipeline import balanced
 from towpath.core.schedule import buffer_bytes, host_memory_bytes, memory_bytes
 from towpath.core.unit_plan import UnitPlan
-from towpath.core.units import BucketSpec, UnitSpec, together
+from towpath.core.units import LARGE_LEAF, BucketSpec, UnitSpec, together
 from towpath.errors import ConfigError
 from towpath.planner.cluster import Cluster
 from towpath.planner.request import Optimizer
@@ -239,7 +239,7 @@ class Transformer:
             raise ConfigError(f"model: length = {length!r}: expected a whole number of at least 1.")
         block = self._block(length)
         units = [_combined(block, batch) for batch in together([block.numel] * self.depth)]
-        return Model(name, length, (self._root(), *units))
+        return Model(name, length, self._with_ends(units))
 
     def staged(self, name: str, length: int, count: int) -> StagedModel:
         """Return the model in stages of about equally many parameters, as `towpath.pipeline.split` makes them.
@@ -258,30 +258,16 @@ class Transformer:
         model, block = self.model(name, length), self._block(length)
         if not 0 < count <= self.depth:
             raise ConfigError(f"{count} stages of a model that has {self.depth} blocks. Expected as many at most.")
-        first, between, last = self._stage_roots()
         weights = [block.numel] * self.depth
         weights[0] += self.vocabulary * self.width + self.width * self.positions
         weights[-1] += self.vocabulary * self.width + self.width
         stages: list[Model] = []
         for number, (start, end) in enumerate(balanced(weights, count)):
-            root = first if number == 0 else last if number == count - 1 else between
             batches = together([block.numel] * (end - start))
             blocks = [_combined(block, [start + i for i in batch]) for batch in batches]
-            stages.append(Model(f"{name}, stage {number}", length, (root, *blocks)))
+            units = self._with_ends(blocks, number == 0, number == count - 1, of_stage=True)
+            stages.append(Model(f"{name}, stage {number}", length, units))
         return StagedModel(model, tuple(stages), self.width, self.vocabulary * self.width if self.tied else 0)
-
-    def _stage_roots(self) -> tuple[ModelUnit, ModelUnit, ModelUnit]:
-        """Return the root units of the first stage, of inner stages, and of the last stage, without tied embeddings."""
-        table = [] if self.tied else [(self.vocabulary, self.width)]
-        positions = [(self.positions, self.width)] if self.positions else []
-        norms = [self.width] * (2 if self.biases else 1)
-
-        def spec(matrices: list[tuple[int, int]], others: list[int]) -> UnitSpec:
-            numels = [*map(prod, matrices), *others]
-            return UnitSpec("", (_bucket(numels, matrices),) if numels else (), kept=True)
-
-        first = ModelUnit(spec([*table, *positions], []), 0.0, 2 * self.width, 0)
-        return first, ModelUnit(spec([], []), 0.0, 0.0, 0), replace(self._root(), spec=spec(table, norms))
 
     @property
     def _query_width(self) -> int:
@@ -333,18 +319,48 @@ class Transformer:
             passing=self.width + self.hidden * (2 if self.gated else 1),
         )
 
-    def _root(self) -> ModelUnit:
-        matrices = [(self.vocabulary, self.width)] * (1 if self.tied else 2)
-        matrices += [(self.positions, self.width)] if self.positions else []
-        numels = [*map(prod, matrices), *[self.width] * (2 if self.biases else 1)]
-        return ModelUnit(
-            UnitSpec("", (_bucket(numels, matrices),), kept=True),
-            2.0 * self.vocabulary * self.width,
-            2 * self.width,  # of the last norm; the logits are released once there is a loss
-            0,
-            kept_fp32=self.vocabulary + (self.width if self.norm_copies else 0),  # the loss
-            passing_fp32=2 * self.vocabulary,  # its gradient, before and after the softmax
+    def _with_ends(
+        self, blocks: Sequence[ModelUnit], first: bool = True, last: bool = True, *, of_stage: bool = False
+    ) -> tuple[ModelUnit, ...]:
+        """Return the units of a model, or of a stage: the root, and the leaves around the blocks.
+
+        `first` and `last` say whether the model's beginning and its end are in it. Embeddings that two stages share
+        are in neither of them.
+        """
+        table, positions = (self.vocabulary, self.width), (self.positions, self.width)
+        before = [("embedding", table)] if first and not (self.tied and of_stage) else []
+        before += [("positions", positions)] if first and self.positions else []
+        after = [("head", table)] if last and not self.tied else []
+        tied = {"embedding"} if self.tied else set[str]()
+        leaves = {n: shape for n, shape in (*before, *after) if prod(shape) >= LARGE_LEAF and n not in tied}
+        small = [shape for n, shape in (*before, *after) if n not in leaves]
+        numels = [*map(prod, small), *([self.width] * (2 if self.biases else 1) if last else [])]
+        spec = UnitSpec("", (_bucket(numels, small),) if numels else (), kept=True)
+        root = ModelUnit(spec, 0.0, 0.0 if last or not first else 2 * self.width, 0)
+        if last:
+            root = ModelUnit(
+                spec,
+                0.0 if "head" in leaves else 2.0 * self.vocabulary * self.width,
+                # The inputs of the last norm and of the output layer. Logits are released once there is a loss.
+                (1 if "head" in leaves else 2) * self.width,
+                0,
+                kept_fp32=self.vocabulary + (self.width if self.norm_copies else 0),  # the loss
+                passing_fp32=2 * self.vocabulary,  # its gradient, before and after the softmax
+            )
+        return (
+            root,
+            *(self._leaf(n, leaves[n]) for n, _ in before if n in leaves),
+            *blocks,
+            *(self._leaf(n, leaves[n]) for n, _ in after if n in leaves),
         )
+
+    def _leaf(self, name: str, shape: tuple[int, int]) -> ModelUnit:
+        """Return an embedding, or the output layer with the name "head", as a unit of its own."""
+        lookup = name != "head"
+        spec = UnitSpec(name, (_bucket([prod(shape)], [shape]),), leaf=True, lookup=lookup)
+        if lookup:
+            return ModelUnit(spec, 0.0, 0.0, 0.0)
+        return ModelUnit(spec, 2.0 * prod(shape), self.width, self.width, kept_input=self.width)
 
 
 def _bucket(numels: Sequence[int], matrices: Sequence[tuple[int, int]]) -> BucketSpec:
@@ -380,11 +396,12 @@ def compute_seconds(model: Model, cluster: Cluster, dtype: str, tokens: int, che
         host, parameters = cluster.hardware.host, sum(len(bucket.numels) for bucket in unit.spec.buckets)
         passes.append((forward + host.forward.of(parameters), backward + host.backward.of(parameters)))
     took = sum(seconds for _, seconds in measured)
-    (root_forward, root_backward), *blocks = passes
+    (root_forward, root_backward), *others = passes
+    # Checkpointing adds one more forward pass of each block.
+    again = [checkpointing * (not unit.spec.leaf) for unit in model.units[1:]]
     return ComputeSeconds(
-        forward=(0.0, *(forward for forward, _ in blocks)),
-        # Checkpointing adds one more forward pass.
-        backward=(root_backward, *(backward + checkpointing * forward for forward, backward in blocks)),
+        forward=(0.0, *(forward for forward, _ in others)),
+        backward=(root_backward, *(b + times * f for times, (f, b) in zip(again, others, strict=True))),
         forward_end=root_forward,
         backward_end=0.0,
         share=sum(share * seconds for share, seconds in measured) / took if took else 1.0,

@@ -337,7 +337,7 @@ class Pipelines:
 
     def _plan(self, strategy: Strategy, spec: UnitSpec) -> UnitPlan:
         """Return the plan of a unit. Equal units share one plan."""
-        key = (strategy, spec.buckets, spec.kept)
+        key = (strategy, replace(spec, name=""))
         if key not in self._plans:
             self._plans[key] = plan_unit(strategy, spec, self.request.precision, self.cluster.hardware.form)
         return self._plans[key]
@@ -356,7 +356,7 @@ class Pipelines:
         shape = MoveShape(Op.ALL_REDUCE, 1, Grid(1, layout.tensor), 1)
         moved = TransferShape.of_move(shape, Transport(), tokens * width, request.compute_dtype, hardware.form)
         summed = seconds_alone(phase_costs(moved, hardware), hardware)
-        sums = [2 * summed * unit.modules * (not unit.spec.kept) for unit in model.units]
+        sums = [2 * summed * unit.modules * (not unit.spec.kept and not unit.spec.leaf) for unit in model.units]
         return replace(
             seconds,
             forward=[a + b for a, b in zip(seconds.forward, sums, strict=True)],

@@ -191,8 +191,14 @@ class Solver:
         self._compute, self._reduce, self._summed = request.precision.dtypes(request.own)
         # Units by size. Only trainable parameters count, because frozen ones may be sharded inside the node. Whatever
         # they add, the bounds stay lower bounds.
-        sizes = [(u.trainable if model.trainable else u.numel, u.spec.kept) for u in model.units]
-        self._unit_sizes: Counter[tuple[int, bool]] = Counter(size for size in sizes if size[0])
+        sizes = [
+            (u.trainable if model.trainable else u.numel, u.spec.kept or u.spec.leaf, u.spec.kept or u.spec.lookup)
+            for u in model.units[:2]
+        ]
+        sizes += [(u.trainable if model.trainable else u.numel, u.spec.leaf, False) for u in model.units[2:]]
+        # With each size: whether the unit is gathered once, for both passes, and whether it is the first and last of a
+        # step. Only the first embedding is.
+        self._unit_sizes: Counter[tuple[int, bool, bool]] = Counter(size for size in sizes if size[0])
         self._costs: dict[object, _TransferSeconds] = {}
         # By micro-batch and checkpointing: the seconds of computation, and the bytes of activations.
         self._seconds: dict[tuple[int, bool], ComputeSeconds] = {}
@@ -215,7 +221,7 @@ class Solver:
 
     def strategy(self, candidate: Candidate) -> Strategy:
         """Return the strategy of a candidate. Each kind of transfer uses the route that is fastest alone."""
-        numel = max(numel for numel, _ in self._unit_sizes)  # routes are chosen for the largest unit
+        numel = max(numel for numel, *_ in self._unit_sizes)  # routes are chosen for the largest unit
         transports: dict[str, Any] = {}
         for kind in WITH_TRANSPORT:
             if shapes := move_shapes(candidate.placement, self._topology)[kind]:
@@ -247,15 +253,17 @@ class Solver:
         """
         micro_steps = candidate.batching.micro_steps
         busy, first, last = [0.0, 0.0, 0.0], 0.0, 0.0
-        for (numel, root), count in self._unit_sizes.items():
-            for kind, every_micro_step in _submitted_kinds(root):
+        for (numel, gathered_once, at_ends), count in self._unit_sizes.items():
+            before = after = 0.0
+            for kind, every_micro_step in _submitted_kinds(gathered_once):
                 cost = self._cheapest(kind, candidate, numel)
                 times = count * (micro_steps if every_micro_step else 1)
                 for resource, seconds in enumerate(cost.busy):
                     busy[resource] += times * seconds
-                if root:  # before the first computation, and after the last one
-                    first += cost.alone if kind is TransferKind.GATHER else 0.0
-                    last += cost.alone if kind in GRADIENTS else 0.0
+                if at_ends:  # before the first computation, and after the last one
+                    before += cost.alone if kind is TransferKind.GATHER else 0.0
+                    after += cost.alone if kind in GRADIENTS else 0.0
+            first, last = max(first, before), max(last, after)
         on_host = self.request.offload == "optimizer"
         seconds = self._computing(candidate.batching, candidate.placement.optimizer.size, on_host)
         computed = micro_steps * seconds.micro_step + seconds.optimizer
@@ -474,10 +482,10 @@ class Solver:
 
     def _plans(self, strategy: Strategy) -> list[UnitPlan]:
         """Return the plan of each unit. Equal units share one plan."""
-        made: dict[tuple[object, bool], UnitPlan] = {}
+        made: dict[UnitSpec, UnitPlan] = {}
         plans: list[UnitPlan] = []
         for unit in self.model.units:
-            key = (unit.spec.buckets, unit.spec.kept)
+            key = replace(unit.spec, name="")
             if key not in made:
                 made[key] = plan_unit(strategy, unit.spec, self.request.precision, self._hardware.form)
             plans.append(made[key])

@@ -57,7 +57,7 @@ def extents(strategy: Strategy) -> str:
 
 def seconds(value: float) -> str:
     """Return a duration with three digits."""
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+    return f"{value:.3g} s" if value >= 1 else f"{round(value * 1e3, 4):.3g} ms"
 
 
 def tokens_per_second(step: Prediction, solver: Solver) -> float:

@@ -23,7 +23,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> list[Unit]:
-    """Return the units that hold the parameters of `modules`. Every rank must pass the same modules.
+    """Return the units that hold the parameters of `modules`, and with the root its leaves.
+
+    Every rank must pass the same modules.
 
     Raises:
         ShardError: A module is not part of the model, or ranks passed different modules.
@@ -39,6 +41,8 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
         )
     inside = {id(m) for module in modules for m in module.modules()}
     found = [unit for unit in engine.units if any(id(owner) in inside for owner in unit.owners)]
+    if engine.root in found:
+        found += [leaf for leaf in engine.leaves if leaf not in found]
     asked = [repr(unit.name or "root") for unit in found]
     agree(engine.comm.groups, asked, failure, "full_parameters()", "Name the same modules on every rank.")
     return found

@@ -6,7 +6,7 @@ file compares at each boundary what the ranks did.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -22,6 +22,8 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.layout import Holder, UnitLayout, exchanged
 from towpath.engine.parameters.bucket import Bucket, Buffers, gather_together
+from towpath.engine.parameters.leaf_parameter import LeafParameter
+from towpath.engine.parameters.shard_tensor import in_backward
 from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, Work
 from towpath.errors import StepError
@@ -65,8 +67,14 @@ class Unit:
             for place, view in zip(bucket.layout.places, bucket.views, strict=True)
             for holder, key in place.kept
         ]
+        # What modules show of the parameters while these are sharded: the ShardTensors, or in a leaf LeafParameters.
+        self._sharded: Sequence[nn.Parameter] = [parameter for *_, parameter in self._entries]
+        self.leaf_parameters: list[LeafParameter] = []
+        # By parameter and grad mode, its copy in this forward of the root, and the version of the copy.
+        self._copies: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
         self._rank = comm.rank
         self.views = tuple(view for bucket in buckets for view in bucket.views)
+        self._whole = False  # the modules' parameters are the unsharded views
         self._versions: list[int] = []  # versions of the views, as the engine left them
         self.note_versions()
         # Addresses [start, end) of the memory of the unsharded weights, while the slot is this unit's.
@@ -99,8 +107,9 @@ class Unit:
 
     def swap_parameters(self, whole: bool) -> None:
         """Give the modules the unsharded views as parameters if `whole`, otherwise the ShardTensors."""
-        for parameters, attribute, view, parameter in self._entries:
-            parameters[attribute] = view if whole else parameter
+        self._whole = whole
+        for (parameters, attribute, view, _), sharded in zip(self._entries, self._sharded, strict=True):
+            parameters[attribute] = view if whole else sharded
         for holder, key, shown, hidden in self._kept:
             found = _held(holder, key)
             if found is shown or found is hidden:  # otherwise the user has put something else there
@@ -109,6 +118,47 @@ class Unit:
             names = module._flat_weights_names  # pyright: ignore[reportPrivateUsage]
             module._flat_weights = [module._parameters.get(n) for n in names]  # pyright: ignore
 
+    # What a leaf shows outside of its own forward --------------------------------------------------------------------
+
+    def be_a_leaf(self) -> None:
+        """Make the LeafParameters."""
+        places = [place for bucket in self.buckets for place in bucket.layout.places]
+        for index, (place, view) in enumerate(zip(places, self.views, strict=True)):
+            shape = place.shape if place.parallel is None else view.shape
+            self.leaf_parameters.append(LeafParameter(shape, view, self.modules[0], index))
+
+    def show_leaf_parameters(self, inside: bool) -> None:
+        """Let modules show LeafParameters while the root is unsharded (`inside`), and otherwise ShardTensors."""
+        parameters = [parameter for *_, parameter in self._entries]
+        self._sharded = self.leaf_parameters if inside else parameters
+        for made, parameter in zip(self.leaf_parameters, parameters, strict=True):
+            made.requires_grad_(parameter.requires_grad)
+        if not self._whole:
+            self.swap_parameters(False)
+        if not inside:
+            self._copies.clear()
+
+    def copy_of(self, index: int, unsharded: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> torch.Tensor:
+        """Return a copy of an unsharded parameter. All reads in one forward of the root share it.
+
+        A backward pass may recompute parts of a forward, each in a graph of its own. So each of these gets its own
+        copy, as do reads after the forward. A read without gradients may be recomputed later. So each of these counts
+        as a forward of its own.
+
+        Args:
+            index: The position of the parameter in `views`.
+            unsharded: Calls a function as a forward of the unit.
+        """
+        view, key = self.views[index], (index, torch.is_grad_enabled())
+        shared = self._sharded is self.leaf_parameters and not in_backward()
+        if not shared or key not in self._copies:
+            copy = unsharded(lambda: view.clone() if self._turns else view.view_as(view))
+            if shared:
+                self._copies[key] = copy, _version_of(copy)
+            return copy
+        copy, _ = self._copies[key]
+        return copy if torch.is_grad_enabled() else unsharded(lambda: copy)
+
     def check_parameters(self) -> None:
         """Raise `StepError` if a module's parameter was replaced. Follow changes of `requires_grad`.
 
@@ -116,7 +166,7 @@ class Unit:
         """
         for parameters, attribute, view, parameter in self._entries:
             found = parameters.get(attribute)
-            if found is not parameter and found is not view:
+            if found is not parameter and found is not view and not isinstance(found, LeafParameter):
                 raise StepError(self._replaced(self._name(view), found))
             if parameter.requires_grad != view.requires_grad:
                 if not any(view is v for b in self.trainable for v in b.views):
@@ -154,13 +204,16 @@ class Unit:
         self._versions = [view._version for view in self.views]
 
     def check_unwritten(self) -> None:
-        """Raise `StepError` if the forward that just ended wrote to the unsharded parameters."""
+        """Raise `StepError` if the forward that just ended wrote to the unsharded parameters, or to copies of them."""
         before = self._versions
         self.note_versions()
         now = self._versions
-        if now == before:
+        if now == before and all(_version_of(copy) == version for copy, version in self._copies.values()):
             return
         written = [repr(name) for name, was, is_ in zip(self._names, before, now, strict=True) if was != is_]
+        written += [
+            repr(self._names[index]) for (index, _), (copy, v) in self._copies.items() if _version_of(copy) != v
+        ]
         raise StepError(
             f"rank {self._rank}: {', '.join(written)} was written to inside the forward of unit "
             f"{self.name or 'root'!r}. There the parameters are a copy that lives while the unit runs: the write is "
@@ -284,6 +337,10 @@ class Unit:
             return None
         works = [partial(b.gradients.grad_sync, terms) for b in sums]
         return self._queues.submit(TransferKind.GRAD_SYNC, _bound(sums, TransferKind.GRAD_SYNC), works, after)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # nothing counts the writes in inference mode
 
 
 def _address(tensor: torch.Tensor) -> int:
