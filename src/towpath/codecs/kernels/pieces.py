@@ -6,7 +6,7 @@ bytes. Where several members sent the same pieces, each member's cells are one *
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, final
@@ -72,12 +72,8 @@ class Pieces:
             lines.append([p.length, p.start, p.source, p.target, p.kept, factor, step, rows, stride])
         self.table = torch.tensor(lines, dtype=torch.int64, device=device).view(-1, self.COLUMNS)
         self._last = factor, step
-        # Hints for compilers: starts and lengths are multiples of `unit` elements, codes start at multiples of
-        # `code_unit` bytes.
-        wide = all(n % _WIDE == 0 for p in self.pieces for n in (p.length, p.start, p.kept))
-        splits = [SCALE_BYTES * codec.scales(piece.length) for piece in self.pieces]
-        self.unit = _WIDE if wide else 1
-        self.code_unit = _WIDE if all(split % _WIDE == 0 for split in splits) else SCALE_BYTES
+        places = (n for p in self.pieces for n in (p.length, p.start, p.kept))
+        self.unit, self.code_unit = units(codec, [piece.length for piece in self.pieces], places)
         self.launches: dict[Any, Any] = {}  # a back end keeps here what does not change between launches
 
     def seeds(self, seed: int) -> Iterator[int]:
@@ -90,6 +86,13 @@ class Pieces:
         """Return the seed of the last piece."""
         factor, step = self._last
         return (seed * factor + step) & _32_BITS
+
+
+def units(codec: Codec, lengths: Sequence[int], places: Iterable[int]) -> tuple[int, int]:
+    """Return hints for compilers: what `places` are multiples of, and the bytes at which codes of messages start."""
+    splits = (SCALE_BYTES * codec.scales(length) for length in lengths)
+    unit = _WIDE if all(place % _WIDE == 0 for place in places) else 1
+    return unit, _WIDE if all(split % _WIDE == 0 for split in splits) else SCALE_BYTES
 
 
 def next_seed(seed: int) -> int:

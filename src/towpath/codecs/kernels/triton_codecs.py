@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from towpath.codecs.kernels.pieces import Pieces
+from towpath.codecs.kernels.pieces import Pieces, units
 from towpath.core.formats import CELL_ALIGNMENT, SCALE_BYTES, Codec
 
 _TILE = 2048
@@ -45,7 +45,7 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
     """Encode as `reference.encode` does."""
     n = x.numel()
     if n:
-        grid, constants = _shape(codec, n, 1)
+        grid, constants = _shape(codec, n, 1, *units(codec, [n], [n]))
         largest = [torch.zeros(1, dtype=torch.int32, device=out.device), None] if constants["whole"] else None
         where = (x.contiguous(), _contiguous(out), None, None, n)
         _encode(grid, constants | {"aligned": _is_aligned(out)}, where, largest, seed)
@@ -55,7 +55,7 @@ def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
     """Decode as `reference.decode` does."""
     n = out.numel()
     if n:
-        grid, constants = _shape(codec, n, 1)
+        grid, constants = _shape(codec, n, 1, *units(codec, [n], [n]))
         constants |= {"aligned": _is_aligned(data)}
         _decode_kernel[grid](_contiguous(data), _contiguous(out), None, n, **constants)
 
@@ -121,16 +121,18 @@ def _launch(pieces: Pieces) -> tuple[tuple[int, int], dict[str, Any], list[torch
     """
     found = pieces.launches.get(__name__)
     if found is None:
-        grid, constants = _shape(pieces.codec, pieces.longest, len(pieces.pieces))
-        constants |= {"many": pieces.rows > 1, "unit": pieces.unit, "code_unit": pieces.code_unit}
+        grid, constants = _shape(pieces.codec, pieces.longest, len(pieces.pieces), pieces.unit, pieces.code_unit)
+        constants |= {"many": pieces.rows > 1}
         largest = torch.zeros(2, len(pieces.pieces), dtype=torch.int32, device=pieces.table.device)
         buffers: list[torch.Tensor | None] = [*largest]
         found = pieces.launches[__name__] = grid, constants, buffers if constants["whole"] else None
     return found
 
 
-def _shape(codec: Codec, longest: int, pieces: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the grid, and compile-time constants, as for one row whose lengths are not known."""
+def _shape(
+    codec: Codec, longest: int, pieces: int, unit: int, code_unit: int
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the grid, and compile-time constants, as for one row of aligned messages."""
     tile = max(_TILE, codec.block)
     constants = {
         "codec": codec.name,
@@ -141,8 +143,8 @@ def _shape(codec: Codec, longest: int, pieces: int) -> tuple[tuple[int, int], di
         "top": codec.largest or 0.0,
         "tile": tile,
         "many": False,
-        "unit": 1,
-        "code_unit": 1,
+        "unit": unit,
+        "code_unit": code_unit,
         "aligned": True,
     }
     return (-(-longest // tile), pieces), constants | _LAUNCH
