@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -112,13 +111,22 @@ class HostCase:
         return {"checks": checks, "milliseconds": found, "against": other}
 
 
+# The code at the given root, instead of what is installed.
+_PROGRAM = """
+import json, sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+sys.path[:0] = [sys.argv[1] + "/src", "."]
+from benchmarks.suites.host import milliseconds
+print(json.dumps(milliseconds(*sys.argv[2:])))
+"""
+
+
 def in_process(strategy: str, root: Path = results.ROOT, device: str = "cpu") -> float:
     """Return the milliseconds of a strategy, measured in a new process with the code at `root`."""
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{results.ROOT}"}
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.suites.host", strategy, device]
-    done = subprocess.run(command, env=environment, cwd=results.ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", "-c", _PROGRAM, str(root), strategy, device]
+    done = subprocess.run(command, cwd=results.ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise CaseError(f"{strategy}: {done.stderr.strip().splitlines()[-1]}")
+        raise CaseError(f"{strategy}: {done.stderr.strip()}")
     return json.loads(done.stdout)
 
 
@@ -127,6 +135,3 @@ def _against(parser: argparse.ArgumentParser) -> None:
 
 
 SUITES = (Suite("host", __doc__ or "", [HostCase(name) for name in (*FLAT, *CODED)], options=_against),)
-
-if __name__ == "__main__":
-    print(json.dumps(milliseconds(*sys.argv[1:])))
