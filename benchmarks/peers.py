@@ -271,7 +271,6 @@ class RingReduceScatter(ReduceScatter):
             ranks = tuple(dist.get_process_group_ranks(group))
             members = GroupRank(
                 group,
-                group,
                 Group(ranks, tuple(range(len(ranks)))),
                 dist.get_rank(group),
                 tuple(map(self._topology.node_of, ranks)),

@@ -114,7 +114,7 @@ def members_of(rank: int, topology: towpath.Topology) -> GroupRank:
     everyone = tuple(range(topology.world))
     assert dist.group.WORLD is not None
     nodes = tuple(map(topology.node_of, everyone))
-    return GroupRank(dist.group.WORLD, dist.group.WORLD, Group(everyone, everyone), rank, nodes)
+    return GroupRank(dist.group.WORLD, Group(everyone, everyone), rank, nodes)
 
 
 def transfer_of(op: Op, route: Route, kilobytes: int, topology: towpath.Topology, members: GroupRank) -> Transfer:

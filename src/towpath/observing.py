@@ -50,7 +50,7 @@ class Stats:
         transfers: Calls, bytes and seconds of each transfer.
         last_step: The transfers of the last complete step, in order.
         memory_bytes: The bytes on the device, by kind. "arriving gradients" is an upper bound: the gradients of the
-            largest unit, as autograd makes them.
+            largest unit, as autograd makes them. "communicators" is an estimate of what NCCL takes itself.
         buffers_made: The buffers that the engine has allocated. It makes none after the second step of a training loop.
         seconds_host: The time of the engine's bookkeeping on the training thread, around each unit's forward and
             backward. Waiting for transfers is not part of it: see `seconds_exposed`.

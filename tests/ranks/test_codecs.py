@@ -61,7 +61,7 @@ def _members(shape: Topology, local_major: bool = False) -> GroupRank:
     ranks, group = tuple(range(shape.world)), dist.group.WORLD
     assert group is not None
     slots = tuple(shape.local_of(r) * shape.nodes + shape.node_of(r) for r in ranks) if local_major else ranks
-    return GroupRank(group, group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
+    return GroupRank(group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
 
 
 def _transfer(op: Op, transport: Transport, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Transfer:

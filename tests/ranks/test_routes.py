@@ -48,7 +48,7 @@ def _members(shape: Topology, local_major: bool = False, group: Any = None) -> G
     ranks = tuple(range(shape.world))
     slots = tuple(shape.local_of(r) * shape.nodes + shape.node_of(r) for r in ranks) if local_major else ranks
     group = group or dist.group.WORLD
-    return GroupRank(group, group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
+    return GroupRank(group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
 
 
 def _transfer(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Transfer:

@@ -43,7 +43,7 @@ UNITS = [(4096 * 4096,) * 4 + (4096 * 11008,) * 3 + (4096,) * 2, (1_000_003, 77,
 def members_of(transfer: Transfer, position: int) -> GroupRank:
     group: Any = None
     nodes = tuple(map(transfer.topology.node_of, transfer.move.groups[0].ranks))
-    return GroupRank(group, group, transfer.move.groups[0], position, nodes, group, group)
+    return GroupRank(group, transfer.move.groups[0], position, nodes, group, group)
 
 
 def encoded_transfers(shape: Topology) -> Iterator[Transfer]:

@@ -46,13 +46,11 @@ class _Hop:
     Attributes:
         peers: The positions of the members, including this one.
         mine: The index of this member among them.
-        crossing: True if the members are in different nodes.
         group: The process group of these members, if the backend exchanges the rows.
     """
 
     peers: tuple[int, ...]
     mine: int
-    crossing: bool
     group: dist.ProcessGroup | None = None
 
 
@@ -222,16 +220,16 @@ class AllToAllReduceScatter(Collective):
         where = f"{self._what}, stage {number}, hop {index}"
         if messages:
             tag = workspace.tag(self._tag)
-            self._posted[number, index] = post(messages, self._members, where, hop.crossing, tag)
+            self._posted[number, index] = post(messages, self._members, where, tag)
 
 
 def _hops(members: GroupRank, count: int, collectives: bool) -> list[_Hop]:
     grid, everyone = members.grid, range(len(members.group.ranks))
     whole, row, column = (members.process_group, members.row, members.column) if collectives else (None, None, None)
     if count == 1:
-        return [_Hop(tuple(everyone), members.position, False, whole)]
+        return [_Hop(tuple(everyone), members.position, whole)]
     assert not collectives or (row is not None and column is not None), "two hops of collectives need row and column"
     node, place = divmod(members.position, grid.width)
     in_node = tuple(grid.at(node, m) for m in range(grid.width))
     in_column = tuple(grid.at(j, place) for j in range(grid.nodes))
-    return [_Hop(in_node, place, False, row), _Hop(in_column, node, True, column)]
+    return [_Hop(in_node, place, row), _Hop(in_column, node, column)]

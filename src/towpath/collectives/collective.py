@@ -98,8 +98,6 @@ class GroupRank:
     Attributes:
         process_group: The process group of all members. A transfer by rows and columns does not use it, and it is then
             `row`.
-        between_nodes: A process group of the same ranks for messages between nodes. It lets them overlap with other
-            messages on backends that run a group's messages one after the other. It may be `process_group` itself.
         group: The ranks in ring order, and their slices.
         position: The position of this rank in the group.
         nodes: The node of each member.
@@ -109,7 +107,6 @@ class GroupRank:
     """
 
     process_group: dist.ProcessGroup
-    between_nodes: dist.ProcessGroup
     group: Group
     position: int
     nodes: tuple[int, ...]
@@ -130,10 +127,6 @@ class GroupRank:
     def grid(self) -> Grid:
         """The grid of the members."""
         return Grid.of(self.nodes)
-
-    def crosses(self, peer: int) -> bool:
-        """Return whether messages to the member at position `peer` use the process group between nodes."""
-        return self.between_nodes is not self.process_group and self.nodes[peer] != self.nodes[self.position]
 
 
 def message_tag(transfer: Transfer) -> int:

@@ -70,11 +70,12 @@ class OwnersExchange:
         for piece in exchanged:
             if piece.leaves and kernels is not None and self._codec is not None:
                 kernels.encode(self._codec, piece.tensor, piece.content, _NO_SEED)
-        posted = [
-            post(batch, self._members, f"{self._transfer.kind.value}", crossing, workspace.tag(0))
-            for crossing in (False, True)
-            if (batch := self._batch(exchanged, crossing))
+        messages = [
+            Message(piece.leaves, piece.message.target if piece.leaves else piece.message.source, piece.content)
+            for piece in exchanged
         ]
+        what = self._transfer.kind.value
+        posted = post(messages, self._members, what, workspace.tag(0)) if messages else None
         slot = self._members.slot
         for number, whole in wholes.items():
             start, end = self._matrices[number].bounds(slot)
@@ -82,8 +83,8 @@ class OwnersExchange:
             if self._op is Op.TO_OWNERS:
                 source, target = target, source
             target.copy_(source)
-        for batch in posted:
-            batch.wait()
+        if posted is not None:
+            posted.wait()
         for piece in exchanged:
             if not piece.leaves and kernels is not None and self._codec is not None:
                 kernels.decode(self._codec, piece.content, piece.tensor)
@@ -113,12 +114,4 @@ class OwnersExchange:
             is_piece = leaves is (self._op is Op.TO_OWNERS)
             tensor = pieces[message.matrix] if is_piece else wholes[message.matrix][start:end]
             found.append(_PieceMessage(message, leaves, tensor, tensor if transports is None else transports[index]))
-        return found
-
-    def _batch(self, exchanged: Sequence[_PieceMessage], crossing: bool) -> list[Message]:
-        found: list[Message] = []
-        for piece in exchanged:
-            peer = piece.message.target if piece.leaves else piece.message.source
-            if self._members.crosses(peer) is crossing:
-                found.append(Message(piece.leaves, peer, piece.content))
         return found

@@ -61,7 +61,7 @@ class Posted:
                 raise _lost(messages, self.members, self.where, error) from error
 
 
-def post(messages: Sequence[Message], members: GroupRank, where: str, crossing: bool, tag: int) -> Posted:
+def post(messages: Sequence[Message], members: GroupRank, where: str, tag: int) -> Posted:
     """Start to send and receive `messages`, and return the batch to wait for.
 
     Both ends must post the messages that they exchange under a tag in the same order.
@@ -70,13 +70,12 @@ def post(messages: Sequence[Message], members: GroupRank, where: str, crossing: 
         messages: What this rank sends and receives.
         members: The group.
         where: What the messages are for, in words, for error messages.
-        crossing: Send over the process group that is used for messages between nodes.
         tag: The tag of the messages.
 
     Raises:
         LostMessageError: If the backend refuses a message.
     """
-    group = members.between_nodes if crossing else members.process_group
+    group = members.process_group
     # Receives are posted first. gloo notifies a sender that it may start through the connection that also has the data
     # of the other direction. Queued behind that data, the notification would arrive late, and the two directions would
     # take turns.
@@ -125,11 +124,10 @@ class _RangeMessage:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Messages that are posted in the same step, due in the same step, and use the same process group."""
+    """Messages that are posted in the same step, and due in the same step."""
 
     step: int
     until: int
-    crossing: bool
     messages: tuple[_RangeMessage, ...]
 
 
@@ -166,15 +164,15 @@ class PointToPoint(Collective):
             start, end = piece_bounds(transfer.elements, len(members.group.ranks), send.piece, transfer.grain)
             return _RangeMessage(leaves, send.target if leaves else send.source, start, end, cells.get(send))
 
-        def batch_of(send: Send) -> tuple[int, int, bool]:
-            return send.step, send.until, members.crosses(send.target if send.source == position else send.source)
+        def batch_of(send: Send) -> tuple[int, int]:
+            return send.step, send.until
 
         batches: list[_Batch] = []
-        for (step, until, crossing), posted in groupby(sorted(plan, key=batch_of), key=batch_of):
+        for (step, until), posted in groupby(sorted(plan, key=batch_of), key=batch_of):
             # A region with fewer elements than parts has empty parts. Both ends leave them out.
             messages = tuple(p for p in map(message, posted) if p.start < p.end)
             if messages:
-                batches.append(_Batch(step, until, crossing, messages))
+                batches.append(_Batch(step, until, messages))
         return batches
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
@@ -208,7 +206,7 @@ class PointToPoint(Collective):
     def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
         messages = [Message(p.leaves, p.peer, self._content(region, wire, p)) for p in batch.messages]
         where = f"{self._what}, step {batch.step}"
-        return post(messages, self._members, where, batch.crossing, workspace.tag(self._tag))
+        return post(messages, self._members, where, workspace.tag(self._tag))
 
     def _complete(
         self,

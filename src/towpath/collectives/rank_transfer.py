@@ -97,10 +97,10 @@ def group_rank(transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], d
         row, column = group_of(transfer.rows, " in nodes"), group_of(transfer.columns, " between nodes")
         # Slices of different lengths are sent as messages.
         whole = group_of(everyone, "") if transfer.elements % transfer.move.members else row
-        return GroupRank(whole, whole, group, position, nodes, row, column)
+        return GroupRank(whole, group, position, nodes, row, column)
     whole = group_of(everyone, "")
     each = whole if transfer.form is Form.COLLECTIVES else None
-    return GroupRank(whole, whole, group, position, nodes, each, each)
+    return GroupRank(whole, group, position, nodes, each, each)
 
 
 # --- coalesced --------------------------------------------------------------------------------------------------------
