@@ -110,6 +110,7 @@ def _tiny(model: nn.Module) -> nn.Module:
         (Positions, ["embed", "head"]),  # what has a forward of its own may return its weights
         (Wrapped, ["head.base_layer"]),
         (TwoHeads, ["embed", "second"]),
+        (lambda: nn.ModuleDict({"a": nn.Linear(WIDTH, WORDS)}), []),  # without blocks
         (lambda: _hooked("users"), []),
         (lambda: _hooked("torch.distributed.tensor._api"), ["embed", "head"]),
     ],

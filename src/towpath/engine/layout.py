@@ -206,7 +206,7 @@ def _large_leaves(model: nn.Module, places: Sequence[ParameterPlace], inside: di
         ):
             if type(module).forward is nn.Embedding.forward:
                 leaves[name] = module
-            elif type(module).forward is nn.Linear.forward:
+            elif type(module).forward is nn.Linear.forward and any(inside.values()):
                 head = {name: module}
     return leaves | head
 
