@@ -36,6 +36,7 @@ from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
 from towpath.engine.parameters import gradients as optimizer_memory
 from towpath.engine.parameters import shard_spec as encoded_shard
+from towpath.engine.parameters import unit
 from towpath.engine.parameters.partial_sums import Partial
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams import queue
@@ -399,7 +400,7 @@ def checking() -> Generator[Checker]:
     """Models that are sharded inside run on logical streams, and are checked. Every rank must do so alike."""
     checker = Checker()
     made = Streams(torch.device("cpu"))
-    launched, host_memory = messages._launched, optimizer_memory.host_memory
+    launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, unit.checksum
 
     def launch(posted: Any, group: dist.ProcessGroup, tag: int) -> Any:
         stream = f"messages of {group.group_name}"
@@ -416,7 +417,12 @@ def checking() -> Generator[Checker]:
         original = module.kernels_for
         return patched(module, "kernels_for", lambda device: checker.native(original(device)))
 
+    def checksum(bucket: Any) -> torch.Tensor:
+        # The host computes it of its own memory, with temporary tensors that this checker takes for the device's.
+        return torch.zeros((), dtype=torch.int64) if bucket.plan.optimizer_on_host else taken_of(bucket)
+
     undo = [
+        patched(unit, "checksum", checksum),
         patched(queue, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker)),
         patched(Streams, "of", staticmethod(lambda groups, device: made)),
         patched(messages, "_launched", launch),
