@@ -32,9 +32,9 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class RunningStep:
-    """The optimizer whose step is running, for error messages. Hooks set it around each step (`checks/optimizers.py`).
+    """The optimizer whose step is running, and the remedy if it cannot step slices, for error messages.
 
-    `remedy` returns what the user can do if the optimizer cannot step slices.
+    Hooks set both around each step (`checks/optimizers.py`).
     """
 
     optimizer: str = ""
@@ -540,6 +540,8 @@ def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
     """Unscale gradients for GradScaler. An overflow in one rank's slice counts on every rank that shares the tensor."""
     grads, found, scale = args
     replica = next(g.shard_spec.replica for g in grads if isinstance(g, ShardTensor))
+    if not found.is_cuda and torch.cuda.is_initialized():  # with offload, the scaler copies its numbers to the host
+        torch.cuda.current_stream().synchronize()
     func([g.local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
     replica.combine(found, dist.ReduceOp.MAX)
 
@@ -578,12 +580,10 @@ _SPECIAL: dict[Any, Handler] = {
     # The alias has the same version, so that writes through it count.
     aten.detach: lambda _, args, __: ShardTensor(args[0].held, args[0].shard_spec, args[0].version),
     aten.copy_: _copy,
-    aten.zero_: _zero,
-    aten._foreach_zero_: _zero,
+    **dict.fromkeys((aten.zero_, aten._foreach_zero_), _zero),
     aten.new_empty: _new_empty,
     aten.index_put_: _put,
-    aten.linalg_vector_norm: _norm,
-    aten.norm: _norm,
+    **dict.fromkeys((aten.linalg_vector_norm, aten.norm), _norm),
     aten._foreach_norm: _foreach_norm,
     aten.sum: _sum,
     aten.mean: _sum,
