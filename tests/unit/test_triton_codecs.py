@@ -142,9 +142,9 @@ def _assembly(text: str) -> list[str]:
     _, shape = kernels._shape(codec, 10_000, 3, 16, 4)
     options = {name: shape.pop(name) for name in kernels._LAUNCH}
 
-    def compiled(kernel: Any, constants: dict[str, Any], **pointers: str) -> str:
+    def compiled(kernel: Any, constants: dict[str, Any], pieces: bool = True, **pointers: str) -> str:
         names: list[str] = kernel.arg_names
-        types = {"table": "*i64", "seed": "i32", "wire": "*u8"} | pointers
+        types = {"seed": "i32", "wire": "*u8", **({"table": "*i64"} if pieces else {"n": "i32"})} | pointers
         signature = {name: types.get(name, "constexpr") for name in names}
         values = {(names.index(name),): value for name, value in constants.items()}
         values |= {(i,): None for i, name in enumerate(names) if name not in types and name not in constants}
@@ -159,4 +159,9 @@ def _assembly(text: str) -> list[str]:
         made.append(compiled(kernels._encode_kernel, constants, kept="*fp32", **source, **largest))
         if largest:
             made.append(compiled(kernels._largest_kernel, constants, cleared="*i32", **source, **largest))
+    # A single message has no table. It may start at any byte, so it is read and written byte by byte.
+    compiled(kernels._decode_kernel, shape, pieces=False, out="*fp16")
+    compiled(kernels._encode_kernel, shape, pieces=False, values="*bf16", **largest)
+    if largest:
+        compiled(kernels._largest_kernel, shape, pieces=False, values="*bf16", **largest)
     return made

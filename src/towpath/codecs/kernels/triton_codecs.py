@@ -174,9 +174,9 @@ def _largest_kernel(
     aligned: tl.constexpr,
 ):  # fmt: skip
     """Store the bits of the largest absolute value of each message that has one scale."""
-    line, length, first, left = _place(table, n, tile, unit)
+    length, first, left = _place(table, n, tile, unit)
     sums, _ = _summed(
-        values, wire, kept, line, length, first, left,
+        values, wire, kept, table, length, first, left,
         codec, block, whole, hadamard, tile, many, unit, code_unit, aligned,
     )  # fmt: skip
     if hadamard:
@@ -195,17 +195,17 @@ def _encode_kernel(
     aligned: tl.constexpr,
 ):  # fmt: skip
     """Encode numbers, or the sums of rows. With feedback, first add what was kept, and then keep what is lost."""
-    line, length, first, left = _place(table, n, tile, unit)
+    length, first, left = _place(table, n, tile, unit)
     sums, before = _summed(
-        values, wire, kept, line, length, first, left,
+        values, wire, kept, table, length, first, left,
         codec, block, whole, hadamard, tile, many, unit, code_unit, aligned,
     )  # fmt: skip
     message = wire
     each = seed.to(tl.uint32, bitcast=True)
-    if line is not None:
-        message += tl.multiple_of(tl.load(line + 3), _CELL_ALIGNMENT)
+    if table is not None:
+        message += tl.multiple_of(tl.load(_line(table) + 3), _CELL_ALIGNMENT)
         if stochastic:
-            each = each * tl.load(line + 5).to(tl.uint32) + tl.load(line + 6).to(tl.uint32)
+            each = each * tl.load(_line(table) + 5).to(tl.uint32) + tl.load(_line(table) + 6).to(tl.uint32)
     turned = _rotated(sums, left, tile) if hadamard else sums
     if codec == "bf16":
         codes = _bfloat16_code(turned)
@@ -223,7 +223,7 @@ def _encode_kernel(
         # A block that overflowed has no useful rounding error, so the previous error is kept.
         lost = tl.where(_magnitude(lost) < 0x7F800000, lost, before)
         lanes = tl.arange(0, tile)
-        at = first + tl.multiple_of(tl.load(line + 4), unit)
+        at = first + tl.multiple_of(tl.load(_line(table) + 4), unit)
         tl.store(kept + at + lanes, lost, mask=lanes < left)
 
 
@@ -234,34 +234,44 @@ def _decode_kernel(
     top: tl.constexpr, tile: tl.constexpr, many: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr,
     aligned: tl.constexpr,
 ):  # fmt: skip
-    line, length, first, left = _place(table, n, tile, unit)
+    length, first, left = _place(table, n, tile, unit)
     sums, _ = _summed(
-        None, wire, None, line, length, first, left,
+        None, wire, None, table, length, first, left,
         codec, block, whole, hadamard, tile, many, unit, code_unit, aligned,
     )  # fmt: skip
     lanes = tl.arange(0, tile)
     at = first
-    if line is not None:
-        at += tl.multiple_of(tl.load(line + 1), unit)
+    if table is not None:
+        at += tl.multiple_of(tl.load(_line(table) + 1), unit)
     tl.store(out + at + lanes, _narrowed(sums, out.dtype.element_ty), mask=lanes < left)
 
 
 @triton.jit
+def _line(table):
+    """Return the address of this piece's line of the table."""
+    return table + tl.program_id(1) * _COLUMNS
+
+
+@triton.jit
 def _place(table, n, tile: tl.constexpr, unit: tl.constexpr):
-    """Return the piece's line of the table, its length, the tile's first element, and how many the tile has."""
+    """Return the length of the piece, the first element of the tile, and how many the tile has.
+
+    Without a table, `n` is the length.
+
+    Triton before 3.7 cannot assign None to a variable, so no variable holds what may be missing.
+    """
     first = tl.program_id(0).to(tl.int64) * tile
-    line = table
-    length = n
     if table is not None:
-        line += tl.program_id(1) * _COLUMNS
-        length = tl.load(line)
+        length = tl.load(_line(table))
+    else:
+        length = n
     left = tl.multiple_of(tl.minimum(tl.maximum(length - first, 0), tile).to(tl.int32), unit)
-    return line, length, first, left
+    return length, first, left
 
 
 @triton.jit
 def _summed(
-    values, wire, kept, line, length, first, left,
+    values, wire, kept, table, length, first, left,
     codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, tile: tl.constexpr,
     many: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
@@ -269,17 +279,17 @@ def _summed(
     lanes = tl.arange(0, tile)
     if values is not None:
         at = first
-        if line is not None:
-            at += tl.multiple_of(tl.load(line + 1), unit)
+        if table is not None:
+            at += tl.multiple_of(tl.load(_line(table) + 1), unit)
         sums = _widened(tl.load(values + at + lanes, mask=lanes < left, other=0.0))
     else:
         message = wire
-        if line is not None:
-            message += tl.multiple_of(tl.load(line + 2), _CELL_ALIGNMENT)
+        if table is not None:
+            message += tl.multiple_of(tl.load(_line(table) + 2), _CELL_ALIGNMENT)
         if many:
             sums = tl.zeros([tile], tl.float32)
-            stride = tl.multiple_of(tl.load(line + 8), _CELL_ALIGNMENT)
-            for row in range(tl.load(line + 7).to(tl.int32)):
+            stride = tl.multiple_of(tl.load(_line(table) + 8), _CELL_ALIGNMENT)
+            for row in range(tl.load(_line(table) + 7).to(tl.int32)):
                 decoded = _decoded(
                     message + row * stride, length, first, left,
                     codec, block, whole, hadamard, tile, unit, code_unit, aligned,
@@ -289,7 +299,7 @@ def _summed(
             sums = _decoded(message, length, first, left, codec, block, whole, hadamard, tile, unit, code_unit, aligned)
     before = sums
     if kept is not None:
-        at = first + tl.multiple_of(tl.load(line + 4), unit)
+        at = first + tl.multiple_of(tl.load(_line(table) + 4), unit)
         before = tl.load(kept + at + lanes, mask=lanes < left, other=0.0)
         sums += before
     return sums, before
