@@ -14,7 +14,6 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +167,12 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, torch and Towpath."""
     import torch
 
+    import towpath
+
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "towpath": metadata.version("towpath"),
+        "towpath": towpath.__version__,
     }
 
 

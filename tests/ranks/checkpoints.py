@@ -69,7 +69,7 @@ class Run:
 def content(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Content:
     """Weights, buffers and optimizer states, whole."""
     found = {name: whole(p) for name, p in model.named_parameters()}
-    found |= {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
+    found |= {f"buffer {name}": whole(b) for name, b in model.named_buffers()}
     for name, parameter in model.named_parameters() if optimizer is not None else ():
         for key, value in optimizer.state.get(parameter, {}).items():
             found[f"{key} of {name}"] = whole(torch.as_tensor(value))
@@ -77,7 +77,9 @@ def content(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor().detach() if isinstance(tensor, towpath.ShardTensor) else tensor.detach().clone()
+    """On the host, where it can be compared with what an offloaded optimizer holds, and sent to another process."""
+    full = tensor.full_tensor().detach() if isinstance(tensor, towpath.ShardTensor) else tensor.detach().clone()
+    return full.cpu()
 
 
 def differing(found: Content, expected: Content) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import towpath
+from tests.ranks.models import DEVICE
 from tests.ranks.server import World
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin, mean_of_all_ranks
@@ -82,11 +83,11 @@ def _autocast() -> None:
     rank = dist.get_rank()
     for label in LABELS:
         torch.manual_seed(1)
-        plain = Net()
+        plain = Net().to(DEVICE)
         model: Any = towpath.shard(copy.deepcopy(plain), label, topology=SHAPE)
-        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(rank)).to(DEVICE)
         for each, context in ((model, None), (plain, mean_of_all_ranks(plain))):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE.type, torch.bfloat16):
                 loss = each(x).float().square().mean()
             if context is None:
                 loss.backward()

@@ -168,7 +168,7 @@ def _one_step_of_each(shape: Topology, whole_product: bool) -> None:
         both = whole_product or name == "zero++"
         for build, loss in models if both else models[number % 2 :][:1]:
             model: Any = towpath.shard(build(), towpath.strategy(name, shape, **options))
-            _check_accumulation(model, build(), loss, shape)
+            _check_accumulation(model, build().to(DEVICE), loss, shape)
 
 
 def _check_accumulation(model: Any, plain: nn.Module, loss: Loss, shape: Topology) -> None:
@@ -303,8 +303,8 @@ def _train_as_shipped(smallest_part_bytes: int, steps: int) -> None:
     before, routes.SMALLEST_PART_BYTES = routes.SMALLEST_PART_BYTES, smallest_part_bytes
     try:
         torch.manual_seed(5)
-        plain = Wide()
-        model: Any = Wide()
+        plain = Wide().to(DEVICE)
+        model: Any = Wide().to(DEVICE)
         model.load_state_dict(plain.state_dict())
         model = towpath.shard(model, towpath.strategy("zero++", SQUARE))
         optimizer = torch.optim.SGD(model.parameters(), lr=10.0)

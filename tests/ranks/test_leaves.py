@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import towpath
+from tests.ranks.models import DEVICE
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
@@ -152,7 +153,8 @@ USES: dict[str, Callable[[GPT, Tensor], Tensor]] = {
 
 
 def _ids(rank: int, micro: int, step: int) -> Tensor:
-    return torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(rank + 10 * micro + 100 * step))
+    generator = torch.Generator().manual_seed(rank + 10 * micro + 100 * step)
+    return torch.randint(WORDS, (3, 5), generator=generator).to(DEVICE)
 
 
 def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
@@ -328,9 +330,9 @@ def _on_a_mesh() -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("shard", "tensor"))
     torch.manual_seed(0)
-    twin, model = GPT(), GPT()
+    twin, model = GPT().to(DEVICE), GPT().to(DEVICE)
     model.load_state_dict(twin.state_dict())
     styles: Any = {
         "embed": RowwiseParallel(input_layouts=Replicate()),

@@ -19,7 +19,7 @@ from torch import nn
 
 import towpath
 from tests.ranks.checkpoints import Run, content, differing
-from tests.ranks.models import MODELS
+from tests.ranks.models import DEVICE, MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import Twin, loss_on
@@ -52,9 +52,9 @@ def _compare_with_device(label: str, precision: Precision) -> None:
                 entry.loss(run.model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
             entry.loss(run.model, *entry.micro_batch(dist.get_rank(), 1, step, torch.float32)).backward()
             norms.append(nn.utils.clip_grad_norm_(run.model.parameters(), 0.5))
-        assert torch.equal(*norms), (step, norms)
+        assert torch.equal(*(norm.cpu() for norm in norms)), (step, norms)
         for (name, p), q in zip(device.model.named_parameters(), host.model.parameters(), strict=True):
-            assert torch.equal(p.grad.to_local(), q.grad.to_local()), (step, name)
+            assert torch.equal(p.grad.to_local().cpu(), q.grad.to_local()), (step, name)
         for run in runs:
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=step == 0)
@@ -198,7 +198,7 @@ def test_an_overflow_that_one_rank_sees_is_skipped_by_all(world: Worlds) -> None
 
 def _overflow() -> float:
     run = Run.of("zero3", Topology(1, 2), offload="optimizer")
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=4.0)
     entry = MODELS["gpt"]
     scaler.scale(entry.loss(run.model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32))).backward()
     before = content(run.model)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
+from tests.ranks.models import DEVICE
 from tests.ranks.server import World
 from tests.ranks.test_never_silent import Net
 from tests.ranks.twin import Twin, mean_of_all_ranks
@@ -29,7 +30,7 @@ BATCHES = (5, 3)
 
 def _batches(rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(3, 6, generator=generator).double() for _ in range(BATCHES[rank])]
+    return [torch.randn(3, 6, generator=generator).double().to(DEVICE) for _ in range(BATCHES[rank])]
 
 
 def test_a_rank_that_is_through_takes_part_with_gradients_of_zero(world: Worlds) -> None:
