@@ -19,8 +19,10 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_parity import TOLERANCE, Case, Distance
 from tests.ranks.test_schedule_is_executed import MIXED, Mixed, _backend_calls, _train
+from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
+from towpath.collectives.columns_and_rows import InMembersOrder
 from towpath.core.route_costs import phases
-from towpath.core.routes import Form
+from towpath.core.routes import Form, Group, Op
 from towpath.core.strategy import TransferKind
 
 Worlds = Callable[[int], World]
@@ -150,3 +152,24 @@ def _narrow(label: str) -> None:
         made = towpath.schedule(strategy_of(label, SHAPE), model, 1)
     memory = towpath.stats(model).memory_bytes
     assert {kind: memory[kind] for kind in made.buffer_bytes()} == made.buffer_bytes()
+
+
+class _OfMembers(Collective):
+    """A gather from four members that hold [0, 1], [10, 11] and so on, or a reduction that keeps what it is given."""
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        if len(shard):
+            region.copy_(torch.tensor([0, 1, 10, 11, 20, 21, 30, 31]))
+        else:
+            self.given = region.clone()
+
+
+def test_slices_in_another_order_are_copied_there_and_back() -> None:
+    cpu, group, inner = torch.device("cpu"), Group((0, 1, 2, 3), (2, 0, 3, 1)), _OfMembers()
+    process_group: Any = None
+    members, workspace = GroupRank(process_group, group, 0, (0, 0, 1, 1)), Workspace(WireBuffers(cpu))
+    region = torch.zeros(8)
+    InMembersOrder(Op.ALL_GATHER, members, inner, cpu).run(region, torch.ones(2), workspace)
+    assert region.tolist() == [10, 11, 30, 31, 0, 1, 20, 21]
+    InMembersOrder(Op.REDUCE_SCATTER, members, inner, cpu).run(region, torch.ones(0), workspace)
+    assert inner.given.tolist() == [0, 1, 10, 11, 20, 21, 30, 31]
