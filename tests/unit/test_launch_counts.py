@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import towpath
-from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, Launches, fake_world
+from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, OTHERS, Launches, fake_world
 from towpath.core import routes
+from towpath.core.launches import Launches as Counted
+from towpath.core.launches import launches_of
 from towpath.core.routes import Op
 from towpath.core.transfer import Range
 
@@ -62,6 +64,10 @@ def _check(launches: Launches, feedback: bool) -> None:
         else:
             most = sum(MOST_CODECS[t.move.op] + (PARTS * feedback) for t in sent)
             assert counts[CODECS] <= most, (sent, counts)
+        # The simulator counts the same. Gathers that are coalesced launch less.
+        counted = sum(map(launches_of, sent), Counted())
+        assert (counts[CALLS], counts[CODECS]) == (counted.calls, counted.codecs), (sent, counts, counted)
+        assert counts[OTHERS] >= counted.operations, (sent, counts, counted)
 
 
 @pytest.fixture(autouse=True)

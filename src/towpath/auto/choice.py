@@ -272,7 +272,7 @@ def _planned(
             raise
     if isinstance(found, Ranking):
         best = found.ranked[0]
-        if stages is not None and stages.seconds < best.seconds:
+        if stages is not None and stages.order < best.order:
             without = f"without stages {tables.label(best.strategy)} would take {tables.seconds(best.seconds)}"
             return _staged_choice(stages, without, how)
         return Choice(best.strategy, best.batching, best.seconds, _why(best, found, solver, how))
@@ -311,9 +311,10 @@ def _why(best: Prediction, found: Ranking, solver: Solver, how: str) -> str:
     if best.strategy == usual.strategy:
         compared = "nothing found was faster"
     waits = sum(best.exposed.values()) / best.seconds
+    told = "".join(f" {line}" for line in tables.launches([best]))
     return (
         f"auto: {tables.label(best.strategy)} (P, G, OS {tables.extents(best.strategy)}), micro-batch "
         f"{batching.micro_batch} × {batching.micro_steps}{again}: {tables.seconds(best.seconds)} a step as planned, "
         f"{waits:.0%} of it waiting, {best.peak_bytes / GIB:.2f} GiB; {compared}. {found.considered:,} considered; "
-        f"{how}."
+        f"{how}.{told}"
     )

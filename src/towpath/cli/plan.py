@@ -297,6 +297,8 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
         f"{found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
         style="dim",
     )
+    for line in tables.launches(found.ranked):
+        console.print(line)
     if output is not None:
         batching = found.ranked[0].batching
         settings = [f"strategy.name={output}", f"train.micro_batch={batching.micro_batch}"]
@@ -539,7 +541,7 @@ def _with_pipelines(
         return found
     if isinstance(found, Infeasible):
         return Ranking(tuple(staged), len(staged), len(staged), len(staged), False)
-    ranked = sorted((*found.ranked, *staged), key=lambda priced: (priced.seconds, priced.peak_bytes))
+    ranked = sorted((*found.ranked, *staged), key=lambda priced: priced.order)
     return replace(found, ranked=tuple(ranked[:best]))
 
 

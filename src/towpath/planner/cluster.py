@@ -28,6 +28,9 @@
     copies = 20                     # GB/s between it and each rank's device, each direction, while all copy
     memory = 25                     # GB/s that a rank's share of the processors copies
 
+    [launch]                        # microseconds of the thread that trains; default: as measured on an H200
+    call = 55                       # for each call of a collective; the other keys are the fields of `Launching`
+
     [codecs]                        # 10⁹ elements per second that a rank encodes and decodes; default: memory speed
     int8 = [250, 300]
 
@@ -37,12 +40,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
 from towpath.core.formats import FLOATING, codec_names
 from towpath.errors import ConfigError
-from towpath.sim.hardware import CodecSpeed, Hardware, HostMemory, Link, Racks
+from towpath.sim.hardware import CodecSpeed, Hardware, HostMemory, Launching, Link, Racks
 from towpath.topology.cluster import Topology
 
 GIB = 1 << 30
@@ -132,6 +135,12 @@ def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
         section = root.section("host")
         host_memory = HostMemory(section.number("copies") * 1e9, section.number("memory") * 1e9)
         section.end()
+    launching = Launching()
+    if "launch" in root.table:
+        section = root.section("launch")
+        told = [each.name for each in fields(Launching) if each.name in section.table]
+        launching = replace(launching, **{name: section.number(name) / 1e6 for name in told})
+        section.end()
     codecs = _codecs(root, copies)
     for section in (compute, intra, inter, root):
         section.end()
@@ -143,6 +152,7 @@ def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
         codecs=codecs,
         racks=racks,
         host_memory=host_memory,
+        launching=launching,
     )
     return Cluster(name, hardware, memory, peak, reached)
 

@@ -173,12 +173,15 @@ class Pipelines:
         found: list[PipelinePrediction] = []
         total = len(order)
         # A layout whose computation alone takes longer than the best steps is not simulated.
-        while order and (len(found) < best or order[0][0] < sorted(p.seconds for p in found)[best - 1]):
+        while order and (
+            len(ordinary := [p.seconds for p in found if not p.launches_too_long]) < best
+            or order[0][0] < sorted(ordinary)[best - 1]
+        ):
             _, _, layout, batching = heapq.heappop(order)
             if sum(self._memory(layout, batching).values()) <= self.request.memory:
                 found.append(self.predict(layout, batching))
             say(total - len(order), total)
-        return sorted(found, key=lambda p: (p.seconds, p.peak_bytes))[:best]
+        return sorted(found, key=lambda p: p.order)[:best]
 
     def _candidates(
         self,
@@ -281,6 +284,8 @@ class Pipelines:
             layout,
             self.copies(layout),
             max(0.0, 1 - found.computed / found.seconds),
+            launching=found.launching,
+            unlaunched=found.unlaunched,
         )
 
     def replay(self, layout: Layout, batching: Batching) -> PipelineTimeline:

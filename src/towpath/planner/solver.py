@@ -22,7 +22,7 @@ from towpath.core.formats import Precision, item_bytes
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.presets import name_of, strategy
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Op
-from towpath.core.schedule import depends_on_memory, steady_tasks
+from towpath.core.schedule import Compute, Part, depends_on_memory, steady_tasks
 from towpath.core.strategy import (
     AS_TRAINED,
     GRADIENTS,
@@ -46,6 +46,7 @@ from towpath.planner.model import (
     optimizer_seconds,
 )
 from towpath.planner.request import Request
+from towpath.sim.engine import KERNELS_OF_A_PARAMETER
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, TransferShape, phase_costs
 from towpath.sim.replay import ComputeSeconds, Replay
 from towpath.sim.timeline import Timeline
@@ -106,6 +107,8 @@ class Prediction:
         intra_bytes: Bytes that all ranks together send inside nodes.
         host_memory: Bytes in the host's memory for each rank, by part.
         host_copy_bytes: Bytes copied between the device and the host, both directions together.
+        launching: Seconds for which the thread that trains launches, where a device computes.
+        unlaunched: Seconds for which the device waits because nothing has been launched yet.
     """
 
     strategy: Strategy
@@ -119,6 +122,18 @@ class Prediction:
     intra_bytes: int
     host_memory: dict[str, int] = field(default_factory=dict[str, int], kw_only=True)
     host_copy_bytes: int = field(default=0, kw_only=True)
+    launching: float = field(default=0.0, kw_only=True)
+    unlaunched: float = field(default=0.0, kw_only=True)
+
+    @property
+    def order(self) -> tuple[bool, float, int]:
+        """The key by which predictions are ranked: those that launch longer than they compute come last."""
+        return self.launches_too_long, self.seconds, self.peak_bytes
+
+    @property
+    def launches_too_long(self) -> bool:
+        """Whether the thread that trains launches for longer than the device computes."""
+        return self.launching > self.computing
 
     @property
     def peak_bytes(self) -> int:
@@ -396,10 +411,11 @@ class Solver:
         waiting.sort()
         found: list[Prediction] = []
         fitting = len(likely)
+        in_time = any(map(self._may_launch_in_time, {candidate.batching for candidate in likely}))
         # What a bound leaves out depends on the batching, and on what is sharded across nodes. So the least ratio of a
         # prediction to its bound is kept for both. A candidate of a new kind has the ratio 1, and is tried.
         ratios: dict[object, float] = {}
-        while len(found) < most and (worth := self._worth(waiting, found, best)):
+        while len(found) < most and (worth := self._worth(waiting, found, best, in_time)):
             number = min(
                 worth, key=lambda i: waiting[i][0] * max(ratios.get(key, 1.0) for key in _kinds(waiting[i][3]))
             )
@@ -416,16 +432,29 @@ class Solver:
             smallest = min(likely or candidates, key=self.least_memory)
             nearest = self.predict(self.strategy(smallest), smallest.batching)
             return Infeasible(nearest, nearest.peak_bytes - self.request.memory)
-        ranked = sorted(found, key=lambda p: (p.seconds, p.peak_bytes))
-        open_bound = waiting[0][0] if self._worth(waiting, found, best) else None
+        ranked = sorted(found, key=lambda p: p.order)
+        open_bound = waiting[0][0] if self._worth(waiting, found, best, in_time) else None
         return Ranking(tuple(ranked[:best]), len(candidates), fitting, len(found), open_bound)
 
+    def _may_launch_in_time(self, batching: Batching) -> bool:
+        """Return whether launching the model's own kernels takes less time than computing."""
+        if (costs := self._hardware.launching) is None:
+            return True
+        seconds = self._computing(batching, 1, False)
+        passes = 1 + seconds.kernels(Compute(0, Part.BACKWARD))
+        kernels = KERNELS_OF_A_PARAMETER * passes * sum(len(b.numels) for u in self.model.units for b in u.spec.buckets)
+        return kernels * costs.operation < seconds.micro_step
+
     @staticmethod
-    def _worth(waiting: Sequence[tuple[Any, ...]], found: Sequence[Prediction], best: int) -> range:
-        """Return the indices of those waiting, sorted by bound, that can still be among the best."""
-        if len(found) < best:
+    def _worth(waiting: Sequence[tuple[Any, ...]], found: Sequence[Prediction], best: int, in_time: bool) -> range:
+        """Return the indices of those waiting, sorted by bound, that can still be among the best.
+
+        If some may launch `in_time`, those that do not come after them.
+        """
+        ordinary = [p.seconds for p in found if not (in_time and p.launches_too_long)]
+        if len(ordinary) < best:
             return range(len(waiting))
-        limit = heapq.nsmallest(best, (p.seconds for p in found))[-1]
+        limit = heapq.nsmallest(best, ordinary)[-1]
         return range(bisect_left(waiting, limit, key=lambda entry: entry[0]))
 
     def predict(self, strategy: Strategy, batching: Batching) -> Prediction:
@@ -460,6 +489,8 @@ class Solver:
             host_copy_bytes=sum(
                 b.host_copy_bytes(kind) for plan in plans for b in plan.buckets for kind in WITH_TRANSPORT
             ),
+            launching=timeline.launching,
+            unlaunched=timeline.unlaunched,
         )
 
     def timeline(

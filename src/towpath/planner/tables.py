@@ -12,6 +12,7 @@ from towpath.planner.pipelines import PipelinePrediction
 from towpath.planner.solver import Prediction, Solver
 
 BASELINE = "zero3"  # the strategy that a choice is compared with
+_WORTH_TELLING = 0.02  # the share of a step in which the device waits for launches
 
 HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed")
 
@@ -65,6 +66,26 @@ def tokens_per_second(step: Prediction, solver: Solver) -> float:
     return step.sequences(solver.cluster.topology.world) * solver.model.length / step.seconds
 
 
+def launches(steps: Sequence[Prediction]) -> list[str]:
+    """Return sentences about steps that the thread that trains holds up, because it cannot launch them fast enough.
+
+    The wait at the start of a step, before anything has been launched, is not worth a sentence.
+    """
+    found: list[str] = []
+    if late := [step for step in steps if step.launches_too_long]:
+        found.append(
+            f"{len(late)} of {len(steps)} launch for longer than they compute, and rank behind all others: {title(late[0])} "
+            f"launches for {seconds(late[0].launching)} and computes for {seconds(late[0].computing)}."
+        )
+    if held_up := [s for s in steps if not s.launches_too_long and s.unlaunched > _WORTH_TELLING * s.seconds]:
+        first = held_up[0]
+        found.append(
+            f"{title(first)}: of {seconds(first.seconds)}, the device waits {seconds(first.unlaunched)} for the thread "
+            f"that trains, which launches for {seconds(first.launching)}."
+        )
+    return found
+
+
 def mfu(step: Prediction, solver: Solver) -> float:
     """Return the model FLOPs utilization: the share of the ranks' peak that goes into the model."""
     peak = solver.cluster.peak_of(solver.request.compute_dtype)
@@ -95,6 +116,8 @@ def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
         "inter_bytes": step.inter_bytes,
         "intra_bytes": step.intra_bytes,
         "exposed_seconds": {kind.value: found for kind, found in step.exposed.items()},
+        "launching_seconds": step.launching,
+        "unlaunched_seconds": step.unlaunched,
         "in_flight_seconds": {kind.value: found for kind, found in step.in_flight.items()},
     }
 
@@ -129,6 +152,11 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
                     for p in steps
                 ],
             )
+    if any(p.unlaunched > _WORTH_TELLING * p.seconds for p in steps):
+        add(
+            "  launching",
+            [f"{seconds(p.launching)} of the thread, {seconds(p.unlaunched)} exposed" for p in steps],
+        )
     add("GB out of a node", [f"{p.inter_bytes / nodes / 1e9:.4g}" for p in steps])
     add("GB inside a node", [f"{p.intra_bytes / nodes / 1e9:.4g}" for p in steps])
     add("GiB of a rank", [f"{p.peak_bytes / GIB:.2f}" for p in steps])

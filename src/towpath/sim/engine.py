@@ -3,6 +3,10 @@
 A queue runs its tasks one after the other, as in the real engine. The messages of a gather between nodes may start
 while the gather before it is still distributed inside the node. A communicator of NCCL runs its calls one after the
 other, too, in the order in which the tasks of all queues that share it were submitted.
+
+Where a device computes, the training thread only launches. It runs ahead of the device and never waits for it. What
+the simulated thread computes, submits and waits for is then the device's order of work. Each of these follows its
+launch, which follows all earlier ones.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from towpath.core.formats import item_bytes
+from towpath.core.launches import Launches, launches_of
 from towpath.core.queues import QUEUES, Communicator, Lanes
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, Submit, Task, Wait
@@ -25,6 +30,7 @@ from towpath.sim.hardware import (
     INSIDE,
     PROCESSOR,
     Hardware,
+    Launching,
     PhaseCost,
     StageLocation,
     TransferShape,
@@ -44,6 +50,21 @@ class _TransferCost:
     communicators: tuple[tuple[Communicator, ...], ...]
     inter_bytes: int
     intra_bytes: int
+
+
+# An estimate of how many kernels a forward pass launches for each parameter: products, norms, activations, casts.
+KERNELS_OF_A_PARAMETER = 4
+
+
+@dataclass(slots=True)
+class LaunchingThread:
+    """The thread of one rank that launches, where a device computes. `costs` is None where launches cost nothing.
+
+    `until` is when it will have launched all that was asked of it.
+    """
+
+    costs: Launching | None
+    until: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +97,7 @@ class SimulatedEngine:
     """The engine of one rank that represents all ranks of the job, or of its stage. The root's plan comes first.
 
     A stage has a `location` and a `suffix` for the names of its tracks. `copies` is the number of groups of ranks that
-    do the same, each with its own bytes.
+    do the same, each with its own bytes. Engines of one rank share its launching `thread`.
     """
 
     def __init__(
@@ -89,6 +110,7 @@ class SimulatedEngine:
         location: StageLocation = EVERYWHERE,
         suffix: str = "",
         copies: int = 1,
+        thread: LaunchingThread | None = None,
     ) -> None:
         assert plans[0].spec.kept
         self.plans, self._hardware, self._bandwidth, self._timeline = plans, hardware, bandwidth, timeline
@@ -100,6 +122,7 @@ class SimulatedEngine:
         self._calls: defaultdict[Communicator, deque[QueuedTask]] = defaultdict(deque)
         self._costs: dict[Transfer, _TransferCost] = {}
         self._lanes = Lanes.of(plans)
+        self._launcher = thread or LaunchingThread(hardware.launching)
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
         self._unused_params = unused_params_transfers(strategy, parameters)
 
@@ -109,6 +132,7 @@ class SimulatedEngine:
         """Execute an action, and yield what the thread computes or waits for."""
         match action:
             case Submit(task):
+                yield from self.launch(self._launches_of(task), tasks=1)
                 self._submit(task, micro_step)
             case Wait(task):
                 yield from self._wait(task)
@@ -122,12 +146,36 @@ class SimulatedEngine:
                     for b in self.plans[unit].buckets
                     if b.backward_copy is not None
                 )
+                yield from self.launch(Launches(operations=1))
                 yield from self.compute(copied / self._hardware.memory_rate, "copies")
             case OpenGradients(unit):  # copied into their slot
+                yield from self.launch(Launches(operations=1))
                 copied = sum(b.numel * item_bytes(b.reduce_dtype) for b in self.plans[unit].buckets if b.spec.trainable)
                 yield from self.compute(copied / self._hardware.memory_rate, "copies")
             case _:
                 pass
+
+    def launch(self, launches: Launches, tasks: int = 0, passes: int = 0) -> Iterator[Demand]:
+        """Launch what follows, with so many tasks and passes of units. Wait while the device is ahead of the thread."""
+        if (costs := self._launcher.costs) is None:
+            return
+        seconds = costs.of(launches) + tasks * costs.task + passes * costs.unit
+        self._launcher.until += seconds
+        self._timeline.launching += seconds
+        began = self._bandwidth.now
+        if self._launcher.until > began:
+            yield Demand(self._launcher.until - began, {})
+            self._timeline.unlaunched += self._bandwidth.now - began
+            self._timeline.events.append(Event("waiting", f"for launches{self._suffix}", began, self._bandwidth.now))
+
+    def launch_kernels(self, unit: int, times: float) -> Iterator[Demand]:
+        """Launch a part of a unit's pass, which has `times` as many kernels as its forward pass.
+
+        It comes after the computation, which the device begins when the thread has launched the first kernel.
+        """
+        if times:
+            parameters = sum(len(bucket.spec.numels) for bucket in self.plans[unit].buckets)
+            yield from self.launch(Launches(operations=round(KERNELS_OF_A_PARAMETER * parameters * times)), passes=1)
 
     def compute(self, seconds: float, name: str, share: float = 1.0) -> Iterator[Demand]:
         """Compute for some seconds. The processor works during a `share` of them."""
@@ -158,11 +206,21 @@ class SimulatedEngine:
 
     # Queues ----------------------------------------------------------------------------------------------------------
 
-    def _submit(self, task: Task, micro_step: int) -> None:
+    def _transfers_of(self, task: Task) -> list[Transfer]:
         if task.kind is TransferKind.UNUSED_PARAMS:
-            transfers = list(self._unused_params)
-        else:
-            transfers = list(task.transfers or self.plans[task.unit].steady_transfers(task.kind))
+            return list(self._unused_params)
+        return list(task.transfers or self.plans[task.unit].steady_transfers(task.kind))
+
+    def _launches_of(self, task: Task) -> Launches:
+        """Return what a task launches: its transfers, and what `_queue_seconds` and `_host_copies` time."""
+        buckets = () if task.transfers else self.plans[task.unit].buckets
+        # A reduction divides, and adds to the sum. Parameters are cast, or copied from the host.
+        each = {TransferKind.REDUCE: 2, TransferKind.GRAD_SYNC: 2, TransferKind.PARAM_SYNC: 1}.get(task.kind, 0)
+        own = Launches(operations=each * sum(bucket.spec.trainable for bucket in buckets))
+        return sum(map(launches_of, self._transfers_of(task)), own)
+
+    def _submit(self, task: Task, micro_step: int) -> None:
+        transfers = self._transfers_of(task)
         found = [self._cost_of(transfer) for transfer in transfers]
         costs = deque(phase for cost in found for phase in cost.phases)
         communicators = deque(each for cost in found for each in cost.communicators)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import fmean
 
+from towpath.core.launches import Launches, launches_of
 from towpath.core.pipeline import Await, Compression, Message, Post, Run, StagePass, Walk
 from towpath.core.schedule import Compute, Part, Shape, message_transfers, settled, settled_stage, steady_step
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.sim.bandwidth import BandwidthModel, Demand, Thread, run_threads
-from towpath.sim.engine import SimulatedEngine, start_phase
+from towpath.sim.engine import LaunchingThread, SimulatedEngine, start_phase
 from towpath.sim.hardware import (
     Hardware,
     PhaseCost,
@@ -72,6 +73,22 @@ class ComputeSeconds:
             case Part.INPUT_GRADIENTS | Part.WEIGHT_GRADIENTS:  # both halves have equally many products
                 return self.backward[compute.unit] / 2
 
+    def kernels(self, compute: Compute) -> float:
+        """Return how many times as many kernels a computation has as the forward pass of its unit.
+
+        A backward pass has twice as many. If it recomputes the forward pass, it has three times as many.
+        """
+        backward = 3.0 if sum(self.backward) > 2.5 * sum(self.forward) else 2.0
+        match compute.part:
+            case Part.FORWARD:
+                return 1.0
+            case Part.BACKWARD:
+                return backward
+            case Part.FORWARD_END | Part.BACKWARD_END:  # the root has few, and the other part of its pass counts them
+                return 0.0
+            case Part.INPUT_GRADIENTS | Part.WEIGHT_GRADIENTS:
+                return backward / 2
+
 
 class Replay:
     """The replay of a step without pipeline stages. The root's plan comes first.
@@ -116,6 +133,7 @@ class Replay:
 def _compute(engine: SimulatedEngine, seconds: ComputeSeconds, action: Compute) -> Iterator[Demand]:
     name = f"{action.part.value} of {engine.plans[action.unit].name or 'root'}"
     yield from engine.compute(seconds.of(action), name, seconds.share)
+    yield from engine.launch_kernels(action.unit, seconds.kernels(action))
 
 
 # Pipelines -----------------------------------------------------------------------------------------------------------
@@ -165,6 +183,8 @@ class PipelineTimeline:
             self.intra_bytes,
             exposed=dict(longest.exposed),
             in_flight=dict(in_flight),
+            launching=max(rank.launching for rank in self.ranks),
+            unlaunched=max(rank.unlaunched for rank in self.ranks),
         )
 
 
@@ -200,7 +220,8 @@ class PipelineReplay:
         self._timelines = {rank: Timeline() for rank in walk}
         self._links = MessageLinks(self._bandwidth, by_sockets=hardware.cores is not None)
         self._loss = _Signal()
-        self._engines = {i: self._engine(i, self._timelines[rank]) for i, rank in sorted(self._owners.items())}
+        self._launchers = {rank: LaunchingThread(hardware.launching) for rank in walk}
+        self._engines = {i: self._engine(i, rank) for i, rank in sorted(self._owners.items())}
         self._tied = [self._tied_sum(transfer, groups) for transfer, groups in tied]
 
     def _tied_sum(self, transfer: Transfer, groups: int) -> _TiedSum:
@@ -218,14 +239,22 @@ class PipelineReplay:
             self._timelines[rank].intra_bytes += groups * transfer.intra_bytes // len(ends)
         return _TiedSum(self._bandwidth, deque(costs), len(ends))
 
-    def _engine(self, index: int, timeline: Timeline) -> SimulatedEngine:
+    def _engine(self, index: int, rank: int) -> SimulatedEngine:
         stage, location = self._stages[index], self._locations[index]
         # The topology of the stage's ranks: equally many on each of its nodes, and on each host.
         topology = Topology(len(stage.ranks) // location.ranks_on_node, location.ranks_on_node)
         own = replace(self._hardware, topology=topology, ranks_sharing=location.ranks_on_host)
         suffix = f", stage {index}"
         return SimulatedEngine(
-            stage.strategy, stage.plans, own, self._bandwidth, timeline, location, suffix, copies=stage.parts
+            stage.strategy,
+            stage.plans,
+            own,
+            self._bandwidth,
+            self._timelines[rank],
+            location,
+            suffix,
+            copies=stage.parts,
+            thread=self._launchers[rank],
         )
 
     def run(self) -> PipelineTimeline:
@@ -252,6 +281,9 @@ class PipelineReplay:
                         else:
                             yield from engine.execute(action, stage.micro_step)
                 case Post(message, sends):
+                    transfers = self._rank_message(message).transfers
+                    end = self._engines[message.source if sends else message.target]
+                    yield from end.launch(sum(map(launches_of, transfers), Launches()))
                     if sends:
                         yield from self._code(message, encodes=True)
                     self._links.post(self._rank_message(message), sends)

@@ -83,6 +83,8 @@ class Timeline:
         exposed: Seconds that the computation waited for each kind of transfer.
         in_flight: Seconds for which transfers of each kind ran.
         thread_events: What the training thread did, in order. `expected_delay` reads it.
+        launching: Seconds for which the thread that trains launches, where a device computes.
+        unlaunched: Seconds for which the device waits because nothing has been launched yet.
     """
 
     seconds: float = 0.0
@@ -93,6 +95,8 @@ class Timeline:
     exposed: dict[TransferKind, float] = field(default_factory=dict[TransferKind, float])
     in_flight: dict[TransferKind, float] = field(default_factory=dict[TransferKind, float])
     thread_events: list[ThreadEvent] = field(default_factory=list[ThreadEvent])
+    launching: float = 0.0
+    unlaunched: float = 0.0
 
     def waited(self, kind: TransferKind, name: str, began: float, ended: float) -> None:
         """Record that the computation waited for a transfer."""
@@ -119,6 +123,8 @@ class Timeline:
             self.events,
             {kind: more(found, shorter.exposed.get(kind, 0.0)) for kind, found in self.exposed.items()},
             {kind: more(found, shorter.in_flight.get(kind, 0.0)) for kind, found in self.in_flight.items()},
+            launching=more(self.launching, shorter.launching),
+            unlaunched=max(0.0, more(self.unlaunched, shorter.unlaunched)),
         )
 
 
