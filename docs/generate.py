@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from docs import (
+    draw_gpus,
     draw_leaves,
     draw_pipeline_predictions,
     draw_plans,
@@ -33,6 +34,7 @@ _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -
 TABLES: Mapping[str, Callable[[], str]] = {
     **figures.TABLES,
     **papers.TABLES,
+    **draw_gpus.TABLES,
     **draw_leaves.TABLES,
     **draw_predictions.TABLES,
     **draw_pipeline_predictions.TABLES,

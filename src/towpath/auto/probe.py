@@ -25,6 +25,7 @@ import torch.distributed as dist
 from towpath.auto.measure import measure_host_work
 from towpath.codecs.kernels import kernels_for
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
+from towpath.collectives.native import all_gather_single, launched_together
 from towpath.collectives.rank_transfer import form_for, group_rank, select
 from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.core.placement import GroupCollective
@@ -36,6 +37,13 @@ from towpath.errors import TopologyError
 from towpath.planner.profile import (
     INTER,
     INTRA,
+    LAUNCHED_CALLS,
+    LAUNCHED_CODEC,
+    LAUNCHED_IN_A_BATCH,
+    LAUNCHED_MESSAGES,
+    LAUNCHED_OPERATION,
+    LAUNCHED_TASK,
+    LAUNCHED_TOGETHER,
     NOTHING,
     PAIRS,
     PRODUCT,
@@ -53,8 +61,10 @@ SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
 _SMALLEST_REGION = 1 << 17  # bytes of a collective's buffer
 _GROWTH = 8
 _MOST_AT_ONCE = 200
+_LAUNCHES = 20  # at a time, so few that the device's queue has room for all
 _LARGE_SECONDS = 0.02  # the longest message that is sent while something else runs
 _ELEMENTS = 1 << 20  # that a codec encodes
+_SHORT = 1024  # elements of what is launched to measure the launch
 _SIDE = {"cpu": 768, "cuda": 8192}
 # The parts of the budget. All else takes a few seconds, whatever the budget is.
 _SHARES = {"inter": 0.45, "intra": 0.15, "routes": 0.12, "pairs": 0.12}
@@ -160,6 +170,7 @@ class _Prober:
             self._memory,
             self._compute,
             self._host_work,
+            self._launches,
             partial(self._pairs, self._budget * _SHARES["pairs"]),
         ]
         for done, part in enumerate(parts, 1):
@@ -274,10 +285,31 @@ class _Prober:
         return lambda: _ignore(torch.mm(a, b, out=out))
 
     def _host_work(self) -> None:
+        points = measure_host_work(self._groups, self._device, self._effort.warm_steps, self._effort.repeats)
+        # Rank 0's points count. The other ranks only worked at the same time.
+        self._points += self._groups.gather_objects(points)[0]
+
+    def _launches(self) -> None:
+        """Measure how long this thread is busy with launches. The device has nothing to do when they begin."""
         if self._device.type == "cpu":
-            points = measure_host_work(self._groups, self._effort.warm_steps, self._effort.repeats)
-            # Rank 0's points count. The other ranks only worked at the same time.
-            self._points += self._groups.gather_objects(points)[0]
+            return
+        which = "inter" if self._topology.nodes > 1 else "intra"  # `_pairs` uses the same group
+        group = None
+        if self._groups.world > 1:
+            group = self._groups.of(self._everyone, which, self._groups.backend(self._device))
+        for what, size, work in launches_to_measure(self._groups, group, self._device):
+            work()  # makes connections and compiles kernels
+            taken: list[float] = []
+            for _ in range(self._effort.repeats):
+                torch.cuda.synchronize(self._device)
+                self._groups.barrier()
+                began = time.perf_counter()
+                for _ in range(_LAUNCHES):
+                    work()
+                taken.append((time.perf_counter() - began) / _LAUNCHES)
+            torch.cuda.synchronize(self._device)
+            slowest = tuple(map(max, zip(*self._groups.gather_objects(taken), strict=True)))
+            self._points.append(Point(what, size, slowest))
 
     # Concurrent activities -------------------------------------------------------------------------------------------
 
@@ -429,6 +461,50 @@ def _collective(transfer: Transfer, members: GroupRank, device: torch.device) ->
         return lambda: collective.run(region, shard, workspace)
 
     return of_size
+
+
+# Launches ------------------------------------------------------------------------------------------------------------
+
+
+def launches_to_measure(
+    groups: Groups, group: dist.ProcessGroup | None, device: torch.device
+) -> Iterator[tuple[str, int, Work]]:
+    """Yield the name of each kind of launch, how many calls or messages it has, and a function that launches it.
+
+    `group` has all ranks, and all of them launch the same. It is None if there are no others.
+    """
+    region, shard = (torch.zeros(n, device=device) for n in (_SHORT * groups.world, _SHORT))
+
+    def calls(group: dist.ProcessGroup, count: int) -> None:
+        with launched_together(group, count):
+            for _ in range(count):
+                all_gather_single(region, shard, group)
+
+    def messages(group: dist.ProcessGroup, count: int) -> None:
+        to, origin = ((groups.rank + step) % groups.world for step in (1, -1))
+        kinds = (dist.irecv, origin), (dist.isend, to)
+        sent = [dist.P2POp(kind, shard, group=group, group_peer=peer) for kind, peer in kinds]
+        for handle in dist.batch_isend_irecv(sent * (count // 2)):
+            handle.wait()
+
+    def task() -> None:
+        if stream is not None:
+            event = torch.cuda.Event()
+            event.record()
+            with torch.cuda.stream(stream):
+                event.wait()
+
+    kernels, codec = kernels_for(device), Codec.parse("int8")
+    message = torch.empty(codec.encoded_bytes(_SHORT), dtype=torch.uint8, device=device)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if group is not None:
+        for count in LAUNCHED_TOGETHER:
+            yield LAUNCHED_CALLS, count, partial(calls, group, count)
+        for count in LAUNCHED_MESSAGES:
+            yield LAUNCHED_IN_A_BATCH, count, partial(messages, group, count)
+    yield LAUNCHED_CODEC, 1, partial(kernels.encode, codec, shard, message)
+    yield LAUNCHED_OPERATION, 1, lambda: _ignore(shard.add_(1))
+    yield LAUNCHED_TASK, 1, task
 
 
 # Two activities at the same time -------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,7 +117,11 @@ def _pairs(profile: Profile) -> Table:
 
 
 def _host(profile: Profile) -> str:
-    host = profile.cluster().hardware.host
+    hardware = profile.cluster().hardware
+    host, launching = hardware.host, hardware.launching
+    if launching is not None:
+        each = ", ".join(f"{name} {seconds(cost)}" for name, cost in asdict(launching).items())
+        return f"The thread that trains launches: {each}."
     forward, backward = host.forward, host.backward
     return (
         f"Processor time in addition: in a forward pass {seconds(forward.unit)} per unit and "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -29,6 +29,7 @@ from towpath.sim.hardware import (
     CodecSpeed,
     Hardware,
     HostWork,
+    Launching,
     Link,
     PassWork,
     TransferShape,
@@ -62,6 +63,12 @@ def host_name(kind: str, part: str, shape: HostShape) -> str:
     """Return the name of a measurement of host work."""
     return f"{part} {kind}, {shape.parameters} parameters a unit"
 
+
+# What a thread launches on a device, and for the first two, how many calls or messages at a time.
+LAUNCHED_CALLS, LAUNCHED_IN_A_BATCH = "launched all-gathers", "launched messages"
+LAUNCHED_CODEC, LAUNCHED_OPERATION, LAUNCHED_TASK = "launched codec", "launched operation", "launched task"
+LAUNCHED_TOGETHER, LAUNCHED_MESSAGES = (1, 8), (2, 16)
+_PARAMETERS_OF_A_UNIT = 8  # about as many as a block of a transformer has
 
 # Activities that a step runs at the same time.
 INTER, INTRA, PRODUCT, ENCODING, NOTHING = "inter, all", "intra, all", "matmul float32", "encode int8", "nothing"
@@ -172,7 +179,7 @@ class Profile:
     def singles(self) -> list[Point]:
         """Return the points of messages, kernels and matrix products that ran alone."""
         others = {point.what for point in (*self.routes(), *self.host_points(), *self.pairs())}
-        return [point for point in self.points if point.what not in others]
+        return [p for p in self.points if p.what not in others and not p.what.startswith("launched")]
 
     def cluster(self) -> Cluster:
         """Return the description of the cluster, as the planner takes it."""
@@ -201,6 +208,7 @@ class Profile:
             cores=self._cores(),
             ranks_sharing=self.ranks_on_host,
             host=self._host_work(intra, inter),
+            launching=self._launching(),
         )
         peak, name = tuple(measured.items()), f"{self.host}, probed on {self.date}"
         return Cluster(name, hardware, self.memory, peak, 1.0, tuple(estimated.items()))
@@ -237,6 +245,33 @@ class Profile:
         messages = (self.topology.world - 1) * (inter if self.topology.nodes > 1 else intra).message_work
         transfer = (sum(everywhere) - forward.unit - backward.unit) / 3 - messages
         return HostWork(forward, backward, max(0.0, optimizer / more), max(0.0, transfer))
+
+    def _launching(self) -> Launching | None:
+        """Return what launches cost. Where the profile has no measurement of one, it is the default."""
+        if self.device == "cpu":
+            return None
+        found: dict[str, float] = {}
+        for what, fixed, each in (
+            (LAUNCHED_CALLS, "call", "call_of_several"),
+            (LAUNCHED_IN_A_BATCH, "batch", "message"),
+        ):
+            if self.has(what):
+                few, many = self.of(what)
+                several = few.size if few.size > 1 else 0  # one call is not launched together with others
+                found[each] = (many.usual - few.usual) / (many.size - several)
+                found[fixed] = few.usual - several * found[each]
+        for what, name in ((LAUNCHED_CODEC, "codec"), (LAUNCHED_OPERATION, "operation"), (LAUNCHED_TASK, "task")):
+            if self.has(what):
+                found[name] = self.of(what)[0].usual
+        costs = replace(Launching(), **{name: max(0.0, seconds) for name, seconds in found.items()})
+        if not self.has(host_name("over all ranks", "forward", FEW)):
+            return costs
+        passes = sum(
+            self._added_work(part, "over all ranks").of(_PARAMETERS_OF_A_UNIT) for part in ("forward", "backward")
+        )
+        # Both passes gather, and the backward pass copies, divides and adds gradients, and reduces them.
+        launched = 3 * (costs.task + costs.call * (self.topology.world > 1) + costs.operation)
+        return replace(costs, unit=max(0.0, (passes - launched) / 2))
 
     def _host_seconds(self, kind: str, part: str, shape: HostShape) -> float:
         return next(p.usual for p in self.of(host_name(kind, part, shape)) if p.size == shape.units)

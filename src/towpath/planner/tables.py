@@ -74,8 +74,8 @@ def launches(steps: Sequence[Prediction]) -> list[str]:
     found: list[str] = []
     if late := [step for step in steps if step.launches_too_long]:
         found.append(
-            f"{len(late)} of {len(steps)} launch for longer than they compute, and rank behind all others: {title(late[0])} "
-            f"launches for {seconds(late[0].launching)} and computes for {seconds(late[0].computing)}."
+            f"{len(late)} of {len(steps)} launch for longer than they compute, and rank behind all others: "
+            f"{title(late[0])} launches for {seconds(late[0].launching)} and computes for {seconds(late[0].computing)}."
         )
     if held_up := [s for s in steps if not s.launches_too_long and s.unlaunched > _WORTH_TELLING * s.seconds]:
         first = held_up[0]

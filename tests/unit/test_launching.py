@@ -1,0 +1,192 @@
+"""The thread that launches: what it costs, how it holds up a device, and what the planner makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, fake_world
+from tests.profiles import made_profile
+from towpath import planning
+from towpath.auto.probe import launches_to_measure
+from towpath.core.formats import Precision
+from towpath.core.launches import Launches
+from towpath.core.pipeline import plain_walk
+from towpath.core.presets import strategy
+from towpath.core.routes import Form
+from towpath.core.unit_plan import plan_unit
+from towpath.core.units import BucketSpec, UnitSpec
+from towpath.errors import ConfigError
+from towpath.planner import cluster, profile, tables
+from towpath.planner.catalog import model_shape
+from towpath.planner.pipelines import Layout, Pipelines
+from towpath.planner.profile import Point
+from towpath.planner.solver import Batching, Ranking
+from towpath.sim.hardware import CodecSpeed, Hardware, Launching, Link
+from towpath.sim.replay import ComputeSeconds, Replay
+from towpath.sim.timeline import Timeline
+from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups
+
+TOPOLOGY = Topology(2, 2)
+DEPTH = 4
+UNITS = (
+    UnitSpec("", (BucketSpec((5000, 64)),), kept=True),
+    *(UnitSpec(f"blocks.{i}", (BucketSpec((64 * 64, 64, 64 * 64)),)) for i in range(DEPTH)),
+)
+FAST = Hardware(
+    TOPOLOGY,
+    Link(1e12, 0.0),
+    Link(1e12, 0.0),
+    memory_rate=1e15,
+    sum_rate=1e15,
+    codecs=tuple((name, CodecSpeed(1e12, 1e12)) for name in ("int8", "int4")),
+)
+COSTS = Launching()
+
+
+def replayed(name: str, launching: Launching | None, compute: float, micro_steps: int = 1) -> Timeline:
+    made = strategy(name, TOPOLOGY)
+    plans = [plan_unit(made, unit, Precision(), Form.COLLECTIVES) for unit in UNITS]
+    seconds = ComputeSeconds([0.0] + [compute] * DEPTH, [0.0] + [2 * compute] * DEPTH, 0.0, 0.0)
+    return Replay(made, plans, replace(FAST, launching=launching), seconds, micro_steps).run()
+
+
+def times(costs: Launching, factor: float) -> Launching:
+    return Launching(*(factor * getattr(costs, name) for name in Launching.__slots__))
+
+
+@pytest.mark.parametrize("name", ["zero3", "mics", "paro-iig", "zero++"])
+def test_launching_is_free_behind_longer_computation(name: str) -> None:
+    free, launched = replayed(name, None, 0.1), replayed(name, COSTS, 0.1)
+    assert launched.launching > 0
+    assert free.launching == free.unlaunched == 0
+    # Only what comes before the first computation and after the last one shows.
+    assert free.seconds < launched.seconds < free.seconds + 3e-3
+
+
+@pytest.mark.parametrize("name", ["zero3", "mics", "paro-iig", "zero++"])
+def test_launching_bounds_a_step_of_short_computation(name: str) -> None:
+    found = replayed(name, COSTS, 1e-6)
+    assert found.seconds == pytest.approx(found.launching, rel=0.02)
+    assert found.unlaunched > 0.9 * found.seconds
+    assert replayed(name, times(COSTS, 3), 1e-6).seconds == pytest.approx(3 * found.seconds, rel=0.02)
+
+
+def test_the_thread_runs_ahead_over_micro_steps() -> None:
+    """A unit that computes long lets the thread launch what follows, so only the sums count."""
+    each = replayed("zero3", COSTS, 1e-6).launching
+    more = replayed("zero3", COSTS, 1e-6, micro_steps=3)
+    assert more.seconds == pytest.approx(more.launching, rel=0.02)
+    assert more.launching > 2 * each
+
+
+def test_a_cluster_file_says_what_launches_cost() -> None:
+    table = {
+        "nodes": 2,
+        "ranks_per_node": 2,
+        "memory": 80,
+        "compute": {"bfloat16": 100, "reached": 0.5, "memory": 1000},
+        "intra": {"gigabytes": 100, "latency": 5, "message": 1},
+        "inter": {"gigabits": 100, "latency": 5, "message": 1},
+    }
+    assert cluster.from_table("a", table).hardware.launching == Launching()
+    told = cluster.from_table("a", table | {"launch": {"call": 70, "unit": 150.5}}).hardware.launching
+    assert told == replace(Launching(), call=70e-6, unit=150.5e-6)
+    with pytest.raises(ConfigError, match=r"\[launch\] unknown key 'calls'"):
+        cluster.from_table("a", table | {"launch": {"calls": 70}})
+
+
+def test_a_profile_of_processors_has_no_launching_thread() -> None:
+    assert made_profile().cluster().hardware.launching is None
+
+
+def test_a_profile_of_devices_has_the_measured_launches() -> None:
+    points = [
+        Point(profile.LAUNCHED_CALLS, 1, (50e-6,)),
+        Point(profile.LAUNCHED_CALLS, 8, (130e-6,)),
+        Point(profile.LAUNCHED_IN_A_BATCH, 2, (150e-6,)),
+        Point(profile.LAUNCHED_IN_A_BATCH, 16, (290e-6,)),
+        Point(profile.LAUNCHED_CODEC, 1, (25e-6,)),
+    ]
+    made = made_profile()
+    found = replace(made, device="cuda", points=(*made.points, *points)).cluster().hardware.launching
+    assert found is not None
+    assert found.call == pytest.approx(50e-6)
+    assert found.call_of_several == pytest.approx(10e-6)
+    assert found.batch == pytest.approx(130e-6)
+    assert found.message == pytest.approx(10e-6)
+    assert (found.codec, found.operation) == (25e-6, Launching().operation)
+    assert found.of(Launches(calls=1, together=8)) == pytest.approx(130e-6)
+
+
+def test_the_probe_launches_what_it_names() -> None:
+    with fake_world(2, 2) as (_, launches):
+        group = dist.new_group(list(range(4)), backend="fake")
+        assert isinstance(group, dist.ProcessGroup)
+        counts: dict[tuple[str, int], tuple[int, ...]] = {}
+        for what, size, work in launches_to_measure(Groups(), group, torch.device("cpu")):
+            launches.counts.clear()
+            work()
+            counts[what, size] = tuple(launches.counts[name] for name in (CALLS, MESSAGES, CODECS))
+    assert counts[profile.LAUNCHED_CALLS, 1] == (1, 0, 0)
+    assert counts[profile.LAUNCHED_CALLS, 8] == (1, 0, 0)  # together
+    assert [counts[profile.LAUNCHED_IN_A_BATCH, n] for n in (2, 16)] == [(0, 2, 0), (0, 16, 0)]
+    assert len(counts) == 7
+
+
+# --- the planner -----------------------------------------------------------------------------------------------------
+
+
+def solver(slower: float, **options: int) -> planning.Solver:
+    made = planning.load_cluster("h100-400g", nodes=2)
+    costs = made.hardware.launching
+    assert costs is not None
+    made = replace(made, hardware=replace(made.hardware, launching=times(costs, slower)))
+    request = planning.Request(batch=64, memory=made.memory, checkpointing=False, **options)
+    return planning.Solver(planning.describe_model("gpt-2.5b"), made, request)
+
+
+def test_a_plan_that_launches_longer_than_it_computes_ranks_last() -> None:
+    found = solver(0.5).solve(best=60)
+    assert isinstance(found, Ranking)
+    late = [step.launches_too_long for step in found.ranked]
+    assert not late[0]
+    assert late == sorted(late)
+    assert any(late)
+    told = tables.launches(found.ranked)
+    assert f"{sum(late)} of {len(late)} launch for longer than they compute" in told[0]
+    assert tables.launches(found.ranked[:1]) == []
+
+
+def test_if_all_plans_launch_too_long_the_fastest_comes_first() -> None:
+    made = solver(1000.0)
+    found = made.solve(best=3)
+    assert isinstance(found, Ranking)
+    assert all(step.launches_too_long for step in found.ranked)
+    seconds = [step.seconds for step in found.ranked]
+    assert seconds == sorted(seconds)
+    assert tables.as_json(found.ranked[0], made)["launching_seconds"] == found.ranked[0].launching
+
+
+def test_many_micro_steps_launch_as_much_as_each_of_them() -> None:
+    made = solver(50.0)
+    few, many = (made.predict(strategy("zero3", made.cluster.topology), Batching(1, n)) for n in (3, 30))
+    assert many.launching == pytest.approx(10 * few.launching, rel=0.05)
+    assert many.seconds == pytest.approx(many.launching, rel=0.02)
+
+
+def test_the_ranks_of_a_pipeline_have_a_launching_thread_each() -> None:
+    free, slow = solver(1e-3), solver(50.0)
+    shape, called, tokens = model_shape("gpt-2.5b", None)
+    layout, batching = Layout(2, "1F1B", "ddp"), Batching(1, 4)
+    found = [
+        Pipelines(lambda n: shape.staged(called, tokens, n), s.cluster, s.request, plain_walk).predict(layout, batching)
+        for s in (free, slow)
+    ]
+    assert found[1].seconds > 10 * found[0].seconds
+    assert found[1].launches_too_long
+    assert found[1].unlaunched > 0.5 * found[1].seconds
