@@ -158,8 +158,8 @@ def test_a_plan_that_launches_longer_than_it_computes_ranks_last() -> None:
     assert late == sorted(late)
     assert any(late)
     told = tables.launches(found.ranked)
-    assert f"{sum(late)} of {len(late)} launch for longer than they compute" in told[0]
-    assert tables.launches(found.ranked[:1]) == []
+    assert told[0].startswith(f"{sum(late)} of {len(late)}, ranked last, launch for longer than they compute")
+    assert len(told) <= 2
 
 
 def test_if_all_plans_launch_too_long_the_fastest_comes_first() -> None:

@@ -73,9 +73,10 @@ def launches(steps: Sequence[Prediction]) -> list[str]:
     """
     found: list[str] = []
     if late := [step for step in steps if step.launches_too_long]:
+        who = "All" if len(late) == len(steps) else f"{len(late)} of {len(steps)}, ranked last,"
         found.append(
-            f"{len(late)} of {len(steps)} launch for longer than they compute, and rank behind all others: "
-            f"{title(late[0])} launches for {seconds(late[0].launching)} and computes for {seconds(late[0].computing)}."
+            f"{who} launch for longer than they compute: {title(late[0])} launches for {seconds(late[0].launching)} "
+            f"and computes for {seconds(late[0].computing)}. Larger micro-batches help."
         )
     if held_up := [s for s in steps if not s.launches_too_long and s.unlaunched > _WORTH_TELLING * s.seconds]:
         first = held_up[0]
