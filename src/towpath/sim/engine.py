@@ -60,7 +60,7 @@ KERNELS_OF_A_PARAMETER = 4
 class LaunchingThread:
     """The thread of one rank that launches, where a device computes. `costs` is None where launches cost nothing.
 
-    `until` is when it will have launched all that was asked of it.
+    `until` is when it will have launched everything so far.
     """
 
     costs: Launching | None
