@@ -171,7 +171,8 @@ class StatusStore:
         answers: list[Answer] = []
 
         def ask() -> None:
-            with contextlib.suppress(RuntimeError, OSError):
+            # A ValueError means that the process group was destroyed meanwhile.
+            with contextlib.suppress(RuntimeError, OSError, ValueError):
                 answers.append(work(self._store()))
 
         asking = threading.Thread(target=ask, name="towpath-status-store", daemon=True)
