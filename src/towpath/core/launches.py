@@ -1,4 +1,4 @@
-"""What a rank's thread launches for a transfer on a device, counted: calls, messages and kernels.
+"""Counts of what a rank launches for a transfer on a device: calls, messages and kernels.
 
 On a device, the thread that trains launches all work, one piece after the other. `tests/unit/test_launch_counts.py`
 compares these counts with what the engine launches.

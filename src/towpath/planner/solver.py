@@ -411,14 +411,18 @@ class Solver:
         waiting.sort()
         found: list[Prediction] = []
         fitting = len(likely)
-        in_time = any(map(self._may_launch_in_time, {candidate.batching for candidate in likely}))
+        in_time = {batching: self._may_launch_in_time(batching) for batching in {each.batching for each in likely}}
         # What a bound leaves out depends on the batching, and on what is sharded across nodes. So the least ratio of a
         # prediction to its bound is kept for both. A candidate of a new kind has the ratio 1, and is tried.
         ratios: dict[object, float] = {}
-        while len(found) < most and (worth := self._worth(waiting, found, best, in_time)):
-            number = min(
-                worth, key=lambda i: waiting[i][0] * max(ratios.get(key, 1.0) for key in _kinds(waiting[i][3]))
-            )
+
+        def expected(number: int) -> tuple[bool, float]:
+            bound, *_, candidate = waiting[number]
+            ratio = max(ratios.get(key, 1.0) for key in _kinds(candidate))
+            return not in_time[candidate.batching], bound * ratio
+
+        while len(found) < most and (worth := self._worth(waiting, found, best, any(in_time.values()))):
+            number = min(worth, key=expected)
             bound, *_, candidate = waiting.pop(number)
             strategy = self._with_frozen_placed(self.strategy(candidate), candidate.batching)
             if sum(self._memory(self._plans(strategy), candidate.batching).values()) > self.request.memory:
@@ -433,7 +437,7 @@ class Solver:
             nearest = self.predict(self.strategy(smallest), smallest.batching)
             return Infeasible(nearest, nearest.peak_bytes - self.request.memory)
         ranked = sorted(found, key=lambda p: p.order)
-        open_bound = waiting[0][0] if self._worth(waiting, found, best, in_time) else None
+        open_bound = waiting[0][0] if self._worth(waiting, found, best, any(in_time.values())) else None
         return Ranking(tuple(ranked[:best]), len(candidates), fitting, len(found), open_bound)
 
     def _may_launch_in_time(self, batching: Batching) -> bool:
