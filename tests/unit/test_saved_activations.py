@@ -165,16 +165,53 @@ def test_what_is_written_to_after_it_was_saved_is_refused(copies: Any) -> None:
     assert not kept[1].unpacked().any()
 
 
-def test_copies_keep_dtype_shape_and_order_of_dimensions(copies: Any) -> None:
+def test_copies_keep_dtype_shape_and_strides(copies: Any) -> None:
     base = torch.arange(240.0).view(4, 6, 10)
     window = _Window(None)
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float64):
-        for view in (base, base.transpose(0, 2), base[:, 1:5, ::3], base[:1].expand(3, 6, 10), base.permute(1, 2, 0)):
-            tensor = view.to(dtype) if dtype is not torch.float32 else view
-            kept, like = copies.offload(tensor, window), torch.empty_like(tensor)
+        whole = base.to(dtype)
+        for tensor in (whole, whole.mT, whole[:, 1:5, ::3], whole[:1].expand(3, 6, 10), whole.unfold(2, 4, 2).mT):
+            kept = copies.offload(tensor, window)
             copies._leave(0)
             found = kept.unpacked()
-            assert torch.equal(found, tensor) and found.dtype == dtype and found.stride() == like.stride()
+            assert torch.equal(found, tensor) and found.dtype == dtype and found.stride() == tensor.stride()
+
+
+def test_host_and_device_exchange_dense_memory_only(copies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch copies anything else through pageable memory, and the host waits for that copy."""
+    copied: list[tuple[bool, bool]] = []
+    copy = torch.Tensor.copy_
+
+    def on_host(tensor: torch.Tensor) -> bool:
+        starts = [(slab.memory.data_ptr(), slab.memory.nbytes) for slab in copies._slabs]
+        return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in starts)
+
+    def checked(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if on_host(target) or on_host(source):
+            assert non_blocking and target.stride() == source.stride(), (target.stride(), source.stride())
+            assert target.transpose(1, 2).is_contiguous()
+            copied.append((on_host(target), on_host(source)))
+        return copy(target, source, non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", checked)
+    q, k, v = torch.randn(2, 8, 3, 4, 16).transpose(1, 3).unbind(2)
+    window = _Window(None)
+    kept = [copies.offload(each, window) for each in (q, k, v)]
+    copies._leave(0)
+    for saved_one, each in zip(kept, (q, k, v), strict=True):
+        found = saved_one.unpacked()
+        assert torch.equal(found, each) and found.stride() == each.stride()
+    assert copied == [(True, False)] * 3 + [(False, True)] * 3
+
+
+def test_gaps_of_tensors_count_as_memory_of_the_device(copies: Any) -> None:
+    """They come back with the tensors. So fewer tensors are on the device at a time."""
+    wide = torch.randn(NBYTES // 4, 2)
+    window, kept = _Window(None), list[Any]()
+    for _ in range(3):
+        kept.append(copies.offload(wide[:, 0], window))
+        assert copies._leaving_bytes <= 2 * NBYTES
+    assert copies.to_host.done == 2 and copies.host_bytes == 4 * NBYTES
 
 
 def test_memory_of_other_streams_is_kept_from_them(copies: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ On a GPU, two streams copy activations while the model computes:
     backward   unpack   waits for the copy on the device; the first of a window requests the window before it
 
 A window is `_WINDOW_BYTES` of tensors that were saved one after the other. Up to two of them are on the device at a
-time, in addition to what the computation uses. On a CPU, copies are synchronous.
+time, in addition to what the computation uses. A tensor comes back with the strides that it had, and its gaps count. On
+a CPU, copies are synchronous.
 """
 
 from __future__ import annotations
@@ -38,6 +39,27 @@ _WINDOW_BYTES = 1 << 27
 # tensor up to a power of two.
 _FIRST_SLAB_BYTES, _LARGEST_SLAB_BYTES = 1 << 26, 1 << 30
 _ALIGNED_BYTES = 512
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Allocate a tensor with the strides of `tensor`, as a compiled backward pass may require them."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the view of a tensor that has each element of an expanded dimension once."""
+    if 0 not in tensor.stride():
+        return tensor.detach()
+    shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.detach().as_strided(shape, tensor.stride())
+
+
+def _device_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to its last. Those of a tensor with gaps exceed its own."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
 def _modified(tensor: torch.Tensor, version: int) -> StepError:
@@ -148,7 +170,10 @@ class _Copied:
 
 @final
 class _Offloaded:
-    """A saved tensor on its way to the host, there, or on its way back. `kept` is its memory on the host."""
+    """A saved tensor on its way to the host, there, or on its way back. `kept` is its memory on the host.
+
+    `like` has the shape and the strides of the tensor, and no memory.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -157,6 +182,7 @@ class _Offloaded:
         "kept",
         "leaving",
         "left",
+        "like",
         "modified",
         "place",
         "stream",
@@ -169,12 +195,14 @@ class _Offloaded:
         self.leaving: torch.Tensor | None = None
         self.arriving: _Copied | None = None
         self.modified: StepError | None = None
+        self.like = _like(tensor, torch.device("meta"))
         # A dense copy with the same order of dimensions. A small view of a large tensor is copied alone.
-        strides = torch.empty_like(tensor, device="meta").stride()
-        memory = place.slab.memory[place.start : place.start + tensor.nbytes].view(tensor.dtype)
-        self.kept = memory.as_strided(tensor.shape, strides)
+        source = _once(tensor)
+        strides = torch.empty_like(source, device="meta").stride()
+        memory = place.slab.memory[place.start : place.start + source.nbytes].view(tensor.dtype)
+        self.kept = memory.as_strided(source.shape, strides)
         after = [] if place.slab.last_read is None else [place.slab.last_read]
-        self.left = copies.copy(copies.to_host, self.kept, tensor, after)
+        self.left = copies.copy(copies.to_host, self.kept, source, after)
         self.version = tensor._version
         self.leaving = tensor.detach()  # a tensor that is its own node's output would else keep its graph alive
 
@@ -191,8 +219,8 @@ class _Offloaded:
         if self.leaving is not None or self.arriving is not None:
             return
         copies, kept = self.copies, self.kept
-        tensor = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=copies.device)
-        arrived = copies.copy(copies.to_device, tensor, kept, [self.left])
+        tensor = _like(self.like, copies.device)
+        arrived = copies.copy(copies.to_device, _once(tensor), kept, [self.left])
         self.arriving = _Copied(tensor, arrived, copies.current_stream())
         self.place.slab.last_read = arrived
 
@@ -244,11 +272,11 @@ class DeviceCopies:
 
     def offload(self, tensor: torch.Tensor, window: _Window) -> _Offloaded:
         """Begin to copy a tensor to the host. It is the next of `window`."""
-        made = _Offloaded(self, tensor, window, self._take(tensor.nbytes))
+        made = _Offloaded(self, tensor, window, self._take(_once(tensor).nbytes))
         window.tensors.append(weakref.ref(made))
-        window.nbytes += tensor.nbytes
+        window.nbytes += _device_bytes(tensor)
         self._leaving.append(weakref.ref(made))
-        self._leaving_bytes += tensor.nbytes
+        self._leaving_bytes += _device_bytes(tensor)
         # The oldest tensors leave the device. Their memory goes back to the computation's stream, which therefore waits
         # for the copies out of it. These have long ended, unless the link is slower than the computation.
         self._leave(_WINDOW_BYTES)
@@ -259,7 +287,7 @@ class DeviceCopies:
         while self._leaving and self._leaving_bytes > most_bytes:
             oldest = self._leaving.popleft()()
             if oldest is not None:
-                self._leaving_bytes -= oldest.kept.nbytes
+                self._leaving_bytes -= _device_bytes(oldest.like)
                 oldest.leave()
 
     def request(self, wanted: _Offloaded) -> None:
@@ -299,7 +327,7 @@ class DeviceCopies:
         while self.dropped:
             place, leaving, arriving = self.dropped.popleft()
             if leaving is not None:
-                self._leaving_bytes -= leaving.tensor.nbytes
+                self._leaving_bytes -= _device_bytes(leaving.tensor)
                 self.wait_for(leaving, self.to_host)
             if arriving is not None:
                 self.wait_for(arriving, self.to_device)
@@ -318,10 +346,17 @@ class DeviceCopies:
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, after: Sequence[Handle]) -> Handle:
-        """Enqueue a copy on a stream of copies."""
+        """Enqueue a copy on a stream of copies. The host's tensor is dense."""
 
         def work(_: Workspace) -> None:
-            target.copy_(source, non_blocking=True)
+            if target.stride() == source.stride():
+                target.copy_(source, non_blocking=True)
+                return
+            # The device's tensor has gaps. PyTorch would copy it through memory that is not page-locked, and wait. So
+            # the device itself collects or spreads the elements. Their dense copy belongs to the stream of this job.
+            kept = target if stream is self.to_host else source
+            dense = _like(kept, self.device)
+            target.copy_(dense.copy_(source, non_blocking=True), non_blocking=True)
 
         return stream.submit(Job(self._workspace, [work]), after)
 
@@ -360,8 +395,10 @@ def offload_activations(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTE
             return _LeftOnDevice(tensor, tensor._version)
         copies = _copies_on(tensor.device)
         if copies is None:
-            return _OnHost(torch.empty_like(tensor).copy_(tensor), tensor.device)
-        if window.nbytes and window.nbytes + tensor.nbytes > _WINDOW_BYTES:
+            kept = _like(tensor, tensor.device)
+            _once(kept).copy_(_once(tensor))
+            return _OnHost(kept, tensor.device)
+        if window.nbytes and window.nbytes + _device_bytes(tensor) > _WINDOW_BYTES:
             window = _Window(window)
         return copies.offload(tensor, window)
 
