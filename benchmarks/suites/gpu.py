@@ -14,7 +14,6 @@ loopback. Their computation takes turns, so these cases say nothing about overla
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -31,6 +30,7 @@ import towpath
 from benchmarks import gpt
 from benchmarks.harness.candidates import CaseError
 from benchmarks.harness.figures import Check
+from benchmarks.harness.shared_gpu import share_gpu
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.suites import host
 
@@ -47,7 +47,7 @@ def _spawned(work: Callable[..., Any], world: int, *arguments: Any) -> Any:
 
 
 def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    share_gpu(rank)
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     found = work(*arguments)

@@ -24,6 +24,7 @@ from benchmarks import gpt
 from benchmarks.harness.candidates import LabPlace, Launch, RunningCandidate, timed
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.figures import Check, medians
+from benchmarks.harness.shared_gpu import share_gpu
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import build, stepper
 from benchmarks.workload import LENGTH, SHORT, SQUARE, Workload
@@ -349,8 +350,8 @@ def _rank(rank: int, world: int, folder: str, case: TimelineCase, trace: str | N
     device = torch.device("cpu")
     if case.device == "cuda":
         devices = torch.cuda.device_count()
-        if devices < world:  # NCCL accepts two ranks on one GPU if they look like two hosts
-            os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        if devices < world:
+            share_gpu(rank)
         device = torch.device("cuda", rank % devices)
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if case.device == "cuda" else "gloo"

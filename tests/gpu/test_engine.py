@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 import towpath
+from benchmarks.harness.shared_gpu import share_gpu
 from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.strategies import strategy_of
@@ -44,14 +44,15 @@ def test_ranks_that_share_a_gpu_train_as_one_process(label: str, tmp_path: Path)
 
 def test_the_host_is_not_held_up_by_a_step(tmp_path: Path) -> None:
     """A step enqueues its work and returns: nothing in it waits for the device."""
-    _spawn(1, tmp_path, _enqueue_under_sync_debug)
+    _spawn(2, tmp_path, _enqueue_under_sync_debug)
 
 
 @pytest.mark.parametrize("offload_activations", [False, True])
 def test_towpath_train_does_not_wait_for_the_device(tmp_path: Path, offload_activations: bool) -> None:
     """Only for the loss and the norm, by an event behind them, once the optimizer is enqueued."""
     (tmp_path / "text.txt").write_text("".join(f"the {i}th line says {i * i % 97}\n" for i in range(400)))
-    _spawn(1, tmp_path, _train_steps_under_sync_debug, tmp_path, offload_activations)
+    prepare(corpus.find(DataConfig(text=(str(tmp_path / "text.txt"),))), "bytes", tmp_path / "tokens")
+    _spawn(2, tmp_path, _train_steps_under_sync_debug, tmp_path, offload_activations)
 
 
 def test_the_seconds_of_transfers_are_the_devices(tmp_path: Path) -> None:
@@ -63,8 +64,7 @@ def _spawn(world: int, folder: Path, work: Any, *args: Any) -> None:
 
 
 def _rank(rank: int, world: int, meeting: Path, work: Any, args: tuple[Any, ...]) -> None:
-    # NCCL refuses two ranks on one GPU of one host; as hosts of their own they talk over the loopback.
-    os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    share_gpu(rank)
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{meeting}", rank=rank, world_size=world)
     try:
@@ -91,6 +91,8 @@ def _train(label: str, topology: Topology, precision: towpath.Precision | None) 
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    if topology.world > 1:
+        assert towpath.stats(model).transfers
     if precision is None:
         for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             # In float64 only the order of sums differs.
@@ -136,19 +138,18 @@ def _time_transfers() -> None:
         optimizer.zero_grad()
     torch.cuda.synchronize()
     done = towpath.stats(model).since(before)
-    assert all(t.seconds_in_flight > 0 for t in done.transfers), done
+    assert done.transfers and all(t.seconds_in_flight > 0 for t in done.transfers), done
     # Two processes that share a GPU take turns on it: their transfers are waited for.
     assert done.seconds_exposed > 0, done
 
 
 def _train_steps_under_sync_debug(folder: Path, offload_activations: bool) -> None:
     saved_activations._WINDOW_BYTES = 1 << 18  # some of a pass
-    prepare(corpus.find(DataConfig(text=(str(folder / "text.txt"),))), "bytes", folder / "tokens")
     sections: dict[str, dict[str, Any]] = {
         "data": {"tokens": str(folder / "tokens")},
         "model": {"width": 64, "depth": 4, "heads": 2},
-        "train": {"steps": 6, "batch": 8, "micro_batch": 4, "length": 64, "offload_activations": offload_activations},
-        "strategy": {"nodes": 1, "ranks_per_node": 1},
+        "train": {"steps": 6, "batch": 16, "micro_batch": 4, "length": 64, "offload_activations": offload_activations},
+        "strategy": {"nodes": 2, "ranks_per_node": 1},
     }
     with init_distributed() as job:
         training = Trainer(Config.from_dict(sections), job)
@@ -158,13 +159,15 @@ def _train_steps_under_sync_debug(folder: Path, offload_activations: bool) -> No
             result = training.train_step()
             assert result.loss > 0 and not result.skipped
         torch.cuda.set_sync_debug_mode("default")
+        assert towpath.stats(training.model).transfers
 
 
 def _enqueue_under_sync_debug() -> None:
     entry = MODELS["gpt"]
-    model = towpath.shard(entry.make(torch.float32).cuda(), "zero3", topology=Topology(1, 1))
-    inputs = [t.cuda() for t in entry.micro_batch(0, 0, 0, torch.float32)]
-    for step in range(3):
-        torch.cuda.set_sync_debug_mode("error" if step else "default")
+    model = towpath.shard(entry.make(torch.float32).cuda(), "zero3", topology=Topology(2, 1))
+    inputs = [t.cuda() for t in entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)]
+    for step in range(4):
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
         entry.loss(model, *inputs).backward()
     torch.cuda.set_sync_debug_mode("default")
+    assert towpath.stats(model).transfers

@@ -1,6 +1,6 @@
 """How a job starts on GPUs: `towpath.init()`, groups that connect, and what is refused. Skipped without a GPU.
 
-Ranks that share a GPU are hosts of their own to NCCL (`NCCL_HOSTID`).
+Ranks that share a GPU are hosts of their own to NCCL (`share_gpu`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
+from benchmarks.harness.shared_gpu import share_gpu
 from tests.ranks.test_pipeline import BATCH, LENGTH, _gpt, _token_loss
 from towpath.errors import TopologyError
 from towpath.pipeline import Pipeline, split
@@ -45,7 +46,7 @@ def _rank(rank: int, world: int, meeting: Path, work: Any, args: tuple[Any, ...]
 
 def _join(rank: int, world: int, meeting: str, backend: str = BOTH, bound: bool = False, own_host: bool = True) -> None:
     if own_host:
-        os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+        share_gpu(rank)
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0) if bound else None
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, device_id=device)

@@ -17,6 +17,7 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 import towpath
+from benchmarks.harness.shared_gpu import share_gpu
 from towpath.errors import StepError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -95,8 +96,7 @@ def _spawn(world: int, work: Any) -> None:
 
 
 def _rank(rank: int, world: int, meeting: Path, work: Any) -> None:
-    # NCCL refuses two ranks on one GPU of one host; as hosts of their own they talk over the loopback.
-    os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    share_gpu(rank)
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else the watchdog may end the process before it raises
     torch.cuda.set_device(0)
     dist.init_process_group(

@@ -209,9 +209,10 @@ def _share_gpu(rank: int) -> str:
     import torch
 
     import towpath
+    from benchmarks.harness.shared_gpu import share_gpu
 
-    # NCCL refuses two ranks on one GPU of one host. As hosts of their own they talk over the loopback.
-    os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_MAX_NCHANNELS="2")
+    share_gpu(rank)
+    os.environ["NCCL_MAX_NCHANNELS"] = "2"  # several worlds share the GPU
     torch.cuda.set_device(0)
     torch.backends.cudnn.allow_tf32 = False  # tests in float32 judge rounding
     towpath.shard = _on_gpu(towpath.shard)
