@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,30 @@ def test_a_transfer_that_the_device_has_not_finished_counts_as_waiting() -> None
     assert activity.progress > before  # the device went on, if the host did not
     second.has_come = True
     assert not activity.waits and "in no transfer" in activity.describe()
+
+
+class Interrupted(End):
+    """Lets another thread look in the middle of the first look."""
+
+    def __init__(self, look: Callable[[], Any]) -> None:
+        super().__init__()
+        self.has_come = True
+        self.threads = [threading.Thread(target=look)]
+
+    def query(self) -> bool:
+        if self.threads:
+            other = self.threads.pop()
+            other.start()
+            other.join(timeout=0.2)  # it may have to wait until this look is over
+        return True
+
+
+def test_two_threads_that_look_at_the_device_drop_no_more_than_it_finished() -> None:
+    activity, unfinished = RankStatus(), End()
+    activity.enqueued(Interrupted(lambda: activity.on_device()), [_gather("a")])
+    activity._enqueued.append((unfinished, "gather of unit 'b'"))
+    assert activity.on_device() == "gather of unit 'b'"
+    assert [end for end, _ in activity._enqueued] == [unfinished]
 
 
 def test_what_is_kept_of_a_device_that_never_finishes_is_bounded() -> None:

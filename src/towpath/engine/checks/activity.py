@@ -152,6 +152,9 @@ class RankStatus:
         self._last = ""
         self._failure = ""
         self._enqueued: deque[tuple[Event, str]] = deque(maxlen=_ENQUEUED)  # on the device, in order
+        # The training thread and the reporter both drop what has finished. Without the lock, one could drop an entry
+        # between the other's look at the first entry and its removal.
+        self._enqueued_lock = threading.RLock()
         self.inside = ""  # the collective that the program is in, among ranks that share parameters
         # The call in which this rank waits for all ranks, and how many such calls came before it.
         self.meeting: tuple[int, str] | None = None
@@ -174,8 +177,9 @@ class RankStatus:
 
     def enqueued(self, end: Event, transfers: Sequence[Transfer]) -> None:
         """Note that the host has enqueued these transfers on the device. The event `end` follows them."""
-        self._drop_finished()
-        self._enqueued.append((end, _named(transfers)))
+        with self._enqueued_lock:
+            self._drop_finished()
+            self._enqueued.append((end, _named(transfers)))
 
     def _drop_finished(self) -> None:
         while self._enqueued and self._enqueued[0][0].query():
@@ -184,8 +188,9 @@ class RankStatus:
 
     def on_device(self) -> str:
         """Return the first enqueued transfer that the device has not finished; '' if there is none."""
-        self._drop_finished()
-        return self._enqueued[0][1] if self._enqueued else ""
+        with self._enqueued_lock:
+            self._drop_finished()
+            return self._enqueued[0][1] if self._enqueued else ""
 
     @contextmanager
     def shared(self, call: str) -> Generator[None]:
