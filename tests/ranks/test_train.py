@@ -393,6 +393,16 @@ def _overflowing(config: Config) -> str:
         return str(stopped.value)
 
 
+def test_a_state_of_an_optimizer_that_is_not_fused_is_skipped_on_the_host() -> None:
+    def made(fused: bool) -> torch.optim.AdamW:
+        return torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=fused)
+
+    optimizer = made(True)
+    assert trainer_module.can_skip_on_device(optimizer, torch.device("cpu"))
+    optimizer.load_state_dict(made(False).state_dict())
+    assert not trainer_module.can_skip_on_device(optimizer, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", seldom("muon")])
 @in_turn(["paro-iig", "zero3", "ddp"], 1)
 def test_a_skipped_step_changes_no_bit_of_weights_and_states(

@@ -57,7 +57,8 @@ def can_skip_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -
 
     Fused AdamW can. Muon cannot, and neither can an optimizer whose states are in the host's memory.
     """
-    fused = isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]
+    # The groups decide, not the defaults: a loaded state may have changed them.
+    fused = isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in optimizer.param_groups)
     return fused and all(p.device.type == device.type for group in optimizer.param_groups for p in group["params"])
 
 
