@@ -66,6 +66,11 @@ def test_a_rank_takes_its_gpu_and_both_backends(monkeypatch: pytest.MonkeyPatch,
     assert gpus["timeout"] == timedelta(minutes=1)
 
 
+def test_the_default_timeout_is_that_of_gloo_on_gpus_too() -> None:
+    default = dist.distributed_c10d._get_default_timeout  # pyright: ignore
+    assert {default(dist.Backend(name)) for name in ("gloo", "cpu:gloo,cuda:nccl")} == {timedelta(minutes=30)}
+
+
 def test_one_process_takes_the_first_gpu(gpus: dict[str, Any]) -> None:
     assert towpath.init() == torch.device("cuda", 0)
     assert (gpus["backend"], gpus["rank"], gpus["world_size"]) == ("cpu:gloo,cuda:nccl", 0, 1)

@@ -38,8 +38,9 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
     already, and returns its device. So it may be called more than once.
 
     Args:
-        timeout: How long a collective waits for the other ranks. The default is PyTorch's: 30 minutes on gloo, 10
-            minutes on NCCL. Raise it if one rank does long work alone. It has no effect on a group that exists already.
+        timeout: How long a collective waits for the other ranks. The default is PyTorch's for groups that
+            use gloo, with or without NCCL: 30 minutes. Raise it if one rank does long work alone. It has no effect on a
+            group that exists already.
 
     Returns:
         The device for this rank's model and batches.
