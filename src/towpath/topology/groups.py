@@ -291,10 +291,13 @@ def connect(group: dist.ProcessGroup) -> None:
     """Make the first call of `group` on the GPU, by all its ranks together. Every rank of it must call this.
 
     NCCL connects in the first call, and waits for all ranks there. Messages between some of the ranks would hang.
-    Groups with a bound device are connected already. Groups on gloo, or without a backend for GPUs, need nothing.
+    Groups with a bound device are connected already, unless PyTorch wraps them to debug them. Groups on gloo, or
+    without a backend for GPUs, need nothing.
     """
     backend = backends_of(group).get("cuda", "gloo")
-    if backend != "gloo" and group.bound_device_id is None and group.size() > 1:
+    is_wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL  # pyright: ignore[reportPrivateImportUsage]
+    connected = group.bound_device_id is not None and not is_wrapped
+    if backend != "gloo" and not connected and group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
 
 
