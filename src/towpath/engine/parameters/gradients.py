@@ -457,6 +457,8 @@ class FlatGradients(BucketGradients):
             torch._foreach_zero_(zeros)  # pyright: ignore
         if fresh:
             torch._foreach_copy_([self._arriving[index] for index, _ in fresh], [gradient for _, gradient in fresh])  # pyright: ignore
+        # If the sums are wider than the gradients, PyTorch launches each addition alone. One launch would first have to
+        # widen the gradients of the unit, into memory that no plan has.
         if added:
             torch._foreach_add_([self._arriving[index] for index, _ in added], [gradient for _, gradient in added])  # pyright: ignore
 
