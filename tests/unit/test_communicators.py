@@ -8,8 +8,9 @@ import pytest
 
 import towpath
 from towpath import Extent, Topology, planning
+from towpath.core.collective_log import log_bytes
 from towpath.core.formats import Precision
-from towpath.core.queues import COMMUNICATOR_BYTES, Lanes, communicators
+from towpath.core.queues import COMMUNICATOR_BYTES, Lanes, communicators, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.schedule import schedule
 from towpath.core.unit_plan import plan_unit
@@ -61,6 +62,22 @@ def test_gathers_and_reductions_share_what_they_use_less() -> None:
     assert found == {((0, 1), "rows"), ((0, 2, 4, 6), "gather"), ((0, 2, 4, 6), "reduce")}
     found = needed(towpath.strategy("zero3", Topology(4, 1)), frozen=False)
     assert found == {((0, 1, 2, 3), "gather"), ((0, 1, 2, 3), "reduce")}
+
+
+def test_queues_of_one_communicator_must_keep_one_order() -> None:
+    def shared(name: str, form: Form = Form.COLLECTIVES) -> dict[tuple[str, int], set[str]]:
+        strategy = towpath.strategy(name, Topology(64, 8))
+        plans = [plan_unit(strategy, unit, Precision(), form) for unit in UNITS]
+        found = shared_lanes(strategy, plans)
+        # Each group has 16 bytes in the comparison at the boundary.
+        assert log_bytes(strategy, found) - log_bytes(strategy) == 16 * sum(len(each.ranks) for each in found) <= 1024
+        return {(each.lane, len(each.ranks)): {kind.value for kind in each.kinds} for each in found}
+
+    assert shared("zero++") == {("rows", 64): {"gather", "backward_gather", "reduce"}}
+    assert shared("paro-iig") == {("columns", 8): {"grad_sync", "param_sync"}}
+    assert shared("mics") == {("gather", 64): {"gather", "backward_gather", "unused_params"}}  # with norms and the like
+    assert shared("zero3") == {}  # the parent serves the norms of all ranks
+    assert shared("zero++", Form.MESSAGES) == {}
 
 
 def test_their_memory_is_counted_where_nccl_takes_it() -> None:

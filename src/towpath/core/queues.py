@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from towpath.core.routes import COLLECTIVES, Form
-from towpath.core.strategy import WITH_TRANSPORT, TransferKind
-from towpath.core.transfer import Transfer
+from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
+from towpath.core.transfer import Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.topology.cluster import Topology
 
@@ -85,6 +85,45 @@ class Lanes:
             return ()
         queue, topology = QUEUES[transfer.kind], transfer.topology
         return tuple((ranks, self.lane(queue, ranks, topology)) for ranks in transfer.first_groups)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLane:
+    """A communicator of several queues, on every rank. NCCL runs its calls in the order in which ranks submit them.
+
+    Queues with communicators of their own may interleave differently on each rank. Here that would let an all-gather
+    meet a reduction, so the ranks of each communicator compare the order at the boundary.
+
+    Attributes:
+        lane: The lane.
+        ranks: The ranks of the communicator that each rank is in.
+        kinds: The kinds of the transfers. `UNUSED_PARAMS` stands for shared calls, such as norms and full tensors.
+    """
+
+    lane: str
+    ranks: Ranks
+    kinds: frozenset[TransferKind]
+
+
+def shared_lanes(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[SharedLane, ...]:
+    """Return the communicators that transfers of more than one queue use. There are none in the form of messages."""
+    plans = tuple(plans)
+    lanes, kinds, everyone = Lanes.of(plans), dict[Communicator, set[TransferKind]](), dict[Communicator, Transfer]()
+    for transfer in _transfers(plans):
+        for communicator in lanes.communicators(transfer):
+            kinds.setdefault(communicator, set()).add(transfer.kind)
+            everyone[communicator] = transfer
+    for move in strategy.moves.assemble:
+        ranks = move.groups[0].ranks
+        called = (ranks, lanes.lane(QUEUES[TransferKind.UNUSED_PARAMS], ranks, strategy.topology))
+        # The parent serves the calls of all ranks, and no transfers.
+        if len(move.groups) > 1 and called in kinds:
+            kinds[called].add(TransferKind.UNUSED_PARAMS)
+    return tuple(
+        SharedLane(communicator[1], everyone[communicator].partition(communicator[0]), frozenset(found))
+        for communicator, found in kinds.items()
+        if len({QUEUES[kind] for kind in found}) > 1
+    )
 
 
 def communicators(plans: Collection[UnitPlan]) -> set[Communicator]:

@@ -36,9 +36,9 @@ from towpath.collectives.rank_transfer import (
     select,
 )
 from towpath.core.collective_log import CollectiveLog
-from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes, shared_lanes
 from towpath.core.routes import WITH_OWNERS
-from towpath.core.strategy import WITH_TRANSPORT, TransferKind
+from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Needs, Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.checks.activity import StallMonitor
@@ -410,9 +410,11 @@ class CommContext:
         self.form = form_for(self._backend)
         self._lanes = Lanes()
 
-    def share(self, plans: Iterable[UnitPlan]) -> None:
+    def share(self, strategy: Strategy, plans: Iterable[UnitPlan]) -> None:
         """Share process groups as the transfers of `plans` need it. Call it before anything is bound."""
+        plans = tuple(plans)
         self._lanes = Lanes.of(plans)
+        self.log.share(shared_lanes(strategy, plans))
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""
