@@ -376,8 +376,9 @@ class _ThreadHandle(Handle):
 # The transfers of a plan get the collectives and process groups that execute them on this rank.
 
 
-# How many thread blocks a kernel of NCCL may use in a group that crosses nodes. More blocks keep no link busier, and
-# take processors of the device away from the computation.
+# How many thread blocks a kernel of NCCL may use in a group that crosses nodes, or that exchanges all-to-all inside a
+# node. More blocks keep no link between nodes busier, and take processors of the device away from the computation. For
+# all-to-alls inside a node, each block also takes memory for each peer.
 MAX_CTAS = 16
 
 
@@ -459,7 +460,8 @@ class CommContext:
         if borrows and len(ranks) == 1 and parent is not None and not self.groups.has(ranks, lane):
             return parent
         crosses = len(set(map(topology.node_of, mine))) > 1
-        limit = MAX_CTAS if crosses and "NCCL_MAX_CTAS" not in os.environ else None
+        is_limited = crosses or (ranks[0], lane) in self._lanes.with_all_to_alls  # alike on all ranks
+        limit = MAX_CTAS if is_limited and "NCCL_MAX_CTAS" not in os.environ else None
         return self.groups.of(ranks, lane, self._backend, limit)
 
     def coalesce(self, gathers: Sequence[RankTransfer]) -> CoalescedTransfers:
