@@ -97,7 +97,7 @@ def test_their_memory_is_counted_where_nccl_takes_it() -> None:
         ("zero3", {"route": "two-hop"}, 7),
         ("zero3", {"route": "one-hop"}, 7),  # between nodes, too, but those of other nodes share buffers
         ("mics", {"gradients": "int8"}, 0),  # a column: one rank of each node
-        ("paro-iii", {"gradients": "int8"}, 7),
+        ("qgz", {}, 7),
     ],
 )
 def test_all_to_alls_inside_a_node_take_memory_for_each_peer(name: str, options: dict[str, Any], peers: int) -> None:
