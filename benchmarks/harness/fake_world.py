@@ -30,8 +30,9 @@ from towpath.engine.streams import queue
 from towpath.engine.streams.streams import Handle, Job, Stream, Waiting
 from towpath.topology import groups
 
-# In a job's counts: calls of collectives, messages between two ranks, kernels of codecs, other operations.
-CALLS, MESSAGES, CODECS, OTHERS = "calls", "messages", "codecs", "others"
+# In a job's counts: launches of collectives, calls that are launched together with others, messages between two ranks,
+# kernels of codecs, other operations.
+CALLS, TOGETHER, MESSAGES, CODECS, OTHERS = "calls", "together", "messages", "codecs", "others"
 _MESSAGES = ("c10d.send", "c10d.recv_")
 
 
@@ -41,6 +42,7 @@ class Launches:
 
     jobs: list[tuple[tuple[Transfer, ...], Counter[str]]] = field(default_factory=list)
     groups: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    limits: list[tuple[tuple[int, ...], int | None]] = field(default_factory=list)  # of thread blocks, by group
     computation: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -71,6 +73,7 @@ class _Watch(TorchDispatchMode):
         counts = self._launches.counts
         if name.startswith("c10d."):
             counts[MESSAGES if name.startswith(_MESSAGES) else CALLS] += 1
+            counts[TOGETHER] += len(args[0]) if "coalesced" in name else 0
         elif func._schema.is_mutable or not _is_view(func):
             counts[OTHERS] += 1
         return func(*args, **(kwargs or {}))
@@ -136,6 +139,7 @@ def fake_world(
 
     def make_group(ranks: list[int], purpose: str, backend: str | None = None, **options: Any) -> dist.ProcessGroup:
         launches.groups.append((tuple(ranks), backend or "nccl"))
+        launches.limits.append((tuple(ranks), options.get("max_ctas")))
         made = dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose, backend="fake")
         assert isinstance(made, dist.ProcessGroup)
         return made

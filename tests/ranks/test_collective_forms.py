@@ -20,9 +20,10 @@ from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_parity import TOLERANCE, Case, Distance
 from tests.ranks.test_schedule_is_executed import MIXED, Mixed, _backend_calls, _train
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
-from towpath.collectives.columns_and_rows import InMembersOrder
+from towpath.collectives.columns_and_rows import Reordered
+from towpath.core import routes
 from towpath.core.route_costs import phases
-from towpath.core.routes import Form, Group, Op
+from towpath.core.routes import Form, Group, Op, Order, order_of
 from towpath.core.strategy import TransferKind
 
 Worlds = Callable[[int], World]
@@ -86,6 +87,17 @@ def test_collectives_are_those_of_the_schedule(world: Worlds, label: str) -> Non
     world(4).run(_compare, label)
 
 
+@pytest.mark.parametrize("label", ["zero3@hierarchical", "paro-ggg"])
+def test_with_many_nodes_they_are_fewer(world: Worlds, label: str) -> None:
+    world(4).run(_compare_many_nodes, label)
+
+
+def _compare_many_nodes(label: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes, "MOST_ROW_CALLS", 1)
+        _compare(label)
+
+
 def _compare(label: str) -> None:
     """The transfers, the calls that the backend gets, and the memory."""
     strategy = strategy_of(label, SHAPE)
@@ -110,7 +122,7 @@ def _calls(transfer: Any) -> float:
     """gloo makes one call for each node where NCCL launches them together."""
     if transfer.form is Form.MESSAGES:
         return 1
-    of_rows = transfer.by_rows_and_columns and bool(transfer.wire_needs[transfer.dtype])
+    of_rows = transfer.by_rows_and_columns and order_of(transfer.move.groups[0].slots, transfer.grid) is Order.ROWS
     found = phases(transfer.move.op, transfer.route, transfer.grid, transfer.parts, transfer.form)
     return sum(p.messages_out + (transfer.grid.nodes if of_rows else 1) * p.messages_inside for p in found)
 
@@ -169,7 +181,7 @@ def test_slices_in_another_order_are_copied_there_and_back() -> None:
     process_group: Any = None
     members, workspace = GroupRank(process_group, group, 0, (0, 0, 1, 1)), Workspace(WireBuffers(cpu))
     region = torch.zeros(8)
-    InMembersOrder(Op.ALL_GATHER, members, inner, cpu).run(region, torch.ones(2), workspace)
+    Reordered(Op.ALL_GATHER, members, range(4), inner, cpu).run(region, torch.ones(2), workspace)
     assert region.tolist() == [10, 11, 30, 31, 0, 1, 20, 21]
-    InMembersOrder(Op.REDUCE_SCATTER, members, inner, cpu).run(region, torch.ones(0), workspace)
+    Reordered(Op.REDUCE_SCATTER, members, range(4), inner, cpu).run(region, torch.ones(0), workspace)
     assert inner.given.tolist() == [0, 1, 10, 11, 20, 21, 30, 31]

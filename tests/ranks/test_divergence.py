@@ -5,6 +5,7 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
+from tests.forms import in_form
 from tests.ranks.server import RankError, World, run_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.twin import Twin
+from towpath.core.routes import Form
 from towpath.errors import MismatchError, StepError
 
 Worlds = Callable[[int], World]
@@ -93,6 +96,60 @@ def _differ() -> list[str]:
         assert all(isinstance(p, towpath.ShardTensor) and p.grad is None for p in model.parameters()), label
         _loss(model, [1, 2], step=1).backward()  # as if the step before had not been
         assert not any(p.grad is None for p in model.experts.all[1].parameters())
+    return texts
+
+
+class Late(nn.Module):
+    """Adds a second input, whose gradient it drops if it is told to. Then its backward ends with that of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, other: Tensor, drops: bool) -> Tensor:
+        return torch.tanh(self.inner(x)) + (other.detach() if drops else other)
+
+
+class LateNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.blocks = nn.ModuleList(Late() for _ in range(4))
+
+    def forward(self, x: Tensor, drops: bool) -> Tensor:
+        x = other = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x, other, drops and number == 2)
+        return self.last(x)
+
+
+def test_reductions_must_keep_their_place_on_shared_communicators(world: Worlds) -> None:
+    """The ranks run the same units, and each kind of transfer is in the same order. Only their common order differs."""
+    for rank, texts in enumerate(world(4).run(_end_late)):
+        for text in texts:
+            assert text.startswith(f"rank {rank}: the ranks submitted the transfers of a shared communicator"), text
+            assert re.search("on rank 0: .* of unit 'blocks.[0-3]', on rank 1: .* of unit 'blocks.[0-3]'", text), text
+            assert "lane 'rows'" in text and "reduce of unit" in text and "units ran" not in text, text
+
+
+def _end_late() -> list[str]:
+    texts: list[str] = []
+    for label in ("zero++", "paro-ggg", "zero3@hierarchical", "zero3@two-hop"):
+        for form in Form:
+            torch.manual_seed(3)
+            with in_form(form):
+                model: Any = towpath.shard(LateNet(), strategy_of(label, SHAPE), topology=SHAPE, units=[Late])
+            for late in (False, True):
+
+                def step(model: Any = model, late: bool = late) -> None:
+                    model(torch.randn(3, 6), late and dist.get_rank() == 1).square().mean().backward()
+
+                if late and form is Form.COLLECTIVES:
+                    texts.append(_error(step))
+                    assert all(p.grad is None or not p.grad.any() for p in model.parameters()), label
+                else:
+                    step()  # messages of gathers and reductions have process groups of their own
+                    model.zero_grad()
     return texts
 
 

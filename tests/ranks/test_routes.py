@@ -21,6 +21,7 @@ from tests.ranks.strategies import seldom
 from tests.workspace import workspace
 from towpath.collectives.collective import Collective, GroupRank
 from towpath.collectives.rank_transfer import CoalescedAllGather, RankTransfer, group_rank, select
+from towpath.core import routes
 from towpath.core.formats import item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Form, Group, Op
@@ -180,6 +181,8 @@ def _coalesced(shape: Topology, local_major: bool) -> None:
 
 # --- collectives of columns and rows ----------------------------------------------------------------------------------
 
+few_or_many = pytest.mark.parametrize("most", [routes.MOST_ROW_CALLS, 1], ids=["few nodes", "many nodes"])
+
 
 def _in_calls(op: Op, route: str, shape: Topology, slots: tuple[int, ...], elements: int, dtype: str) -> Transfer:
     move = GroupCollective(op, 1, (Group(tuple(range(shape.world)), slots),))
@@ -194,9 +197,17 @@ def _slots(shape: Topology) -> dict[str, tuple[int, ...]]:
 
 
 @more_shapes
-def test_collectives_of_columns_and_rows_move_what_messages_do(world: Worlds, shape: Topology) -> None:
+@few_or_many
+def test_collectives_of_columns_and_rows_move_what_messages_do(world: Worlds, shape: Topology, most: int) -> None:
     """In every order of slices, and without more memory than the transfer says."""
-    world(shape.world).run(_columns_and_rows, shape)
+    world(shape.world).run(_with_row_calls, most, _columns_and_rows, shape)
+
+
+def _with_row_calls(most: int, function: Callable[[Topology], None], shape: Topology) -> None:
+    """With at most so many calls of a row in one launch, as if there were many nodes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routes, "MOST_ROW_CALLS", most)
+        function(shape)
 
 
 def _columns_and_rows(shape: Topology) -> None:
@@ -229,8 +240,9 @@ def _columns_and_rows(shape: Topology) -> None:
 
 
 @shapes
-def test_collectives_gather_several_regions_in_place(world: Worlds, shape: Topology) -> None:
-    world(shape.world).run(_coalesced_calls, shape)
+@few_or_many
+def test_collectives_gather_several_regions_in_place(world: Worlds, shape: Topology, most: int) -> None:
+    world(shape.world).run(_with_row_calls, most, _coalesced_calls, shape)
 
 
 def _coalesced_calls(shape: Topology) -> None:

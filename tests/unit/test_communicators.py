@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import towpath
 from towpath import Extent, Topology, planning
+from towpath.core.collective_log import log_bytes
 from towpath.core.formats import Precision
-from towpath.core.queues import COMMUNICATOR_BYTES, Lanes, communicators
+from towpath.core.queues import COMMUNICATOR_BYTES, PEER_BYTES, Lanes, communicator_bytes, communicators, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.schedule import schedule
 from towpath.core.unit_plan import plan_unit
@@ -63,11 +65,46 @@ def test_gathers_and_reductions_share_what_they_use_less() -> None:
     assert found == {((0, 1, 2, 3), "gather"), ((0, 1, 2, 3), "reduce")}
 
 
+def test_queues_of_one_communicator_must_keep_one_order() -> None:
+    def shared(name: str, form: Form = Form.COLLECTIVES) -> dict[tuple[str, int], set[str]]:
+        strategy = towpath.strategy(name, Topology(64, 8))
+        plans = [plan_unit(strategy, unit, Precision(), form) for unit in UNITS]
+        found = shared_lanes(strategy, plans)
+        # Each group has 16 bytes in the comparison at the boundary.
+        assert log_bytes(strategy, found) - log_bytes(strategy) == 16 * sum(len(each.ranks) for each in found) <= 1024
+        return {(each.lane, len(each.ranks)): {kind.value for kind in each.kinds} for each in found}
+
+    assert shared("zero++") == {("rows", 64): {"gather", "backward_gather", "reduce"}}
+    assert shared("paro-iig") == {("columns", 8): {"grad_sync", "param_sync"}}
+    assert shared("mics") == {("gather", 64): {"gather", "backward_gather", "unused_params"}}  # with norms and the like
+    assert shared("zero3") == {}  # the parent serves the norms of all ranks
+    assert shared("zero++", Form.MESSAGES) == {}
+
+
 def test_their_memory_is_counted_where_nccl_takes_it() -> None:
     strategy = towpath.strategy("zero++", SHAPES[2])
     calls, messages = (schedule(strategy, UNITS, 1, form=form) for form in (Form.COLLECTIVES, Form.MESSAGES))
-    assert calls.buffer_bytes()["communicators"] == (3 + 1) * COMMUNICATOR_BYTES
+    rows = 7 * PEER_BYTES  # the row of 8 ranks carries the all-to-alls of int4 gradients
+    assert calls.buffer_bytes()["communicators"] == (3 + 1) * COMMUNICATOR_BYTES + rows
+    assert COMMUNICATOR_BYTES + rows == pytest.approx(3.5e9)
     assert "communicators" not in messages.buffer_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "peers"),
+    [
+        ("paro-ggg", {}, 0),
+        ("zero3", {"route": "two-hop"}, 7),
+        ("zero3", {"route": "one-hop"}, 7),  # between nodes, too, but those of other nodes share buffers
+        ("mics", {"gradients": "int8"}, 0),  # a column: one rank of each node
+        ("qgz", {}, 7),
+    ],
+)
+def test_all_to_alls_inside_a_node_take_memory_for_each_peer(name: str, options: dict[str, Any], peers: int) -> None:
+    strategy = towpath.strategy(name, SHAPES[2], **options)
+    plans = [plan_unit(strategy, unit, Precision(), Form.COLLECTIVES) for unit in UNITS]
+    plain = (len(communicators(plans)) + 1) * COMMUNICATOR_BYTES
+    assert communicator_bytes(plans)["communicators"] == plain + peers * PEER_BYTES
 
 
 @pytest.mark.parametrize("gigabits", [100, 400])

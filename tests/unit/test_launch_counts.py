@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from torch import nn
 
 import towpath
-from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, OTHERS, Launches, fake_world
+from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, OTHERS, TOGETHER, Launches, fake_world
 from towpath.core import routes
 from towpath.core.launches import Launches as Counted
 from towpath.core.launches import launches_of
 from towpath.core.routes import Op
 from towpath.core.transfer import Range
+from towpath.engine.streams.queue import MAX_CTAS
 
 SHAPES = ((2, 2), (2, 8), (8, 8))
 CODED = ("int8", "int4", "int4:64+hadamard+stochastic", "e4m3", "e5m2", "bf16")
@@ -59,6 +61,8 @@ def _check(launches: Launches, feedback: bool) -> None:
             continue
         assert counts[MESSAGES] == 0, (sent, counts)
         assert counts[CALLS] <= MOST_CALLS * len(sent), (sent, counts)
+        # A row of few nodes makes a call for each of them, and an all-reduce uses its row twice.
+        assert counts[TOGETHER] <= 2 * routes.MOST_ROW_CALLS * len(sent), (sent, counts)
         if all(t.transport.encoding is None for t in sent):
             assert counts[CODECS] == 0, (sent, counts)
         else:
@@ -66,7 +70,8 @@ def _check(launches: Launches, feedback: bool) -> None:
             assert counts[CODECS] <= most, (sent, counts)
         # The simulator counts the same. Gathers that are coalesced launch less.
         counted = sum(map(launches_of, sent), Counted())
-        assert (counts[CALLS], counts[CODECS]) == (counted.calls, counted.codecs), (sent, counts, counted)
+        found = Counted(calls=counts[CALLS], together=counts[TOGETHER], codecs=counts[CODECS])
+        assert found == replace(counted, operations=0), (sent, counts, counted)
         assert counts[OTHERS] >= counted.operations, (sent, counts, counted)
 
 
@@ -83,6 +88,22 @@ def test_presets_launch_few_collectives_and_kernels(shape: tuple[int, int]) -> N
         _check(launches, feedback=False)
         most = MOST_COMMUNICATORS.get(name, 3)
         assert len(launches.communicators) <= most, (name, launches.communicators)
+
+
+def test_kernels_of_all_to_alls_inside_a_node_take_few_thread_blocks() -> None:
+    for name, inside in (("zero++", {MAX_CTAS}), ("paro-ggg", {None})):
+        with fake_world(2, 8) as (topology, launches):
+            _train(topology, name)
+        rows = {limit for ranks, limit in launches.limits if ranks == tuple(range(8))}
+        assert rows == inside, launches.limits
+        assert {limit for ranks, limit in launches.limits if ranks == (0, 8)} == {MAX_CTAS}
+
+
+def test_hosts_of_many_nodes_make_no_more_calls() -> None:
+    for name in ("zero++", "paro-ggg"):
+        with fake_world(64, 8) as (topology, launches):
+            _train(topology, name)
+        _check(launches, feedback=False)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

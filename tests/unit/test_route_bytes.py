@@ -15,6 +15,7 @@ from towpath.core.formats import Codec, item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import (
     COLLECTIVES,
+    MOST_ROW_CALLS,
     ROUTES,
     Form,
     Op,
@@ -138,6 +139,16 @@ def test_wire_buffers_hold_a_bundle_unless_columns_are_contiguous() -> None:
         assert in_calls(op, "ho-ring", shape, "local-major").wire_needs == {"float32": 0}
         assert in_calls(op, "flat", shape).wire_needs == {"float32": 0}
         assert in_calls(op, "flat", shape, "local-major").wire_needs == {"float32": region}
+
+
+def test_many_nodes_take_a_copy_of_the_region_and_few_calls() -> None:
+    shape = Topology(64, 8)
+    for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
+        assert in_calls(op, "ho-ring", shape).wire_needs == {"float32": SLICE * 512}
+        assert in_calls(op, "ho-ring", shape, "local-major").wire_needs == {"float32": 0}
+        assert in_calls(op, "ho-ring", Topology(MOST_ROW_CALLS, 8)).wire_needs == {"float32": SLICE * MOST_ROW_CALLS}
+    gather = in_calls(Op.ALL_GATHER, "ho-ring", shape)
+    assert gather.coalesced_bytes == 2 * gather.region_bytes  # packed, and in the order of columns
 
 
 def test_what_cannot_be_cut_evenly_goes_as_a_flat_collective() -> None:

@@ -14,6 +14,7 @@ differ, some add up to more.
 * Ranks of one replica of the gradients compare reductions.
 * Ranks of one replica of the optimizer states compare gradient syncs, parameter syncs, and the transfers of optimizers
   that need full matrices. They also compare shared calls: norms and full tensors, which are collectives of these ranks.
+* Ranks of a communicator that several queues share compare the order of all transfers of these queues.
 
 A rank may run any number of forward passes between two boundaries. The log keeps only the last entries, and folds
 earlier ones into a digest.
@@ -30,6 +31,7 @@ from itertools import zip_longest
 from typing import Any
 
 from towpath.core.placement import replicas
+from towpath.core.queues import SharedLane
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import StepError
 
@@ -61,6 +63,7 @@ class Scope:
     group_of: tuple[int, ...]  # the number of each rank's group
     first_slot: int  # the position of the first group's digest among all slots
     number: int  # the position of this scope among those of the strategy
+    lane: str = ""  # of the communicator that these kinds share, if the scope compares their common order
 
     @property
     def groups(self) -> int:
@@ -73,10 +76,11 @@ class Scope:
 
 
 @lru_cache(maxsize=256)
-def scopes(strategy: Strategy) -> tuple[Scope, ...]:
+def scopes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> tuple[Scope, ...]:
     """Return what the ranks of `strategy` compare, and in which groups. Groups of one rank compare nothing.
 
-    The program comes first, because other differences follow from ranks that ran different programs.
+    The program comes first, because other differences follow from ranks that ran different programs. The order of
+    transfers on shared communicators (`lanes`) comes last, because it follows from which units the ranks ran.
     """
     placement, world, found, slot = strategy.placement, strategy.topology.world, list[Scope](), 0
     optimizer = strategy.moves.optimizer
@@ -103,12 +107,18 @@ def scopes(strategy: Strategy) -> tuple[Scope, ...]:
         if together:
             found.append(Scope(frozenset(kinds), group_of, slot, len(found)))
             slot += found[-1].groups
+    for shared in lanes:
+        group_of = {rank: group for group, ranks in enumerate(shared.ranks) for rank in ranks}
+        numbers = tuple(group_of[rank] for rank in range(world))
+        kinds = (Call.SHARED if kind is TransferKind.UNUSED_PARAMS else kind for kind in shared.kinds)
+        found.append(Scope(frozenset(kinds), numbers, slot, len(found), shared.lane))
+        slot += found[-1].groups
     return tuple(found)
 
 
-def log_bytes(strategy: Strategy) -> int:
+def log_bytes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> int:
     """Return the bytes that the comparison adds to the transfer of unused parameters."""
-    return _SLOT_BYTES * sum(scope.groups for scope in scopes(strategy))
+    return _SLOT_BYTES * sum(scope.groups for scope in scopes(strategy, lanes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,13 +177,15 @@ class Lines:
 class Difference:
     """The first entry in which two ranks differ. A rank that has no more entries has None there.
 
-    With `folded`, the ranks differ among their first `number` entries, which are not kept any more.
+    With `folded`, the ranks differ among their first `number` entries, which are not kept any more. `lane` is that of
+    the scope.
     """
 
     number: int  # the position of the entry in the step
     ranks: tuple[int, int]
     entries: tuple[Entry | None, Entry | None]
     folded: bool = False
+    lane: str = ""
 
     @property
     def kinds(self) -> set[TransferKind | Call]:
@@ -274,42 +286,55 @@ class CollectiveLog:
         model: The number of the model, the same on all ranks.
         last: For each group of ranks, the model whose collective came last there. All models of a process group share
             it, and their logs keep it up to date.
+        lanes: The communicators that several queues share.
     """
 
     def __init__(
-        self, strategy: Strategy, rank: int, model: int = 0, last: dict[Hashable, list[int]] | None = None
+        self,
+        strategy: Strategy,
+        rank: int,
+        model: int = 0,
+        last: dict[Hashable, list[int]] | None = None,
+        lanes: tuple[SharedLane, ...] = (),
     ) -> None:
-        self.rank, self.model = rank, model
-        self.scopes = scopes(strategy)
-        shared = {} if last is None else last
+        self.rank, self.model, self._strategy, self._shared = rank, model, strategy, {} if last is None else last
+        self._step, self._ended = 0, False
+        self.share(lanes)
+
+    def share(self, lanes: tuple[SharedLane, ...]) -> None:
+        """Compare the order of transfers on these shared communicators, too. Call it before the first entry."""
+        self.scopes = scopes(self._strategy, lanes)
         # By scope, a list of one item. Scopes without collectives have lists of their own, which never change.
         self._last = [
-            shared.setdefault((each.kinds, each.group_of), [model])
+            self._shared.setdefault((each.kinds, each.group_of), [self.model])
             if each.kinds.isdisjoint({Call.STEP, Call.VALUES})
-            else [model]
+            else [self.model]
             for each in self.scopes
         ]
-        self._bytes = log_bytes(strategy)
-        self._scope_of = {kind: scope.number for scope in self.scopes for kind in scope.kinds}
-        self._step, self._ended = 0, False
+        self.bytes = log_bytes(self._strategy, lanes)
+        self._scopes_of: dict[TransferKind | Call, list[int]] = {}
+        for scope in self.scopes:
+            for kind in scope.kinds:
+                self._scopes_of.setdefault(kind, []).append(scope.number)
         self._kept = [_Kept() for _ in self.scopes]  # what was noted since the last boundary
 
     def compares(self, kind: TransferKind | Call) -> bool:
         """Return whether entries of this kind are compared with those of any other rank."""
-        return kind in self._scope_of
+        return kind in self._scopes_of
 
     def note(self, kind: TransferKind | Call, what: str, details: tuple[tuple[tuple[str, Any], ...], ...] = ()) -> None:
         """Add an entry, if its kind is compared. `UNUSED_PARAMS` instead marks that this rank reached the boundary."""
         if kind is TransferKind.UNUSED_PARAMS:
             self._ended = True
-        elif kind in self._scope_of:
-            number = self._scope_of[kind]
+            return
+        for number in self._scopes_of.get(kind, ()):
             # Models over the same ranks share process groups, where collectives match by their order alone. So the
             # first collective after one of another model says so.
-            if self._last[number][0] != self.model:
-                details = (*details, ((_AFTER_MODEL, self._last[number][0] + 1),))
-                self._last[number][0] = self.model
-            self._kept[number].note(Entry(kind, what, details))
+            last, noted = self._last[number], details
+            if last[0] != self.model:
+                noted = (*details, ((_AFTER_MODEL, last[0] + 1),))
+                last[0] = self.model
+            self._kept[number].note(Entry(kind, what, noted))
 
     def turn(self) -> None:
         """Begin the step log of the next step."""
@@ -321,7 +346,7 @@ class CollectiveLog:
 
     def encoded(self) -> bytes:
         """Return this rank's digests in the slots of its groups. Other slots are zeros, which the maximum ignores."""
-        slots = bytearray(self._bytes)
+        slots = bytearray(self.bytes)
         for scope, kept in zip(self.scopes, self._kept, strict=True):
             # Ranks that run models in different orders meet here with logs that may be identical.
             digest = _digest(f"{self.model} {kept.digest}", kept.entries, _DIGEST_BYTES)
@@ -388,13 +413,13 @@ def difference(
     folded = max(here.folded, there.folded)
     first, second = here.folded_to(folded), there.folded_to(folded)
     if first is None or second is None:
-        return None if not ended else Difference(folded, (rank, peer), (None, None), folded=True)
+        return None if not ended else Difference(folded, (rank, peer), (None, None), folded=True, lane=scope.lane)
     if first.digest != second.digest:
-        return Difference(folded, (rank, peer), (None, None), folded=True)
+        return Difference(folded, (rank, peer), (None, None), folded=True, lane=scope.lane)
     for number, pair in enumerate(zip_longest(first.entries, second.entries), folded):
         missing = [p for p, entry in zip((step_log, theirs), pair, strict=True) if entry is None]
         if pair[0] != pair[1] and (ended or all(p.ended for p in missing)):
-            return Difference(number, (rank, peer), pair)
+            return Difference(number, (rank, peer), pair, lane=scope.lane)
     return None
 
 
@@ -413,7 +438,7 @@ def divergence_message(rank: int, found: Difference) -> str:
             "checkpoint that was saved before; check_every= of shard() says how often values are compared, and 0 "
             "turns the comparison off."
         )
-    if Call.SHARED in found.kinds:
+    if Call.SHARED in found.kinds and not found.lane:
         return (
             f"rank {rank}: the ranks made different calls that need all of them: {found}. Norms, sums and "
             "full_tensor() of sharded tensors are collectives: let every rank make them, at the same place."
@@ -423,6 +448,14 @@ def divergence_message(rank: int, found: Difference) -> str:
             f"rank {rank}: the ranks ran their models in different orders: {found} (models are counted in the order of "
             "their shard() calls). Their transfers may have met, and no gradient is delivered. Let every rank run the "
             "forward and backward passes of all models in the same order."
+        )
+    if found.lane:
+        return (
+            f"rank {rank}: the ranks submitted the transfers of a shared communicator in different orders: {found}. On "
+            f"the communicator of the lane {found.lane!r}, they match by their order alone. They may have met, and no "
+            "gradient is delivered. Let every rank make its calls at the same place. A unit's backward must end at the "
+            "same place, too: let the same inputs and parameters of each unit get gradients on all ranks, or make one "
+            "unit of the module around it."
         )
     return (
         f"rank {rank}: the ranks ran different units: {found}. Their gradients would be mixtures of both, and none is "

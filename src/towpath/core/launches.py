@@ -93,7 +93,7 @@ def _moved(transfer: Transfer, op: Op) -> Launches:
         ordered = op is Op.ALL_REDUCE or transfer.move.groups[0].in_order
         return Launches(calls=1, operations=int(not ordered))
     order = order_of(slots, grid)
-    together = 0 if order is Order.COLUMNS else grid.nodes
+    together = grid.nodes if order is Order.ROWS else 0
     return Launches(calls=2, together=together, operations=int(order is Order.OTHER))
 
 

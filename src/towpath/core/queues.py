@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from towpath.core.routes import COLLECTIVES, Form
-from towpath.core.strategy import WITH_TRANSPORT, TransferKind
-from towpath.core.transfer import Transfer
+from towpath.core.routes import ALL_TO_ALL, COLLECTIVES, Form, Op
+from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
+from towpath.core.transfer import Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.topology.cluster import Topology
 
@@ -46,8 +47,13 @@ LANES = {
 Communicator = tuple[tuple[int, ...], str]  # its ranks and its lane
 
 # The memory that NCCL takes on a device for one communicator. This is an assumption: reports range from 0.5 to 0.7 GB
-# with NVLink, and more if ranks of a node exchange messages all-to-all.
+# with NVLink.
 COMMUNICATOR_BYTES = 600_000_000
+
+# What it takes in addition for each other rank of the node, if the communicator carries all-to-alls. This is an
+# assumption, too: with 8 H100, the first all-to-all of a node was reported to take 3.3 GB, and 3.5 GB are counted for
+# its communicator. Nobody has measured it with fewer thread blocks (`max_ctas`), which should take less.
+PEER_BYTES = (3_500_000_000 - COMMUNICATOR_BYTES) // 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +63,23 @@ class Lanes:
     Gathers and reductions have lanes of their own, with two exceptions, so that few presets need more than three
     communicators. They share columns, which are used little where rows are used much. If every micro-step uses columns
     for both gathers and reductions, they share rows instead, because links inside a node are the faster ones.
+
+    Attributes:
+        share_rows: True if gathers and reductions share rows, and not columns.
+        with_all_to_alls: The communicators that carry all-to-alls.
     """
 
     share_rows: bool = False
+    with_all_to_alls: frozenset[Communicator] = frozenset()
 
     @staticmethod
     def of(plans: Iterable[UnitPlan]) -> Lanes:
         """Return the lanes of a model with these units."""
-        kinds = {t.kind for t in _transfers(plans) if t.by_rows_and_columns}
-        return Lanes({TransferKind.GATHER, TransferKind.REDUCE} <= kinds)
+        transfers = tuple(_transfers(plans))
+        kinds = {t.kind for t in transfers if t.by_rows_and_columns}
+        lanes = Lanes({TransferKind.GATHER, TransferKind.REDUCE} <= kinds)
+        exchanges = (t for t in transfers if t.move.op is not Op.ALL_GATHER and t.route in ALL_TO_ALL)
+        return replace(lanes, with_all_to_alls=frozenset(each for t in exchanges for each in lanes.communicators(t)))
 
     def lane(self, queue: str, ranks: Sequence[int], topology: Topology) -> str:
         """Return the lane of a queue for a group of these ranks."""
@@ -87,6 +101,45 @@ class Lanes:
         return tuple((ranks, self.lane(queue, ranks, topology)) for ranks in transfer.first_groups)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedLane:
+    """A communicator of several queues, on every rank. NCCL runs its calls in the order in which ranks submit them.
+
+    Queues with communicators of their own may interleave differently on each rank. Here that would let an all-gather
+    meet a reduction, so the ranks of each communicator compare the order at the boundary.
+
+    Attributes:
+        lane: The lane.
+        ranks: The ranks of the communicator that each rank is in.
+        kinds: The kinds of the transfers. `UNUSED_PARAMS` stands for shared calls, such as norms and full tensors.
+    """
+
+    lane: str
+    ranks: Ranks
+    kinds: frozenset[TransferKind]
+
+
+def shared_lanes(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[SharedLane, ...]:
+    """Return the communicators that transfers of more than one queue use. There are none in the form of messages."""
+    plans = tuple(plans)
+    lanes, kinds, everyone = Lanes.of(plans), dict[Communicator, set[TransferKind]](), dict[Communicator, Transfer]()
+    for transfer in _transfers(plans):
+        for communicator in lanes.communicators(transfer):
+            kinds.setdefault(communicator, set()).add(transfer.kind)
+            everyone[communicator] = transfer
+    for move in strategy.moves.assemble:
+        ranks = move.groups[0].ranks
+        called = (ranks, lanes.lane(QUEUES[TransferKind.UNUSED_PARAMS], ranks, strategy.topology))
+        # The parent serves the calls of all ranks, and no transfers.
+        if len(move.groups) > 1 and called in kinds:
+            kinds[called].add(TransferKind.UNUSED_PARAMS)
+    return tuple(
+        SharedLane(communicator[1], everyone[communicator].partition(communicator[0]), frozenset(found))
+        for communicator, found in kinds.items()
+        if len({QUEUES[kind] for kind in found}) > 1
+    )
+
+
 def communicators(plans: Collection[UnitPlan]) -> set[Communicator]:
     """Return the communicators that one rank needs for the transfers of these units, besides the parent."""
     lanes = Lanes.of(plans)
@@ -95,8 +148,13 @@ def communicators(plans: Collection[UnitPlan]) -> set[Communicator]:
 
 def communicator_bytes(plans: Collection[UnitPlan]) -> dict[str, int]:
     """Return the bytes that NCCL takes on one rank's device, or an empty dict if messages execute the transfers."""
-    found = communicators(plans)
-    return {"communicators": (len(found) + 1) * COMMUNICATOR_BYTES} if found else {}  # the parent is one, too
+    lanes, taken = Lanes.of(plans), dict[Communicator, int]()
+    for transfer in _transfers(plans):
+        for each in lanes.communicators(transfer):
+            nodes = Counter(map(transfer.topology.node_of, each[0]))
+            peers = max(nodes.values()) - 1 if each in lanes.with_all_to_alls else 0
+            taken[each] = COMMUNICATOR_BYTES + peers * PEER_BYTES
+    return {"communicators": sum(taken.values()) + COMMUNICATOR_BYTES} if taken else {}  # the parent is one, too
 
 
 def _transfers(plans: Iterable[UnitPlan]) -> Iterator[Transfer]:

@@ -79,6 +79,11 @@ SMALLEST_PART_BYTES = 1 << 18
 # one. A slice that is not cut into parts takes one step, because it must arrive before it is forwarded.
 HO_RING_STEPS = 2
 
+# How many calls a row makes in one launch, at most. Where rows are contiguous in memory, it makes one for each node.
+# The host takes about 18 µs for each call of a launch, so that 64 nodes would take it 1 ms for each bucket. On more
+# nodes, one call and a copy of the region on the device are faster.
+MOST_ROW_CALLS = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -193,19 +198,27 @@ def parts_of(route: str, grid: Grid, slice_bytes: int, op: Op = Op.ALL_GATHER, f
 class Order(StrEnum):
     """The order of a group's slices in memory. Collectives over columns and rows need some of them to be contiguous."""
 
-    ROWS = "rows"  # The slices of each node are contiguous, in the members' order.
+    ROWS = "rows"  # The slices of each node are contiguous, in the members' order, and there are few nodes.
     COLUMNS = "columns"  # The slices of each column are contiguous, and so are the columns, in the members' order.
     OTHER = "other"
 
 
-@lru_cache(maxsize=1024)
 def order_of(slots: tuple[int, ...], grid: Grid) -> Order:
     """Return the order of the slices of a group whose member i holds slice `slots[i]`."""
+    found = _order_of(slots, grid)
+    return Order.OTHER if found is Order.ROWS and grid.nodes > MOST_ROW_CALLS else found
+
+
+@lru_cache(maxsize=1024)
+def _order_of(slots: tuple[int, ...], grid: Grid) -> Order:
     if all(slots[grid.at(j, m)] == slots[grid.at(j, 0)] + m for j, m in grid.places):
         return Order.ROWS
-    if all(slots[grid.at(j, m)] == m * grid.nodes + j for j, m in grid.places):
-        return Order.COLUMNS
-    return Order.OTHER
+    return Order.COLUMNS if slots == columns_first(grid) else Order.OTHER
+
+
+def columns_first(grid: Grid) -> tuple[int, ...]:
+    """Return the slices that the members hold if the slices of each column are contiguous, and so are the columns."""
+    return tuple(m * grid.nodes + j for j, m in grid.places)
 
 
 def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) -> Iterator[Send]:
@@ -416,7 +429,7 @@ def grouped_wire_elements(route: str, grid: Grid, elements: int, slots: tuple[in
     """Return how large a wire buffer a gather or a reduce-scatter needs in the form of collectives.
 
     It holds the bundle of this member's column, one slice of each node, unless columns are contiguous in the region.
-    If rows are not contiguous either, it also holds a copy of the region in the members' order.
+    If rows are not contiguous either, or if there are many nodes, it holds a copy of the region with such columns.
 
     Args:
         route: The route that is used: 'flat' or 'hierarchical'.
@@ -424,12 +437,11 @@ def grouped_wire_elements(route: str, grid: Grid, elements: int, slots: tuple[in
         elements: The length of the region.
         slots: The slice that each member holds. By default, member i holds slice i.
     """
-    in_order = slots in ((), tuple(range(grid.nodes * grid.width)))
+    in_order = tuple(range(grid.nodes * grid.width))
     if route == "flat":
-        return 0 if in_order else elements
-    order = Order.ROWS if in_order else order_of(slots, grid)
-    bundle = elements // grid.width
-    return {Order.ROWS: bundle, Order.COLUMNS: 0, Order.OTHER: bundle + elements}[order]
+        return 0 if slots in ((), in_order) else elements
+    order = order_of(slots or in_order, grid)
+    return {Order.ROWS: elements // grid.width, Order.COLUMNS: 0, Order.OTHER: elements}[order]
 
 
 @lru_cache(maxsize=1024)

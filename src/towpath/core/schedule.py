@@ -17,7 +17,7 @@ from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.pipeline import Compression, Message, Order, PassKind, StagePass, messages
 from towpath.core.placement import everyone, send
-from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.step import StepMachine
 from towpath.core.step_state import Action, ForwardPass, PlannedUnit, Submit, Task, in_backward_order, slot_groups
@@ -235,7 +235,7 @@ def _gradients(machine: StepMachine, plans: Sequence[PlannedUnit], index: int) -
     return machine.gradient_arrives(index) if plans[index].trains else ()
 
 
-def unused_params_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:
+def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tuple[Transfer, ...]:
     """Return the all-reduce with which the ranks compare their step at the boundary.
 
     It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
@@ -244,10 +244,10 @@ def unused_params_transfers(strategy: Strategy, parameters: int) -> tuple[Transf
     Args:
         strategy: The strategy, whose topology names the ranks.
         parameters: The number of trainable parameters. Without any, nothing is compared.
+        log: The bytes of the digests, as `log_bytes` returns them.
     """
     moves = everyone(strategy.topology) if parameters else ()
-    count = parameters + log_bytes(strategy)
-    payload = Range("", "", count, "uint8")
+    payload = Range("", "", parameters + log, "uint8")
     return tuple(Transfer(TransferKind.UNUSED_PARAMS, payload, m, Transport(), strategy.topology) for m in moves)
 
 
@@ -389,7 +389,7 @@ def _laid_out(
         for transfer in plans[task.unit].steady_transfers(task.kind):
             yield transfer.in_micro_step(micro_step)
     parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
-    for transfer in unused_params_transfers(strategy, parameters):
+    for transfer in unused_params_transfers(strategy, parameters, log_bytes(strategy, shared_lanes(strategy, plans))):
         yield transfer.in_micro_step(micro_steps - 1)
 
 

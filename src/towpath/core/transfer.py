@@ -328,6 +328,12 @@ class Transfer:
         width = self.grid.width
         return (ranks[:width], ranks[::width]) if self.by_rows_and_columns else (ranks,)
 
+    def partition(self, first: tuple[int, ...]) -> Ranks:
+        """Return all rows, all columns, or all groups, of which `first` is the first one (`first_groups`)."""
+        if not self.by_rows_and_columns:
+            return tuple(group.ranks for group in self.move.groups)
+        return self.rows if first == self.first_groups[0] else self.columns
+
     @property
     def rows(self) -> Ranks:
         """The ranks of each group that are on one node."""

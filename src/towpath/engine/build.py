@@ -239,7 +239,7 @@ def build(
             "the host's memory. Leave out offload=, or the mesh."
         )
     plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
-    comm.share(plans)
+    comm.share(strategy, plans)
     source = FromModel(groups, mesh, comm.device) if values is None else FromValues(values, comm.rank, comm.device)
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
     shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from towpath.core.collective_log import log_bytes
 from towpath.core.formats import item_bytes
 from towpath.core.launches import Launches, launches_of
-from towpath.core.queues import QUEUES, Communicator, Lanes
+from towpath.core.queues import QUEUES, Communicator, Lanes, shared_lanes
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, Submit, Task, Wait
 from towpath.core.strategy import Strategy, TransferKind
@@ -124,7 +125,9 @@ class SimulatedEngine:
         self._lanes = Lanes.of(plans)
         self._launcher = thread or LaunchingThread(hardware.launching)
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
-        self._unused_params = unused_params_transfers(strategy, parameters)
+        self._unused_params = unused_params_transfers(
+            strategy, parameters, log_bytes(strategy, shared_lanes(strategy, plans))
+        )
 
     # The training thread ---------------------------------------------------------------------------------------------
 

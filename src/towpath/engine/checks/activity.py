@@ -367,7 +367,7 @@ class StallMonitor:
         log, mine, meeting = self.log, self._step_log(), self.activity.meeting
         if log is None or mine is None:
             return
-        calls = [scope for scope in log.scopes if scope.kinds & {Call.PROGRAM, Call.SHARED}]
+        calls = [scope for scope in log.scopes if scope.kinds & {Call.PROGRAM, Call.SHARED} and not scope.lane]
         for scope in log.scopes:
             members = scope.members(scope.group_of[self.rank])
             place = members.index(self.rank)

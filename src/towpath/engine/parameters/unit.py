@@ -404,7 +404,7 @@ class UnusedParams:
     def __init__(self, strategy: Strategy, trained: Sequence[Unit], comm: CommContext) -> None:
         self._trained, self._comm = trained, comm
         self._places = [place for unit in trained for bucket in unit.trainable for place in bucket.layout.places]
-        self._transfers = comm.bind(unused_params_transfers(strategy, len(self._places)))
+        self._transfers = comm.bind(unused_params_transfers(strategy, len(self._places), comm.log.bytes))
         self._values = Values(trained, comm.device)
         self.check_every = CHECK_EVERY if comm.log.compares(Call.VALUES) else 0
 

@@ -36,9 +36,9 @@ from towpath.collectives.rank_transfer import (
     select,
 )
 from towpath.core.collective_log import CollectiveLog
-from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes, shared_lanes
 from towpath.core.routes import WITH_OWNERS
-from towpath.core.strategy import WITH_TRANSPORT, TransferKind
+from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Needs, Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.checks.activity import StallMonitor
@@ -376,8 +376,9 @@ class _ThreadHandle(Handle):
 # The transfers of a plan get the collectives and process groups that execute them on this rank.
 
 
-# How many thread blocks a kernel of NCCL may use in a group that crosses nodes. More blocks keep no link busier, and
-# take processors of the device away from the computation.
+# How many thread blocks a kernel of NCCL may use in a group that crosses nodes, or that exchanges all-to-all inside a
+# node. More blocks keep no link between nodes busier, and take processors of the device away from the computation. For
+# all-to-alls inside a node, each block also takes memory for each peer.
 MAX_CTAS = 16
 
 
@@ -410,9 +411,11 @@ class CommContext:
         self.form = form_for(self._backend)
         self._lanes = Lanes()
 
-    def share(self, plans: Iterable[UnitPlan]) -> None:
+    def share(self, strategy: Strategy, plans: Iterable[UnitPlan]) -> None:
         """Share process groups as the transfers of `plans` need it. Call it before anything is bound."""
+        plans = tuple(plans)
         self._lanes = Lanes.of(plans)
+        self.log.share(shared_lanes(strategy, plans))
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""
@@ -457,7 +460,8 @@ class CommContext:
         if borrows and len(ranks) == 1 and parent is not None and not self.groups.has(ranks, lane):
             return parent
         crosses = len(set(map(topology.node_of, mine))) > 1
-        limit = MAX_CTAS if crosses and "NCCL_MAX_CTAS" not in os.environ else None
+        is_limited = crosses or (ranks[0], lane) in self._lanes.with_all_to_alls  # alike on all ranks
+        limit = MAX_CTAS if is_limited and "NCCL_MAX_CTAS" not in os.environ else None
         return self.groups.of(ranks, lane, self._backend, limit)
 
     def coalesce(self, gathers: Sequence[RankTransfer]) -> CoalescedTransfers:
