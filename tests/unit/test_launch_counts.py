@@ -42,10 +42,10 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def _train(topology: towpath.Topology, name: str, **options: Any) -> None:
+def _train(topology: towpath.Topology, name: str, steps: int = 2, **options: Any) -> None:
     model: Any = towpath.shard(Net(), towpath.strategy(name, topology, **options), topology=topology)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
+    for _ in range(steps):
         with model.no_sync():
             model(torch.ones(2, 96)).sum().backward()
         model(torch.ones(2, 96)).sum().backward()
@@ -93,7 +93,7 @@ def test_presets_launch_few_collectives_and_kernels(shape: tuple[int, int]) -> N
 def test_kernels_of_all_to_alls_inside_a_node_take_few_thread_blocks() -> None:
     for name, inside in (("zero++", {MAX_CTAS}), ("paro-ggg", {None})):
         with fake_world(2, 8) as (topology, launches):
-            _train(topology, name)
+            _train(topology, name, steps=1)
         rows = {limit for ranks, limit in launches.limits if ranks == tuple(range(8))}
         assert rows == inside, launches.limits
         assert {limit for ranks, limit in launches.limits if ranks == (0, 8)} == {MAX_CTAS}
@@ -102,7 +102,7 @@ def test_kernels_of_all_to_alls_inside_a_node_take_few_thread_blocks() -> None:
 def test_hosts_of_many_nodes_make_no_more_calls() -> None:
     for name in ("zero++", "paro-ggg"):
         with fake_world(64, 8) as (topology, launches):
-            _train(topology, name)
+            _train(topology, name, steps=1)
         _check(launches, feedback=False)
 
 

@@ -17,6 +17,7 @@ from tests.ranks.strategies import seldom
 from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
 from towpath.core.presets import strategy
+from towpath.core.routes import Form
 from towpath.core.schedule import schedule
 from towpath.core.unit_plan import plan_unit
 from towpath.errors import ConfigError
@@ -380,7 +381,7 @@ def test_a_narrow_cable_wants_other_strategies_than_a_wide_one() -> None:
     """Little memory forces a spread; over a narrow cable that stays inside the node."""
     chosen = {}
     for inter in (0.2, 800.0):
-        answer = solver(small_cluster(2, 4, inter, memory=4.2), batch=64).solve(best=1, most=100)
+        answer = solver(small_cluster(2, 4, inter, memory=5.0), batch=64).solve(best=1, most=100)
         assert isinstance(answer, Ranking)
         chosen[inter] = answer.ranked[0]
     assert chosen[0.2].inter_bytes < chosen[800.0].inter_bytes
@@ -414,7 +415,8 @@ def test_bytes_are_the_schedules_of_many_micro_steps_too(label: str, micro_steps
 
     priced = found.predict(made, Batching(1, micro_steps))
 
-    expected = schedule(made, tuple(u.spec for u in found.model.units), micro_steps, found.request.precision)
+    units, precision = tuple(u.spec for u in found.model.units), found.request.precision
+    expected = schedule(made, units, micro_steps, precision, form=Form.COLLECTIVES)  # its ranks have devices
     assert (priced.inter_bytes, priced.intra_bytes) == (expected.inter_bytes, expected.intra_bytes)
 
 

@@ -235,14 +235,22 @@ class StepLog:
 
     def to_json(self) -> list[Any]:
         """Return the step log as values that JSON can hold."""
-        lines = [[each.folded, each.digest, [e.to_json() for e in each.entries]] for each in self.lines]
-        return [self.model, self.step, self.ended, lines, self.inside]
+        # Units repeat their entries in each micro-step, and scopes may have common ones. Each is written once.
+        distinct = dict[tuple[str, str, str], tuple[int, Entry]]()
+
+        def number(entry: Entry) -> int:
+            key = entry.kind.value, entry.what, repr(entry.details)
+            return distinct.setdefault(key, (len(distinct), entry))[0]
+
+        lines = [[each.folded, each.digest, [*map(number, each.entries)]] for each in self.lines]
+        return [self.model, self.step, self.ended, lines, self.inside, [e.to_json() for _, e in distinct.values()]]
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> StepLog:
         """Return the step log that `to_json` has written."""
-        model, step, ended, lines, inside = fields
-        parsed = (Lines(folded, digest, tuple(map(Entry.from_json, entries))) for folded, digest, entries in lines)
+        model, step, ended, lines, inside, distinct = fields
+        entries = tuple(map(Entry.from_json, distinct))
+        parsed = (Lines(folded, digest, tuple(entries[number] for number in said)) for folded, digest, said in lines)
         return StepLog(model, step, ended, tuple(parsed), inside)
 
 
