@@ -98,9 +98,9 @@ def _complete(label: str) -> None:
     machine, arrived, completed = model.towpath_engine.machine, Counter[int](), list[tuple[int, int]]()
     original = machine.gradients_complete
 
-    def complete(index: int) -> None:
+    def complete(index: int) -> Any:
         completed.append((index, arrived[index]))
-        original(index)
+        return original(index)
 
     machine.gradients_complete = complete
     for unit in model.towpath_engine.units:
