@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import towpath
+from tests.ranks.strategies import seldom
 from towpath import Extent, Topology, planning
 from towpath.core.collective_log import log_bytes
 from towpath.core.formats import Precision
@@ -107,8 +108,7 @@ def test_all_to_alls_inside_a_node_take_memory_for_each_peer(name: str, options:
     assert communicator_bytes(plans)["communicators"] == plain + peers * PEER_BYTES
 
 
-@pytest.mark.parametrize("gigabits", [100, 400])
-@pytest.mark.parametrize("micro_steps", [1, 4])
+@pytest.mark.parametrize(("micro_steps", "gigabits"), [(1, 400), (4, 100), seldom(1, 100), seldom(4, 400)])
 def test_shared_communicators_lengthen_no_step(
     micro_steps: int, gigabits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
