@@ -150,6 +150,12 @@ PAGES: Mapping[str, Page] = {
         "The time that ranks need to compare which parameters got a gradient.",
         "python -m benchmarks step_check",
     ),
+    "host": Page(
+        "Host",
+        "The time on the host of one rank among 64, per unit and micro-step.",
+        "python -m benchmarks host",
+        "The other ranks are not there, and nothing is sent or computed. Ratios compare with another commit.",
+    ),
     "checkouts": Page(
         "Commits",
         "Steps of another commit against steps of this one.",
