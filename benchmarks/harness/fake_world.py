@@ -38,7 +38,7 @@ _MESSAGES = ("c10d.send", "c10d.recv_")
 
 @dataclass
 class Launches:
-    """What one rank has launched: for each job its transfers and its counts, and the groups that were made."""
+    """The launches of one rank: for each job its transfers and its counts, and the groups that were made."""
 
     jobs: list[tuple[tuple[Transfer, ...], Counter[str]]] = field(default_factory=list)
     groups: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
@@ -58,8 +58,8 @@ class Launches:
             self.counts = before
 
     @property
-    def communicators(self) -> set[tuple[int, ...]] | list[tuple[int, ...]]:
-        """The ranks of each communicator on the device that this rank is in, beside the parent."""
+    def communicators(self) -> list[tuple[int, ...]]:
+        """The ranks of each communicator on the device that this rank is in, without the parent."""
         return [ranks for ranks, backend in self.groups if len(ranks) > 1 and backend != "gloo"]
 
 

@@ -2,10 +2,10 @@
 
     gpu [CASE …] [--quick]
 
-- calls: microseconds of the host for each NCCL call and kernel launch, and the memory of a communicator
-- host: milliseconds of the host per unit and micro-step, of one rank on a fake world of 64
-- step: a step of one rank next to the bare module and FSDP2, and its peak of memory
-- network: bytes of a step on the loopback, by the kernel's counter, next to the schedule
+- calls: Microseconds of the host for each NCCL call and kernel launch, and the memory of a communicator.
+- host: Milliseconds of the host per unit and micro-step, of one rank on a fake world of 64.
+- step: A step of one rank next to the bare module and FSDP2, and its peak of memory.
+- network: Bytes of a step on the loopback, by the kernel's counter, next to the schedule.
 
 In "calls" and "network", several ranks share the GPU. NCCL takes them for hosts of their own, which talk over the
 loopback. Their computation takes turns, so these cases say nothing about overlap.
@@ -237,7 +237,7 @@ LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
 
 @dataclass(frozen=True, slots=True)
 class NetworkCase:
-    """What NCCL sends in a step, by the kernel's counter of the loopback."""
+    """The bytes that NCCL sends in a step, by the kernel's counter of the loopback."""
 
     name: str = "network"
 

@@ -446,8 +446,7 @@ class Values:
     """Checksums of the memory that the optimizer writes to on this rank, one for each bucket.
 
     `UnusedParams` takes them at one boundary and reads them at the next. By then a GPU has computed them, so reading
-    does not
-    stall the host.
+    does not stall the host.
     """
 
     def __init__(self, trained: Sequence[Unit], device: torch.device) -> None:
