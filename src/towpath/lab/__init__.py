@@ -11,10 +11,21 @@ May import: core, topology, errors. Only ranks import torch.
 """
 
 from towpath.lab.lab import PRELOAD, Lab, available
-from towpath.lab.links import LinkBytes, Rate, link_counters, window_bytes
+from towpath.lab.links import LinkBytes, RackBytes, Rate, link_counters, window_bytes
 from towpath.lab.runs import LabResult, LabRun
 
-__all__ = ["PRELOAD", "Lab", "LabResult", "LabRun", "LinkBytes", "Rate", "available", "link_counters", "window_bytes"]
+__all__ = [
+    "PRELOAD",
+    "Lab",
+    "LabResult",
+    "LabRun",
+    "LinkBytes",
+    "RackBytes",
+    "Rate",
+    "available",
+    "link_counters",
+    "window_bytes",
+]
 
 
 def __dir__() -> list[str]:

@@ -32,6 +32,7 @@ from towpath.lab.protocol import (
     EndProcesses,
     PlugCable,
     ReadCounters,
+    ReadRackCounters,
     Refusal,
     Request,
     ShapeLinks,
@@ -84,14 +85,14 @@ class Keeper:
     """The nodes of a lab and their links. It answers the owner's requests."""
 
     def __init__(self, request: CreateNodes, bridge: Namespaces) -> None:
-        hosts = Path(request.folder, "hosts")
+        hosts, nodes = Path(request.folder, "hosts"), len(request.racks)
         # Torch's store listens on IPv6 where it can, and then looks up names in the second form.
-        names = [f"{form}{links.address(node)} node{node}" for form in ("", "::ffff:") for node in range(request.nodes)]
+        names = [f"{form}{links.address(node)} node{node}" for form in ("", "::ffff:") for node in range(nodes)]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         cover_file("/etc/hosts", hosts)
-        self._bridge = bridge
-        self._nodes = [new_node(f"node{node}", bridge) for node in range(request.nodes)]
-        links.lay_cables(self._nodes, bridge, request.inter, request.intra)
+        self._bridge, self._racks = bridge, request.racks
+        self._nodes = [new_node(f"node{node}", bridge) for node in range(nodes)]
+        links.lay_cables(self._nodes, bridge, request.racks, request.rates)
         self._processes = ProcessTable(self._nodes)
 
     def answer(self, request: Request, control: Connection) -> Answer:
@@ -103,10 +104,12 @@ class Keeper:
                 return self._processes.end(request)
             case ReadCounters():
                 return tuple(links.read_descriptor(node.counters) for node in self._nodes)
+            case ReadRackCounters():
+                return links.read_racks(self._bridge.counters, self._racks)
             case PlugCable():
                 return links.plug(request.node, request.connected)
             case ShapeLinks():
-                return links.shape_links(self._nodes, self._bridge, request.inter, request.intra)
+                return links.shape_links(self._nodes, self._bridge, self._racks, request.rates)
             case StartServer():
                 return self._start_server(request, receive_descriptor(control), control)
             case CreateNodes():

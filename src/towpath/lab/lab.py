@@ -20,8 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from towpath.errors import LabError
-from towpath.lab.links import LinkBytes, Rate
-from towpath.lab.protocol import Client, CreateNodes, PlugCable, ReadCounters, ShapeLinks, StartServer, socket_pair
+from towpath.lab.links import LinkBytes, RackBytes, Rate, Rates
+from towpath.lab.protocol import (
+    Client,
+    CreateNodes,
+    PlugCable,
+    ReadCounters,
+    ReadRackCounters,
+    ShapeLinks,
+    StartServer,
+    socket_pair,
+)
 from towpath.lab.runs import (
     LAUNCHERS,
     PORT,
@@ -53,6 +62,9 @@ class Lab:
         topology: The nodes and the ranks on each.
         inter: The rate of each node's cable, each way: text such as '200mbit', or a `Rate`. None does not limit it.
         intra: The rate of each node's loopback. None does not limit it.
+        spine: The rate of each rack's cable to the other racks. None does not limit it.
+        racks: The rack of each node. By default, the racks of the topology. Another order is that of a scheduler which
+            places the nodes of a job as it likes. Ranks find the name of their rack in `TOWPATH_RACK`.
         preload: Modules that the rank server imports once, before the first `call()`. They must not use a GPU, because
             ranks are forked.
 
@@ -66,11 +78,15 @@ class Lab:
         *,
         inter: str | Rate | None = None,
         intra: str | Rate | None = None,
+        spine: str | Rate | None = None,
+        racks: Sequence[int] | None = None,
         preload: Sequence[str] = PRELOAD,
     ) -> None:
         self.topology = topology
-        self.inter = _rate(inter)
-        self.intra = _rate(intra)
+        self.racks = tuple(map(topology.rack_of, range(topology.nodes)) if racks is None else racks)
+        if len(self.racks) != topology.nodes:
+            raise LabError(f"racks: expected the rack of each of {topology.nodes} nodes, got {list(self.racks)}.")
+        self.rates = Rates(_rate(inter), _rate(intra), _rate(spine))
         self._preload = tuple(preload)
         self._ports = itertools.count(PORT)
         self._run: LabRun | None = None
@@ -90,7 +106,7 @@ class Lab:
         try:
             pid = self._guard.pid
             (self._folder / _GUARD).write_text(f"{pid} {_start_time(pid)}")
-            self._client.ask(CreateNodes(os.getpid(), topology.nodes, self.inter, self.intra, str(self._folder)))
+            self._client.ask(CreateNodes(os.getpid(), self.racks, self.rates, str(self._folder)))
         except BaseException:
             self.close()
             raise
@@ -146,7 +162,8 @@ class Lab:
         """
         check_script(argv)
         self._check_idle()
-        self._run = LabRun(self._client, LAUNCHERS[launcher](argv, self.topology, env), self.counters, capture)
+        members = LAUNCHERS[launcher](argv, self.topology, self.racks, env)
+        self._run = LabRun(self._client, members, lambda: (self.counters(), self.rack_counters()), capture)
         return self._run
 
     def call(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
@@ -167,7 +184,7 @@ class Lab:
             LabError: A rank raised, died or hung. The message has its number and traceback.
         """
         self._check_idle()
-        members = rank_calls(fn, args, self.topology, next(self._ports), timeout_seconds, self._folder)
+        members = rank_calls(fn, args, self.topology, self.racks, next(self._ports), timeout_seconds, self._folder)
         pipes = [os.pipe() for _ in members]
         readers = [Connection(reader, writable=False) for reader, _ in pipes]
         try:
@@ -186,8 +203,12 @@ class Lab:
 
     def counters(self) -> tuple[LinkBytes, ...]:
         """Return what each node's links have carried since the lab was created. It also works during a run."""
-        answer = self._client.ask(ReadCounters())
-        assert isinstance(answer, tuple), answer
+        answer: Any = self._client.ask(ReadCounters())
+        return answer
+
+    def rack_counters(self) -> tuple[RackBytes, ...]:
+        """Return what each rack's cable has carried since the lab was created, or nothing if there is one rack."""
+        answer: Any = self._client.ask(ReadRackCounters())
         return answer
 
     def cut(self, node: int) -> None:
@@ -206,16 +227,23 @@ class Lab:
         """
         self._plug(node, connected=True)
 
-    def shape(self, *, inter: str | Rate | None = None, intra: str | Rate | None = None) -> None:
+    def shape(
+        self,
+        *,
+        inter: str | Rate | None = None,
+        intra: str | Rate | None = None,
+        spine: str | Rate | None = None,
+    ) -> None:
         """Change the rates of the links. It also works during a run.
 
         Args:
             inter: The rate of the cables, each way. None does not limit it.
             intra: The rate of the loopbacks. None does not limit it.
+            spine: The rate of each rack's cable to the other racks. None does not limit it.
         """
-        rates = _rate(inter), _rate(intra)
-        self._client.ask(ShapeLinks(*rates))
-        self.inter, self.intra = rates
+        rates = Rates(_rate(inter), _rate(intra), _rate(spine))
+        self._client.ask(ShapeLinks(rates))
+        self.rates = rates
 
     def close(self) -> None:
         """Take the lab down. Its processes are gone when this returns."""

@@ -4,6 +4,9 @@
              cable <──(tbf: what it receives)── node i │ bridge │   in a network of its own
              lo    (tbf, if `intra` is given)         └────────┘
 
+In a lab of several racks, the nodes of each rack have a bridge of their own. A cable joins each of these bridges to a
+bridge in the middle, as uplinks join leaf switches to a spine switch.
+
 A token bucket (tbf) holds each direction to its rate. Several senders to one node share the rate of its cable, as they
 would behind a switch. These settings keep the rates and the byte counters truthful:
 
@@ -38,7 +41,7 @@ from towpath.lab.namespaces import Namespaces, inside
 # The interface that joins a node to the others. Each node has a network of its own, so all nodes use the same name.
 CABLE = "cable"
 _SUBNET = ipaddress.ip_network("10.77.0.0/16")
-_BRIDGE = "bridge"
+_SPINE = "spine"
 
 _MTU_BYTES = 9000
 _SEGMENT_BYTES = 18_000
@@ -108,18 +111,45 @@ class Rate:
         return f"{self.bits_per_second / _UNITS[unit]:g}{unit}"
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The rates of a lab's links, each way. None does not limit them.
+
+    Attributes:
+        inter: The rate of each node's cable.
+        intra: The rate of each node's loopback.
+        spine: The rate of each rack's cable to the other racks.
+    """
+
+    inter: Rate | None = None
+    intra: Rate | None = None
+    spine: Rate | None = None
+
+
 def address(node: int) -> str:
     """Return the IP address of a node's cable."""
     return str(_SUBNET[node + 1])
 
 
-def lay_cables(nodes: Sequence[Namespaces], bridge: Namespaces, inter: Rate | None, intra: Rate | None) -> None:
-    """Connect the nodes. The calling thread runs in the bridge's network."""
+def lay_cables(nodes: Sequence[Namespaces], bridge: Namespaces, racks: Sequence[int], rates: Rates) -> None:
+    """Connect the nodes. The calling thread runs in the network of the bridges.
+
+    Args:
+        nodes: The networks of the nodes.
+        bridge: The network of the bridges.
+        racks: The rack of each node.
+        rates: The rates of the links.
+    """
     _set(_QUIET)
-    _batch(
-        "ip",
-        [f"link add {_BRIDGE} mtu {_MTU_BYTES} type bridge forward_delay 0 mcast_snooping 0", f"link set {_BRIDGE} up"],
-    )
+    kinds = sorted(set(racks))
+    bridges = [*(f"rack{rack}" for rack in kinds), *([_SPINE] if len(kinds) > 1 else [])]
+    settings = f"mtu {_MTU_BYTES} type bridge forward_delay 0 mcast_snooping 0"
+    _batch("ip", [line for name in bridges for line in (f"link add {name} {settings}", f"link set {name} up")])
+    for rack in kinds if len(kinds) > 1 else ():
+        up, down = _uplink(rack)
+        ends = f"{up} mtu {_MTU_BYTES} gso_max_size {_SEGMENT_BYTES} type veth peer name {down} mtu {_MTU_BYTES}"
+        plugs = [f"link set {end} master {to} addrgenmode none up" for end, to in ((up, f"rack{rack}"), (down, _SPINE))]
+        _batch("ip", [f"link add {ends}", *plugs])
     for node, spaces in enumerate(nodes):
         with inside(spaces, bridge):
             _set(_QUIET | _TCP)
@@ -134,15 +164,16 @@ def lay_cables(nodes: Sequence[Namespaces], bridge: Namespaces, inter: Rate | No
                 ],
                 bridge.network,
             )
-    _batch("ip", [f"link set {_port(node)} master {_BRIDGE} addrgenmode none up" for node in range(len(nodes))])
-    shape_links(nodes, bridge, inter, intra)
+    _batch("ip", [f"link set {_port(node)} master rack{rack} addrgenmode none up" for node, rack in enumerate(racks)])
+    shape_links(nodes, bridge, racks, rates)
 
 
-def shape_links(nodes: Sequence[Namespaces], bridge: Namespaces, inter: Rate | None, intra: Rate | None) -> None:
-    """Set the rates of existing links. The calling thread runs in the bridge's network.
+def shape_links(nodes: Sequence[Namespaces], bridge: Namespaces, racks: Sequence[int], rates: Rates) -> None:
+    """Set the rates of existing links. The arguments are those of `lay_cables`.
 
     An open connection keeps a larger receive window.
     """
+    inter, intra = rates.inter, rates.intra
     # The bridge's network has the kernel's own window, which fits links without a rate.
     name = "net/ipv4/tcp_rmem"
     window = Path("/proc/sys", name).read_text() if inter is None else f"4096 131072 {round(window_bytes(inter))}"
@@ -150,7 +181,9 @@ def shape_links(nodes: Sequence[Namespaces], bridge: Namespaces, inter: Rate | N
         with inside(spaces, bridge):
             _set({name: window})
             _batch("tc", [_shaped(CABLE, inter, _BUCKET_BYTES), _shaped("lo", intra, _LOOPBACK_BUCKET_BYTES)])
-    _batch("tc", [_shaped(_port(node), inter, _BUCKET_BYTES) for node in range(len(nodes))])
+    uplinks = [end for rack in sorted(set(racks)) for end in _uplink(rack)] if len(set(racks)) > 1 else []
+    lines = [_shaped(_port(node), inter, _BUCKET_BYTES) for node in range(len(nodes))]
+    _batch("tc", lines + [_shaped(end, rates.spine, _BUCKET_BYTES) for end in uplinks])
 
 
 def plug(node: int, connected: bool) -> None:
@@ -160,6 +193,11 @@ def plug(node: int, connected: bool) -> None:
 
 def _port(node: int) -> str:
     return f"node{node}"
+
+
+def _uplink(rack: int) -> tuple[str, str]:
+    """Return the two ends of a rack's cable: at the bridge of the rack, and at the spine."""
+    return f"up{rack}", f"down{rack}"
 
 
 def _shaped(device: str, rate: Rate | None, bucket_bytes: int) -> str:
@@ -224,6 +262,22 @@ class LinkBytes:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RackBytes:
+    """The bytes that one rack's cable to the other racks carried, headers included. The kernel counts them.
+
+    Attributes:
+        sent_bytes: Bytes that the nodes of the rack sent to other racks.
+        received_bytes: Bytes that they received from other racks.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+
+    def __sub__(self, before: RackBytes) -> RackBytes:
+        return RackBytes(self.sent_bytes - before.sent_bytes, self.received_bytes - before.received_bytes)
+
+
 def link_counters() -> LinkBytes:
     """Return the counters of the node that this rank runs on.
 
@@ -238,18 +292,39 @@ def link_counters() -> LinkBytes:
 
 def read_descriptor(descriptor: int) -> LinkBytes:
     """Return the counters of another node, from a descriptor of its /proc/net/dev."""
+    return _parse(_read_all(descriptor))
+
+
+def read_racks(descriptor: int, racks: Sequence[int]) -> tuple[RackBytes, ...]:
+    """Return the counters of each rack, or nothing if there is one rack.
+
+    Args:
+        descriptor: A descriptor of the /proc/net/dev of the bridges' network.
+        racks: The rack of each node.
+    """
+    kinds = sorted(set(racks))
+    columns = _columns(_read_all(descriptor))
+    ups = [columns[_uplink(rack)[0]] for rack in kinds] if len(kinds) > 1 else []
+    return tuple(RackBytes(up[8], up[0]) for up in ups)
+
+
+def _read_all(descriptor: int) -> str:
     chunks: list[bytes] = []
     offset = 0
     while chunk := os.pread(descriptor, 1 << 16, offset):
         chunks.append(chunk)
         offset += len(chunk)
-    return _parse(b"".join(chunks).decode())
+    return b"".join(chunks).decode()
+
+
+def _columns(table: str) -> dict[str, list[int]]:
+    """Parse /proc/net/dev. The first column after the name counts received bytes, the ninth sent bytes."""
+    rows = dict(line.split(":", 1) for line in table.splitlines() if ":" in line)
+    return {name.strip(): [int(value) for value in row.split()] for name, row in rows.items()}
 
 
 def _parse(table: str) -> LinkBytes:
-    """Parse /proc/net/dev. The first column after the name counts received bytes, the ninth sent bytes."""
-    rows = dict(line.split(":", 1) for line in table.splitlines() if ":" in line)
-    columns = {name.strip(): [int(value) for value in row.split()] for name, row in rows.items()}
+    columns = _columns(table)
     if CABLE not in columns:
         raise LabError(
             f"this process is not on a node of a lab: it has no interface {CABLE!r}, only {', '.join(columns)}. "

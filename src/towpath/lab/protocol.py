@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from towpath.errors import LabError
-from towpath.lab.links import LinkBytes, Rate
+from towpath.lab.links import LinkBytes, RackBytes, Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,8 @@ class CreateNodes:
     """The first request: create the nodes and their cables. The answer is None."""
 
     owner: int
-    nodes: int
-    inter: Rate | None
-    intra: Rate | None
+    racks: tuple[int, ...]  # of each node
+    rates: Rates
     folder: str
 
 
@@ -101,6 +100,11 @@ class ReadCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadRackCounters:
+    """Read the counters of all racks. The answer is a tuple of `RackBytes`, empty if there is one rack."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlugCable:
     """Disconnect or connect a node's cable. The answer is None."""
 
@@ -110,13 +114,14 @@ class PlugCable:
 
 @dataclass(frozen=True, slots=True)
 class ShapeLinks:
-    """Set the rates of cables and loopbacks. The answer is None."""
+    """Set the rates of all links. The answer is None."""
 
-    inter: Rate | None
-    intra: Rate | None
+    rates: Rates
 
 
-Request = CreateNodes | StartServer | StartProcesses | EndProcesses | ReadCounters | PlugCable | ShapeLinks
+Request = (
+    CreateNodes | StartServer | StartProcesses | EndProcesses | ReadCounters | ReadRackCounters | PlugCable | ShapeLinks
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ class Refusal:
     text: str
 
 
-Answer = tuple[LinkBytes, ...] | int | Refusal | None
+Answer = tuple[LinkBytes, ...] | tuple[RackBytes, ...] | int | Refusal | None
 
 
 # --- the owner's side -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from towpath.errors import ERRORS, LabError
-from towpath.lab.links import CABLE, LinkBytes, address
+from towpath.lab.links import CABLE, LinkBytes, RackBytes, address
 from towpath.lab.protocol import Client, EndProcesses, Member, Program, RankCall, StartProcesses, socket_pair
 from towpath.topology.cluster import Topology
 
@@ -45,38 +45,55 @@ _NETWORK = {
 # --- what is started --------------------------------------------------------------------------------------------------
 
 
-def torchrun(argv: Sequence[str], topology: Topology, env: Mapping[str, str] | None) -> list[Program]:
+def torchrun(
+    argv: Sequence[str], topology: Topology, racks: Sequence[int], env: Mapping[str, str] | None
+) -> list[Program]:
     """Return one torchrun per node, as on a real cluster."""
     shape = ("--nnodes", str(topology.nodes), "--nproc-per-node", str(topology.ranks_per_node))
     master = ("--master-addr", address(0), "--master-port", str(PORT))
     command = (sys.executable, "-c", "from towpath.lab.runs import torchrun_main; torchrun_main()", *shape)
     return [
-        Program(node, (*command, "--node-rank", str(node), *master, *argv), _environment(env), str(Path.cwd()))
+        Program(
+            node,
+            (*command, "--node-rank", str(node), *master, *argv),
+            _environment(env, _rack(racks, node)),
+            str(Path.cwd()),
+        )
         for node in range(topology.nodes)
     ]
 
 
-def direct(argv: Sequence[str], topology: Topology, env: Mapping[str, str] | None) -> list[Program]:
+def direct(
+    argv: Sequence[str], topology: Topology, racks: Sequence[int], env: Mapping[str, str] | None
+) -> list[Program]:
     """Return one process per rank. It starts sooner than torchrun, and reports each rank's own exit code."""
     return [
         Program(
             topology.node_of(rank),
             (sys.executable, *argv),
-            _environment(env, _rank_variables(rank, topology, PORT)),
+            _environment(env, _rank_variables(rank, topology, racks, PORT)),
             str(Path.cwd()),
         )
         for rank in range(topology.world)
     ]
 
 
-LAUNCHERS: dict[Launcher, Callable[[Sequence[str], Topology, Mapping[str, str] | None], list[Program]]] = {
+LAUNCHERS: dict[
+    Launcher, Callable[[Sequence[str], Topology, Sequence[int], Mapping[str, str] | None], list[Program]]
+] = {
     "torchrun": torchrun,
     "direct": direct,
 }
 
 
 def rank_calls(
-    fn: Callable[..., Any], args: tuple[Any, ...], topology: Topology, port: int, timeout_seconds: float, folder: Path
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    topology: Topology,
+    racks: Sequence[int],
+    port: int,
+    timeout_seconds: float,
+    folder: Path,
 ) -> list[RankCall]:
     """Return the calls `fn(rank, world, *args)` of all ranks."""
     try:
@@ -96,7 +113,7 @@ def rank_calls(
             node=topology.node_of(rank),
             rank=rank,
             world=topology.world,
-            env=_environment(None, _rank_variables(rank, topology, port)),
+            env=_environment(None, _rank_variables(rank, topology, racks, port)),
             payload=payload,
             main=main,
             timeout_seconds=timeout_seconds,
@@ -141,9 +158,14 @@ def _environment(env: Mapping[str, str] | None, rank: Mapping[str, str] | None =
     return {**_DEFAULTS, **os.environ, **_NETWORK, **(rank or {}), **(env or {})}
 
 
-def _rank_variables(rank: int, topology: Topology, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank."""
-    return {
+def _rack(racks: Sequence[int], node: int) -> dict[str, str]:
+    """Return the variable that names the rack of a node, if there are several racks."""
+    return {"TOWPATH_RACK": f"rack{racks[node]}"} if len(set(racks)) > 1 else {}
+
+
+def _rank_variables(rank: int, topology: Topology, racks: Sequence[int], port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank, and its rack."""
+    return _rack(racks, topology.node_of(rank)) | {
         "RANK": str(rank),
         "WORLD_SIZE": str(topology.world),
         "LOCAL_RANK": str(topology.local_of(rank)),
@@ -213,12 +235,14 @@ class LabResult:
         output: What the processes printed, or None if it was not captured.
         seconds: How long the run took.
         links: What each node's links carried during the run, by node.
+        racks: What each rack's cable to the other racks carried, by rack. It is empty if there is one rack.
     """
 
     returncode: int
     output: str | None
     seconds: float
     links: tuple[LinkBytes, ...]
+    racks: tuple[RackBytes, ...]
 
 
 class LabRun:
@@ -227,12 +251,16 @@ class LabRun:
     Args:
         client: The connection to the lab's server.
         members: The processes to start.
-        count: Returns the bytes that each link has carried.
+        count: Returns the bytes that the links of each node have carried, and those of each rack.
         capture: Whether to keep the output for the result.
     """
 
     def __init__(
-        self, client: Client, members: Sequence[Member], count: Callable[[], tuple[LinkBytes, ...]], capture: bool
+        self,
+        client: Client,
+        members: Sequence[Member],
+        count: Callable[[], tuple[tuple[LinkBytes, ...], tuple[RackBytes, ...]]],
+        capture: bool,
     ) -> None:
         self._count = count
         self._before = count()
@@ -322,11 +350,13 @@ class LabRun:
 
     def _finish(self, returncode: int) -> LabResult:
         self._processes.close()
+        links, racks = self._count()
         self._result = LabResult(
             returncode=returncode,
             output=self._output.text() if self._output else None,
             seconds=time.monotonic() - self._began,
-            links=tuple(after - before for after, before in zip(self._count(), self._before, strict=True)),
+            links=tuple(after - before for after, before in zip(links, self._before[0], strict=True)),
+            racks=tuple(after - before for after, before in zip(racks, self._before[1], strict=True)),
         )
         return self._result
 
