@@ -62,14 +62,16 @@ def one_by_one(t: Transfer) -> tuple[int, list[int]]:
     """Inside nodes, and out of each node."""
     group, inside, leaving = t.move.groups[0], 0, [0] * t.topology.nodes
     nodes = [t.topology.node_of(rank) for rank in group.ranks]
-    for (source, target, send), count in Counter((nodes[s.source], nodes[s.target], s[4:]) for s in _plan(t)).items():
-        nbytes = count * _message_bytes(t, *send)
+    for (source, target, send), count in Counter(
+        (nodes[s.source], nodes[s.target], s[4:]) for s in messages_of(t)
+    ).items():
+        nbytes = count * bytes_of_message(t, *send)
         inside += nbytes if source == target else 0
         leaving[source] += nbytes if source != target else 0
     return inside, leaving
 
 
-def _plan(t: Transfer) -> list[Send]:
+def messages_of(t: Transfer) -> list[Send]:
     group = t.move.groups[0]
     nodes = list(map(t.topology.node_of, group.ranks))
     if t.form is Form.MESSAGES or t.move.op is not Op.ALL_REDUCE:
@@ -79,7 +81,7 @@ def _plan(t: Transfer) -> list[Send]:
     return [*reduction, *sends(Op.ALL_GATHER, gather, group, nodes, 1)]
 
 
-def _message_bytes(t: Transfer, slot: int, part: int, parts: int, adds: bool) -> int:
+def bytes_of_message(t: Transfer, slot: int, part: int, parts: int, adds: bool) -> int:
     codec, members, piece = t.transport.encoding, t.move.members, Send(0, 0, 0, 0, slot, part, parts).piece
     if codec is None:
         start, end = piece_bounds(t.elements, members, piece)

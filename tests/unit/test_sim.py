@@ -151,7 +151,7 @@ def test_transfers_need_of_the_cables_what_the_schedule_counts(topology: Topolog
 
 def test_a_ring_leaves_a_rack_once_and_all_to_all_from_every_node() -> None:
     """Eight nodes in racks of four; a rack's way out carries what one cable does, or most of what its nodes send."""
-    topology = Topology(8, 2)
+    topology = Topology(8, 2, 4)
     on = replace(hardware(topology), racks=Racks(4, 1e9))
     for route, cables in (("flat", 1.0), ("one-hop", 4 * 4 / 7)):
         made = schedule(strategy("zero3", topology, route=route), UNITS, 1)

@@ -10,7 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from towpath.core.routes import HO_RING_STEPS, Form, Grid, Op, effective_route
+from towpath.core.formats import Codec
+from towpath.core.placement import GroupCollective
+from towpath.core.routes import (
+    ALL_TO_ALL,
+    HO_RING_STEPS,
+    Form,
+    Grid,
+    Op,
+    bounds,
+    cell_elements,
+    effective_route,
+    encoded_slice,
+)
+from towpath.topology.cluster import Topology
 
 # --- route bytes ------------------------------------------------------------------------------------------------------
 #
@@ -61,6 +74,36 @@ def traffic_of_group(
     return Traffic(inside, tuple(leaving))
 
 
+def traffic_between_nodes(
+    op: Op,
+    route: str,
+    grid: Grid,
+    gathered: Sequence[int],
+    reduced: Sequence[int],
+    form: Form = Form.MESSAGES,
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the bytes that one node of a group sends to another: source, target and bytes.
+
+    The nodes are positions in the grid. The bytes of each source add up to those that `traffic_of_group` returns, and
+    the arguments are the same.
+    """
+    if op is not Op.ALL_GATHER:
+        links = _links_of_a_gather(effective_route(route, grid, op, form), grid, reduced)
+        yield from ((target, source, nbytes) for source, target, nbytes in links)
+    if op is not Op.REDUCE_SCATTER:
+        yield from _links_of_a_gather(effective_route(route, grid, Op.ALL_GATHER, form), grid, gathered)
+
+
+def _links_of_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    if route in ALL_TO_ALL:  # each node sends its own slices directly to all other nodes
+        copies = grid.width if route == "one-hop" else 1
+        for source, own in enumerate(_by_node(grid, slices)):
+            yield from ((source, target, copies * own) for target in range(grid.nodes) if target != source)
+    elif grid.nodes > 1:
+        for target, nbytes in enumerate(_arriving_in_a_gather(route, grid, slices)):
+            yield (target - 1) % grid.nodes, target, nbytes
+
+
 def _inside(route: str, grid: Grid, slices: Sequence[int]) -> int:
     total = sum(slices)
     if route in ("flat", "ring"):
@@ -90,6 +133,117 @@ def _leaving_in_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> list[
 
 def _by_node(grid: Grid, slices: Sequence[int]) -> list[int]:
     return [sum(slices[i : i + grid.width]) for i in range(0, len(slices), grid.width)]
+
+
+# --- bytes of a transfer ----------------------------------------------------------------------------------------------
+#
+# These functions add up the bytes of all groups of a collective.
+
+
+@lru_cache(maxsize=4096)
+def sent_by_all(
+    move: GroupCollective,
+    route: str,
+    topology: Topology,
+    parts: int,
+    elements: int,
+    item: int,
+    codec: Codec | None,
+    form: Form,
+) -> Traffic:
+    """Return the bytes that all groups send inside nodes, and out of each node of the topology."""
+    sizes_of_slots = _slice_sizes(move.members, parts, elements, item, codec)
+    inside, leaving = 0, [0] * topology.nodes
+    # Most groups have members on nodes in the same pattern, with slices in the same order. Each pattern is counted
+    # once.
+    alike: dict[tuple[object, ...], tuple[int, Traffic]] = {}
+    for group in move.groups:
+        nodes = tuple(map(topology.node_of, group.ranks))
+        key = (group.slots, tuple(node - nodes[0] for node in nodes))
+        if key not in alike:
+            grid = Grid.of(nodes)
+            sizes = ([nbytes[slot] for slot in group.slots] for nbytes in sizes_of_slots)
+            alike[key] = grid.width, traffic_of_group(move.op, route, grid, *sizes, form=form)
+        width, sent = alike[key]
+        inside += sent.inside
+        for node, nbytes in zip(nodes[::width], sent.leaving, strict=True):
+            leaving[node] += nbytes
+    return Traffic(inside, tuple(leaving))
+
+
+@lru_cache(maxsize=4096)
+def sent_out_of_racks(
+    move: GroupCollective,
+    route: str,
+    topology: Topology,
+    parts: int,
+    elements: int,
+    item: int,
+    codec: Codec | None,
+    form: Form,
+) -> tuple[int, ...]:
+    """Return the bytes that all groups send out of each rack of the topology."""
+    sizes_of_slots = _slice_sizes(move.members, parts, elements, item, codec)
+    leaving = [0] * topology.racks
+    for group in move.groups:
+        nodes = tuple(map(topology.node_of, group.ranks))
+        grid = Grid.of(nodes)
+        racks = [topology.rack_of(node) for node in nodes[:: grid.width]]
+        if len(set(racks)) > 1:
+            gathered, reduced = ([nbytes[slot] for slot in group.slots] for nbytes in sizes_of_slots)
+            for source, target, nbytes in traffic_between_nodes(move.op, route, grid, gathered, reduced, form):
+                leaving[racks[source]] += nbytes * (racks[source] != racks[target])
+    return tuple(leaving)
+
+
+def _slice_sizes(
+    members: int, parts: int, elements: int, item: int, codec: Codec | None
+) -> tuple[list[int], list[int]]:
+    """Return the bytes of each slice in a gather, and in a reduction."""
+    plain = [_length(elements, members, slot, 1) * item for slot in range(members)]
+    if codec is None:
+        return plain, plain
+    reduced = parts * codec.cell_bytes(cell_elements(elements, members, parts, codec.grain))
+    return [encoded_slice(codec, elements, members)] * members, [reduced] * members
+
+
+def pair_traffic(move: GroupCollective, topology: Topology, message_bytes: int) -> Traffic:
+    """Return the bytes of one message for each pair of ranks."""
+    inside, leaving = 0, [0] * topology.nodes
+    for group in move.groups:
+        source, target = map(topology.node_of, group.ranks)
+        if source == target:
+            inside += message_bytes
+        else:
+            leaving[source] += message_bytes
+    return Traffic(inside, tuple(leaving))
+
+
+def _length(elements: int, pieces: int, index: int, grain: int) -> int:
+    start, end = bounds(elements, pieces, index, grain)
+    return end - start
+
+
+@lru_cache(maxsize=4096)
+def share_leaving_racks(route: str, nodes: int, stride: int, topology: Topology) -> float:
+    """Return how many times what one node sends leaves the rack that sends most.
+
+    All groups of `nodes` nodes run the same collective at the same time, and all nodes send equally much.
+
+    Args:
+        route: The route that is used.
+        nodes: The number of nodes of each group.
+        stride: The distance between the nodes of a group.
+        topology: The nodes and racks of the job.
+    """
+    leaving = [0.0] * topology.racks
+    for node in range(topology.nodes):
+        place, first = node // stride % nodes, node - node // stride % nodes * stride
+        others = (place + 1,) if route not in ALL_TO_ALL else (other for other in range(nodes) if other != place)
+        targets = [topology.rack_of(first + other % nodes * stride) for other in others] if nodes > 1 else []
+        rack = topology.rack_of(node)
+        leaving[rack] += sum(target != rack for target in targets) / max(1, len(targets))
+    return max(leaving)
 
 
 # --- route phases -----------------------------------------------------------------------------------------------------

@@ -279,6 +279,7 @@ class Strategy:
             lines.append(f"frozen_codec = {written(str(self.frozen_codec))}")
         lines += [] if self.offload is None else [f"offload = {written(self.offload)}"]
         lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
+        lines += [] if self.topology.nodes_per_rack is None else [f"nodes_per_rack = {self.topology.nodes_per_rack}"]
         lines += ["[placement]"]
         lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
         for kind in WITH_TRANSPORT:

@@ -8,7 +8,7 @@ schedule, the simulator and the engine all read the same transfers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from towpath.core.formats import NARROW, Codec, item_bytes
 from towpath.core.placement import GroupCollective
-from towpath.core.route_costs import Traffic, traffic_of_group
+from towpath.core.route_costs import Traffic, pair_traffic, sent_by_all, sent_out_of_racks
 from towpath.core.routes import (
     COLLECTIVES,
     WITH_OWNERS,
@@ -28,8 +28,6 @@ from towpath.core.routes import (
     Order,
     bounds,
     byte_grain,
-    cell_elements,
-    encoded_slice,
     grouped_wire_elements,
     hops_of,
     order_of,
@@ -383,6 +381,15 @@ class Transfer:
         """Return how many bytes `node` sends to other nodes."""
         return self._traffic.leaving[node]
 
+    def rack_bytes(self, rack: int) -> int:
+        """Return how many bytes the nodes of `rack` send to other racks."""
+        return self._leaving_racks[rack]
+
+    @property
+    def between_racks_bytes(self) -> int:
+        """Bytes sent between racks, summed over all ranks. They are part of those between nodes."""
+        return sum(self._leaving_racks)
+
     @property
     def message_bytes(self) -> int:
         """Bytes of one message between two ranks, after encoding. Only for activations."""
@@ -395,13 +402,28 @@ class Transfer:
     @property
     def _traffic(self) -> Traffic:
         if self.move.op is Op.SEND:
-            return _pair_traffic(self.move, self.topology, self.message_bytes)
+            return pair_traffic(self.move, self.topology, self.message_bytes)
         item = item_bytes(self.dtype)
         if isinstance(self.payload, Matrices):
             return _owner_traffic(self.move, self.topology, self.payload.matrices, item, self.transport.encoding)
-        return _sent_by_all(
+        return sent_by_all(
             self.move, self.route, self.topology, self.parts, self.elements, item, self.transport.encoding, self.form
         )
+
+    @property
+    def _leaving_racks(self) -> tuple[int, ...]:
+        """Bytes that leave each rack."""
+        topology = self.topology
+        if topology.nodes_per_rack is None:
+            return (0,)
+        # A message that goes straight to its target leaves a rack as it would leave a node of that size.
+        racks_as_nodes = Topology(topology.racks, topology.nodes_per_rack * topology.ranks_per_node)
+        if self.move.op is Op.SEND:
+            return pair_traffic(self.move, racks_as_nodes, self.message_bytes).leaving
+        item, codec = item_bytes(self.dtype), self.transport.encoding
+        if isinstance(self.payload, Matrices):
+            return _owner_traffic(self.move, racks_as_nodes, self.payload.matrices, item, codec).leaving
+        return sent_out_of_racks(self.move, self.route, topology, self.parts, self.elements, item, codec, self.form)
 
     @property
     def region_bytes(self) -> int:
@@ -492,57 +514,37 @@ class SentBytes:
         """Return how many bytes `node` sends to other nodes in one step."""
         return sum(t.cable_bytes(node) for t in self.transfers)
 
+    @property
+    def between_racks_bytes(self) -> int:
+        """Bytes sent between racks, summed over all ranks and transfers. They are part of those between nodes."""
+        return sum(t.between_racks_bytes for t in self.transfers)
+
+    def rack_bytes(self, rack: int) -> int:
+        """Return how many bytes the nodes of `rack` send to other racks in one step."""
+        return sum(t.rack_bytes(rack) for t in self.transfers)
+
     def by_kind(self) -> str:
         """Return a text table with one line for each kind of transfer: calls, and bytes by class of link."""
-        lines = [f"  {'kind':<20} {'calls':>6} {'inside nodes':>16} {'between nodes':>16}"]
+        links = {"inside nodes": "intra_bytes", "between nodes": "inter_bytes"}
+        if any(t.topology.nodes_per_rack for t in self.transfers):
+            links["between racks"] = "between_racks_bytes"
+        lines = [f"  {'kind':<20} {'calls':>6}" + "".join(f" {name:>16}" for name in links)]
         for kind in TransferKind:
             mine = [t for t in self.transfers if t.kind is kind]
             if mine:
-                intra, inter = sum(t.intra_bytes for t in mine), sum(t.inter_bytes for t in mine)
-                lines.append(f"  {kind.value:<20} {len(mine):>6} {intra:>16,} {inter:>16,}")
-        total = f"{len(self.transfers):>6} {self.intra_bytes:>16,} {self.inter_bytes:>16,}"
-        return "\n".join([*lines, f"  {'total':<20} {total}"])
+                lines.append(f"  {kind.value:<20} {_sums(mine, links.values())}")
+        return "\n".join([*lines, f"  {'total':<20} {_sums(self.transfers, links.values())}"])
+
+
+def _sums(transfers: Sequence[Transfer], names: Iterable[str]) -> str:
+    """Return the number of transfers, and the sums of their attributes `names`."""
+    sums = (sum(getattr(t, name) for t in transfers) for name in names)
+    return f"{len(transfers):>6}" + "".join(f" {nbytes:>16,}" for nbytes in sums)
 
 
 @lru_cache(maxsize=1024)
 def _grid(move: GroupCollective, topology: Topology) -> Grid:
     return Grid.of([topology.node_of(rank) for rank in move.groups[0].ranks])
-
-
-@lru_cache(maxsize=4096)
-def _sent_by_all(
-    move: GroupCollective,
-    route: str,
-    topology: Topology,
-    parts: int,
-    elements: int,
-    item: int,
-    codec: Codec | None,
-    form: Form,
-) -> Traffic:
-    """Return the bytes that all groups send inside nodes, and out of each node of the topology."""
-    members = move.members
-    plain = [_length(elements, members, slot, 1) * item for slot in range(members)]
-    gathered = [encoded_slice(codec, elements, members)] * members if codec else plain
-    reduced = plain
-    if codec:
-        reduced = [parts * codec.cell_bytes(cell_elements(elements, members, parts, codec.grain))] * members
-    inside, leaving = 0, [0] * topology.nodes
-    # Most groups have members on nodes in the same pattern, with slices in the same order. Each pattern is counted
-    # once.
-    alike: dict[tuple[object, ...], tuple[int, Traffic]] = {}
-    for group in move.groups:
-        nodes = tuple(map(topology.node_of, group.ranks))
-        key = (group.slots, tuple(node - nodes[0] for node in nodes))
-        if key not in alike:
-            grid = Grid.of(nodes)
-            sizes = ([nbytes[slot] for slot in group.slots] for nbytes in (gathered, reduced))
-            alike[key] = grid.width, traffic_of_group(move.op, route, grid, *sizes, form=form)
-        width, sent = alike[key]
-        inside += sent.inside
-        for node, nbytes in zip(nodes[::width], sent.leaving, strict=True):
-            leaving[node] += nbytes
-    return Traffic(inside, tuple(leaving))
 
 
 @lru_cache(maxsize=4096)
@@ -557,19 +559,3 @@ def _owner_traffic(
         inside += sent.inside
         leaving = [a + b for a, b in zip(leaving, sent.leaving, strict=True)]
     return Traffic(inside, tuple(leaving))
-
-
-def _pair_traffic(move: GroupCollective, topology: Topology, message_bytes: int) -> Traffic:
-    inside, leaving = 0, [0] * topology.nodes
-    for group in move.groups:
-        source, target = map(topology.node_of, group.ranks)
-        if source == target:
-            inside += message_bytes
-        else:
-            leaving[source] += message_bytes
-    return Traffic(inside, tuple(leaving))
-
-
-def _length(elements: int, pieces: int, index: int, grain: int) -> int:
-    start, end = bounds(elements, pieces, index, grain)
-    return end - start

@@ -21,8 +21,8 @@
     message = 2
 
     [racks]                         # if nodes of different racks share fewer links
-    nodes = 32
-    gigabits = 3200
+    nodes = 32                      # of each rack
+    gigabits = 3200                 # per second, for each rack and direction
 
     [host]                          # the host's memory, for offloaded states
     copies = 20                     # GB/s between it and each rank's device, each direction, while all copy
@@ -104,7 +104,8 @@ class Cluster:
 
     def on(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
         """Return the same cluster with another number of nodes, and of ranks on each."""
-        topology = Topology(nodes, ranks_per_node or self.topology.ranks_per_node)
+        ranks, racks = ranks_per_node or self.topology.ranks_per_node, self.hardware.racks
+        topology = Topology(nodes, ranks) if racks is None else racks.topology(nodes, ranks)
         return replace(self, hardware=replace(self.hardware, topology=topology))
 
 
@@ -130,6 +131,7 @@ def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
         section = root.section("racks")
         racks = Racks(section.count("nodes"), section.number("gigabits") * 1e9 / 8)
         section.end()
+        topology = racks.topology(topology.nodes, topology.ranks_per_node)
     host_memory = None
     if "host" in root.table:
         section = root.section("host")

@@ -318,8 +318,7 @@ class Pipelines:
 
     def _stage_topology(self, layout: Layout) -> Topology:
         """Return the topology of the copies of one tensor-parallel part of a stage."""
-        nodes = [self._topology.node_of(rank) for rank in self._ranks(layout, 0)[:: layout.tensor]]
-        return Topology(len(set(nodes)), len(nodes) // len(set(nodes)))
+        return self._topology.of(self._ranks(layout, 0)[:: layout.tensor])
 
     def _stages(self, layout: Layout, batching: Batching, order: Order) -> list[SimulatedStage]:
         staged, homes = self._staged(layout.stages), owners(order)

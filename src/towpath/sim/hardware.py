@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.launches import Launches
-from towpath.core.route_costs import Phase, phases
+from towpath.core.route_costs import Phase, phases, share_leaving_racks
 from towpath.core.routes import Form, Grid, Op, hops_of, parts_of, slice_bytes
 from towpath.core.strategy import MoveShape
 from towpath.core.transfer import Activation, Range, Transfer
@@ -54,10 +54,19 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Racks:
-    """A third level of links: each rack of `nodes` nodes shares one of `rate` bytes per second in each direction."""
+    """A third level of links: each rack of `nodes` nodes shares one of `rate` bytes per second in each direction.
+
+    Args:
+        nodes: The nodes of a full rack. A job uses `Topology.nodes_per_rack` of them.
+        rate: The bytes per second that leave a rack, and as many that enter it.
+    """
 
     nodes: int
     rate: float
+
+    def topology(self, nodes: int, ranks_per_node: int) -> Topology:
+        """Return the topology of a job on `nodes` nodes. Racks must divide them, unless one rack holds them all."""
+        return Topology(nodes, ranks_per_node, self.nodes if nodes > self.nodes else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,26 +246,29 @@ class StageLocation:
     host: int = 0
     ranks_on_node: int = 1
     ranks_on_host: int = 1
+    rack: int = 0
 
     @staticmethod
     def of(name: str, ranks: Sequence[int], hardware: Hardware) -> StageLocation:
         """Return the location of a stage whose copies are on `ranks`."""
         topology = hardware.topology
         node = topology.node_of(ranks[0])
+        rack = topology.rack_of(node)
         on_node = sum(topology.node_of(rank) == node for rank in ranks)
         if hardware.cores is None:  # each rank has its own device
-            return StageLocation(name, node, ranks[0], on_node, 1)
+            return StageLocation(name, node, ranks[0], on_node, 1, rack)
         host = ranks[0] // hardware.ranks_sharing
-        return StageLocation(name, node, host, on_node, sum(rank // hardware.ranks_sharing == host for rank in ranks))
+        on_host = sum(rank // hardware.ranks_sharing == host for rank in ranks)
+        return StageLocation(name, node, host, on_node, on_host, rack)
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """The name of each resource here. The cable has two: one for each direction, out of the node and into it."""
+        """The name of each resource here. Cables and racks have two: one for each direction, out of it and into it."""
         return {
             CABLE: (f"{CABLE} out of node {self.node}", f"{CABLE} into node {self.node}"),
             INSIDE: (f"{INSIDE}, {self.name}",),
             PROCESSOR: (f"{PROCESSOR} of host {self.host}",),
-            SPINE: (f"{SPINE} of node {self.node}",),
+            SPINE: (f"{SPINE} out of rack {self.rack}", f"{SPINE} into rack {self.rack}"),
         }
 
     def named(self, needs: Mapping[str, float]) -> Mapping[str, float]:
@@ -396,6 +408,9 @@ def message_cost(transfer: Transfer, hardware: Hardware, source: StageLocation, 
     if crosses:
         leaving, entering = source.names[CABLE][0], target.names[CABLE][1]
         needs = {leaving: size * source.ranks_on_node, entering: size * target.ranks_on_node}
+    if hardware.racks is not None and source.rack != target.rack:
+        needs |= {source.names[SPINE][0]: size * source.ranks_on_node}
+        needs |= {target.names[SPINE][1]: size * target.ranks_on_node}
     work = (size * link.work + link.message_work) / 2  # at each end
     for end in (source, target) if work else ():
         (processor,) = end.names[PROCESSOR]
@@ -433,20 +448,9 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
         work += hardware.processor(received / hardware.sum_rate)
     needs = {CABLE: cable, INSIDE: inside, PROCESSOR: work}
     if hardware.racks is not None:
-        needs[SPINE] = cable * _cables_leaving_racks(shape, hardware.racks)
+        needs[SPINE] = cable * share_leaving_racks(shape.route, grid.nodes, shape.stride, hardware.topology)
     needed = {name: amount for name, amount in needs.items() if amount}
     return PhaseCost(phase.rounds * latency + messages, needed, phase.rounds * busy)
-
-
-def _cables_leaving_racks(shape: TransferShape, racks: Racks) -> float:
-    """Return how many cables' worth of bytes leaves a rack."""
-    nodes = shape.grid.nodes
-    together = max(1, min(nodes, racks.nodes // shape.stride))  # nodes of a group in one rack
-    if together == nodes:
-        return 0.0
-    if hops_of(shape.route, shape.grid):  # a message goes straight to each node
-        return racks.nodes * (nodes - together) / (nodes - 1)
-    return racks.nodes / together  # of a ring's nodes in a rack, only the last one sends out of it
 
 
 def _coding_costs(shape: TransferShape, codec: Codec, hardware: Hardware) -> Iterator[PhaseCost]:

@@ -30,7 +30,6 @@ from towpath.sim.hardware import (
     phase_costs,
 )
 from towpath.sim.timeline import Event, Timeline
-from towpath.topology.cluster import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +241,7 @@ class PipelineReplay:
     def _engine(self, index: int, rank: int) -> SimulatedEngine:
         stage, location = self._stages[index], self._locations[index]
         # The topology of the stage's ranks: equally many on each of its nodes, and on each host.
-        topology = Topology(len(stage.ranks) // location.ranks_on_node, location.ranks_on_node)
+        topology = self._hardware.topology.of(stage.ranks)
         own = replace(self._hardware, topology=topology, ranks_sharing=location.ranks_on_host)
         suffix = f", stage {index}"
         return SimulatedEngine(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from towpath.errors import TopologyError
 
@@ -41,20 +44,32 @@ class Extent:
 class Topology:
     """The nodes of a job and the ranks on each. The global rank is node · ranks_per_node + local rank.
 
-    A node is any group of ranks whose links to each other are faster than their links to other groups.
+    A node is any group of ranks whose links to each other are faster than their links to other groups. A rack is a
+    group of nodes that share fewer links to other racks, such as the nodes of one leaf switch below spine switches. The
+    nodes of a rack have consecutive numbers, so that a ring over all nodes leaves each rack once.
 
     Attributes:
         nodes: The number of nodes.
         ranks_per_node: The number of ranks on each node.
+        nodes_per_rack: The number of nodes in each rack. None means that all nodes are in one rack.
     """
 
     nodes: int
     ranks_per_node: int
+    nodes_per_rack: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("nodes", self.nodes), ("ranks_per_node", self.ranks_per_node)):
-            if type(value) is not int or value < 1:
+        for name in ("nodes", "ranks_per_node", "nodes_per_rack"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and not (value is None and name == "nodes_per_rack"):
                 raise TopologyError(f"Topology: {name} must be a whole number of at least 1, got {value!r}.")
+        if self.nodes_per_rack is not None and self.nodes % self.nodes_per_rack:
+            raise TopologyError(
+                f"Topology: racks of {self.nodes_per_rack} nodes do not divide {self.nodes} nodes. Use equally many "
+                f"nodes of each rack, such as {describe_choices(self.nodes, self.nodes_per_rack)}."
+            )
+        if self.nodes_per_rack == self.nodes:  # equal topologies are equal objects
+            object.__setattr__(self, "nodes_per_rack", None)
 
     @property
     def world(self) -> int:
@@ -66,26 +81,52 @@ class Topology:
         """The extent that spans every rank."""
         return Extent(self.ranks_per_node, self.nodes)
 
+    @property
+    def racks(self) -> int:
+        """The number of racks."""
+        return self.nodes // (self.nodes_per_rack or self.nodes)
+
     def node_of(self, rank: int) -> int:
         """Return the node of a global rank."""
         return rank // self.ranks_per_node
+
+    def rack_of(self, node: int) -> int:
+        """Return the rack of a node."""
+        return node // (self.nodes_per_rack or self.nodes)
 
     def local_of(self, rank: int) -> int:
         """Return the local rank of a global rank."""
         return rank % self.ranks_per_node
 
+    def of(self, ranks: Sequence[int]) -> Topology:
+        """Return the topology of some of the ranks, equally many on each of their nodes.
+
+        If they are not equally many in each rack, racks become smaller until they are.
+        """
+        nodes = [node for node, _ in groupby(map(self.node_of, ranks))]
+        runs = [len(list(run)) for _, run in groupby(map(self.rack_of, nodes))]
+        return Topology(len(nodes), len(ranks) // len(nodes), math.gcd(*runs))
+
     @staticmethod
     def detect() -> Topology:
         """Return the topology of the running job, as the launcher placed its ranks on nodes.
 
-        Without a process group, it is a world of one. With one, every rank must call it, as it is a collective.
+        Racks are those that `TOWPATH_RACK` names. Without a process group, it is a world of one. With one, every rank
+        must call it, as it is a collective.
 
         Raises:
             TopologyError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
         """
-        from towpath.topology import groups  # imports torch, which planning does not need
+        from towpath.topology.groups import detect_topology  # imports torch, which planning does not need
 
-        return Topology(*groups.detect_shape())
+        return detect_topology()
 
     def __str__(self) -> str:
-        return f"{self.nodes} × {self.ranks_per_node}"
+        racks = f" in racks of {self.nodes_per_rack}" if self.nodes_per_rack else ""
+        return f"{self.nodes} × {self.ranks_per_node}{racks}"
+
+
+def describe_choices(nodes: int, nodes_per_rack: int) -> str:
+    """Describe the nearest numbers of nodes that racks of `nodes_per_rack` divide."""
+    fewer = nodes // nodes_per_rack * nodes_per_rack
+    return f"{fewer} or {fewer + nodes_per_rack} nodes" if fewer else f"{nodes_per_rack} nodes"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain, count
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.errors import TopologyError
+from towpath.topology.cluster import Topology
 from towpath.topology.store import gather_through_store
 
 Partition = tuple[tuple[int, ...], ...]
@@ -361,14 +363,15 @@ def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def detect_shape(groups: Groups | None = None) -> tuple[int, int]:
-    """Return the number of nodes and of ranks on each, by the launcher's GROUP_RANK or else by host name.
+def detect_topology(groups: Groups | None = None) -> Topology:
+    """Return the topology of the ranks of `groups`: nodes by GROUP_RANK or else by host name, racks by `rack_name`.
 
     Raises:
         TopologyError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
     """
     groups = groups or Groups()
-    homes = groups.gather_objects(os.environ.get("GROUP_RANK") or socket.gethostname())
+    told = groups.gather_objects((os.environ.get("GROUP_RANK") or socket.gethostname(), rack_name()))
+    homes: list[str] = [home for home, _ in told]
     sizes = Counter(homes)
     if len(set(sizes.values())) > 1:
         counts = ", ".join(f"{home!r} has {n}" for home, n in sizes.items())
@@ -382,4 +385,80 @@ def detect_shape(groups: Groups | None = None) -> tuple[int, int]:
             f"the ranks of a node are not consecutive: rank by rank they run on {homes}. Start them node by node, "
             "as torchrun does, or pass a topology of your own."
         )
-    return len(sizes), ranks
+    return Topology(len(sizes), ranks, _nodes_per_rack([rack for _, rack in told[::ranks]], groups))
+
+
+# --- racks ------------------------------------------------------------------------------------------------------------
+#
+# A node learns the name of its rack from its environment. `towpath.init()` numbers the ranks rack by rack, in whatever
+# order the launcher has numbered the nodes.
+
+# The name of a rack, and whether the user gave it.
+RackName = tuple[str, bool]
+
+
+def rack_name() -> RackName:
+    """Return the name of this node's rack, or an empty name if its environment has none.
+
+    It is `TOWPATH_RACK`, or else the switches above the node that Slurm names with its plugin topology/tree.
+    """
+    if name := os.environ.get("TOWPATH_RACK"):
+        return name, True
+    return os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0], False
+
+
+def numbers_by_rack(racks: Sequence[RackName]) -> list[int]:
+    """Return the new number of each rank, so that the ranks of a rack are consecutive. Rank 0 remains rank 0.
+
+    Args:
+        racks: The rack of each rank, by the launcher's numbers.
+
+    Raises:
+        TopologyError: The racks that the user named do not have equally many ranks.
+    """
+    names = _checked_racks(racks)
+    first = {name: names.index(name) for name in set(names)}
+    order = sorted(range(len(names)), key=lambda rank: (first[names[rank]], rank))
+    numbers = [0] * len(names)
+    for number, rank in enumerate(order):
+        numbers[rank] = number
+    return numbers
+
+
+def _checked_racks(racks: Sequence[RackName]) -> list[str]:
+    """Return the name of each rank's rack. Raise if the user named racks that do not have equally many ranks."""
+    names = [name for name, _ in racks]
+    sizes = Counter(names)
+    if len(sizes) == 1 or not any(told for _, told in racks):
+        return names
+    remedy = "To train without racks, set TOWPATH_RACK to the same name on every node."
+    if "" in sizes:
+        named, unnamed = next(i for i, name in enumerate(names) if name), names.index("")
+        raise TopologyError(
+            f"rank {named} is in rack {names[named]!r}, and rank {unnamed} is in none. Set TOWPATH_RACK on every node. "
+            f"{remedy}"
+        )
+    if len(set(sizes.values())) > 1:
+        counts = ", ".join(f"{name!r} has {n}" for name, n in sizes.items())
+        raise TopologyError(f"uneven racks: {counts} ranks. Start equally many nodes in each rack. {remedy}")
+    return names
+
+
+def _nodes_per_rack(racks: Sequence[RackName], groups: Groups) -> int | None:
+    """Return how many nodes each rack has, from the rack of each node. Return None if they have no common number."""
+    whole = groups.world == (dist.get_world_size() if groups.parent is not None else 1)
+    names = _checked_racks(racks) if whole else [name for name, _ in racks]
+    sizes = Counter(names)
+    nodes = len(names) // len(sizes)
+    if len(set(sizes.values())) > 1:
+        return None
+    if any(names[i] != names[i // nodes * nodes] for i in range(len(names))):
+        if groups.rank == 0:
+            warnings.warn(
+                f"the nodes of a rack are not consecutive: node by node, the racks are {names}. Rings leave each rack "
+                "more often than needed. Call towpath.init() in place of init_process_group(): it numbers the ranks "
+                "rack by rack.",
+                stacklevel=2,
+            )
+        return None
+    return nodes

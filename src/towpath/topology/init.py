@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from towpath.errors import TopologyError, TrainError
-from towpath.topology.groups import Groups, launched, local_rank, rendezvous_address
+from towpath.topology.groups import Groups, launched, local_rank, numbers_by_rack, rack_name, rendezvous_address
 from towpath.topology.store import DEFAULT_TIMEOUT, gather_through_store, join_store
 
 # A launcher sets all of these for every rank.
@@ -34,6 +34,10 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
     current device. Where PyTorch sees no GPU, the device is the CPU. Set `CUDA_VISIBLE_DEVICES=` to train on the CPU of
     a machine with GPUs. The process group sends tensors on the CPU over gloo and tensors on GPUs over NCCL.
 
+    If nodes are in racks that share fewer links, set `TOWPATH_RACK` on each node to the name of its rack. Under Slurm's
+    plugin topology/tree, the leaf switch names it. `init` then numbers the ranks rack by rack, so that rings leave each
+    rack once and small groups stay inside. It changes `RANK` in the environment of this process. Rank 0 remains rank 0.
+
     Without a launcher, this process becomes a group of one rank. `init` only checks a process group that exists
     already, and returns its device. So it may be called more than once.
 
@@ -47,7 +51,7 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
 
     Raises:
         TopologyError: The launcher started more ranks on this node than it has GPUs, set only some of its environment
-            variables, or the ranks did not find each other.
+            variables, or the ranks did not find each other. Or the named racks do not have equally many ranks.
     """
     if dist.is_initialized():
         return _device_of_group()
@@ -57,8 +61,12 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
         store, rank, world = (HashStore(), 0, 1) if alone() else join_store(timeout)
-        if on_gpu:  # NCCL would fail with an error that does not name the cause
-            check_shared(gather_through_store(store, "GPUs", rank, world, gpu_of(device), timeout or DEFAULT_TIMEOUT))
+        facts = (gpu_of(device) if on_gpu else None, rack_name())
+        found = gather_through_store(store, "GPUs and racks", rank, world, facts, timeout or DEFAULT_TIMEOUT)
+        check_shared([gpu for gpu, _ in found])  # NCCL would fail with an error that does not name the cause
+        rank = numbers_by_rack([rack for _, rack in found])[rank]
+        if launched():
+            os.environ["RANK"] = str(rank)  # libraries read it
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if on_gpu else None
         )

@@ -224,6 +224,7 @@ class StrategyConfig:
     name: str = option("zero3", "a preset (docs/reference/strategies.md), a TOML file, or auto")
     nodes: int = option(0, "number of nodes; 0: as the launcher placed the ranks")
     ranks_per_node: int = option(0, "ranks per node; 0: as the launcher placed them")
+    nodes_per_rack: int = option(0, "nodes per rack, with nodes; 0: all are in one rack")
     route: str = option("", "for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
     weights: str = option("", "codec of weights between nodes: int8; none; empty: the preset's")
     gradients: str = option("", "codec of gradients between nodes: int4:64, low-rank:4")
@@ -250,6 +251,8 @@ class StrategyConfig:
         check_limits(self)
         if (self.nodes > 0) != (self.ranks_per_node > 0):
             refuse(self, "nodes", self.nodes, f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
+        if self.nodes_per_rack and self.nodes % self.nodes_per_rack:
+            refuse(self, "nodes_per_rack", self.nodes_per_rack, f"a divisor of nodes ({self.nodes}), which it needs")
         for key in _EXTENTS:
             if len(getattr(self, key)) not in (0, 2):
                 refuse(self, key, list(getattr(self, key)), "[ranks of a node, nodes]")
@@ -303,7 +306,9 @@ class StrategyConfig:
 
     def topology(self, launched: Topology) -> Topology:
         """Return the topology of this section, or else `launched`, as the launcher placed the ranks."""
-        return Topology(self.nodes, self.ranks_per_node) if self.nodes else launched
+        if not self.nodes:
+            return launched
+        return Topology(self.nodes, self.ranks_per_node, self.nodes_per_rack or None)
 
     def build(self, launched: Topology) -> Strategy:
         """Return the strategy for ranks that are placed as `launched`. It cannot be "auto".

@@ -63,7 +63,7 @@ def topology_of_copies(parallel: ParallelConfig, launched: Topology) -> Topology
     Raises:
         ConfigError: The ranks that share a layer would be on several nodes, or the ranks of a stage do not fill nodes.
     """
-    nodes, ranks = launched.nodes, launched.ranks_per_node
+    ranks = launched.ranks_per_node
     if ranks % parallel.tensor:
         raise ConfigError(
             f"parallel.tensor = {parallel.tensor}: expected a divisor of the {ranks} ranks of a node, which the sums "
@@ -75,8 +75,8 @@ def topology_of_copies(parallel: ParallelConfig, launched: Topology) -> Topology
             f"parallel.pipeline leaves {ranks_of_stage} ranks for each stage, which do not fill nodes of {ranks}: "
             "expected a multiple or a divisor of that."
         )
-    nodes, ranks = (ranks_of_stage // ranks, ranks) if ranks_of_stage >= ranks else (1, ranks_of_stage)
-    return Topology(nodes, ranks // parallel.tensor)
+    stage = launched.of(range(ranks_of_stage))
+    return replace(stage, ranks_per_node=stage.ranks_per_node // parallel.tensor)
 
 
 def _device_mesh(parallel: ParallelConfig, job: Job) -> DeviceMesh:
