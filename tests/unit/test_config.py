@@ -142,6 +142,7 @@ def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -
         ({"strategy": {"name": "auto", "tensors": [2]}, "parallel": {"tensor": 2}}, "expected one of the two"),
         ({"strategy": {"name": "auto", "pipelines": [2]}, "train": {"compile": True}}, "no train.compile yet"),
         ({"strategy": {"nodes": 2}}, "nodes and ranks_per_node"),
+        ({"strategy": {"nodes": 3, "ranks_per_node": 1, "nodes_per_rack": 2}}, "expected a divisor of nodes"),
         ({"strategy": {"group": [2]}}, r"strategy.group = \[2\]: expected \[ranks of a node, nodes\]"),
         ({"log": {"trace": [0]}}, "counted from 1"),
         ({"log": {"trace": [500]}}, "log.trace names step 500, but train.steps is 200"),
@@ -202,6 +203,8 @@ def test_a_strategy_section_passes_its_options_on(tmp_path: Path) -> None:
         StrategyConfig(name=str(file), frozen=(2, 1), frozen_codec="int8").build(Topology(4, 2))
     with pytest.raises(ConfigError, match="remove route"):
         StrategyConfig(name=str(file), route="ring").build(Topology(4, 2))
+    racks = StrategyConfig(nodes=4, ranks_per_node=2, nodes_per_rack=2)
+    assert racks.topology(Topology(8, 1)) == Topology(4, 2, 2)
     cut = StrategyConfig(name="zero3", nodes=4, ranks_per_node=1).build(Topology(2, 2))
     assert cut.topology == Topology(4, 1)
     assert Strategy.from_toml(cut.to_toml()) == cut

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Generator
@@ -37,7 +38,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     calls: dict[str, Any] = {"device": 0}
     store = dist.HashStore()
     for rank in range(3):
-        store.set(f"towpath/gathered/GPUs/{rank}", f'"GPU of rank {rank}"')
+        fact = [f"GPU of rank {rank}", ["ab"[rank % 2], True]]
+        store.set(f"towpath/gathered/GPUs and racks/{rank}", json.dumps(fact))
+    monkeypatch.setenv("TOWPATH_RACK", "a")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.update(device=index))
@@ -57,13 +60,24 @@ def test_one_process_is_a_group_of_one_rank_on_the_cpu() -> None:
 
 
 def test_a_rank_takes_its_gpu_and_both_backends(monkeypatch: pytest.MonkeyPatch, gpus: dict[str, Any]) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED})
+    monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED, "TOWPATH_RACK": "b"})
     device = towpath.init(timeout=timedelta(minutes=1))
     assert device == torch.device("cuda", 1) == gpus["device_id"]
     assert gpus["device"] == 1
     assert gpus["backend"] == "cpu:gloo,cuda:nccl"
     assert (gpus["rank"], gpus["world_size"]) == (3, 4)
     assert gpus["timeout"] == timedelta(minutes=1)
+
+
+def test_a_rank_gets_a_number_beside_the_others_of_its_rack(
+    monkeypatch: pytest.MonkeyPatch, gpus: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED, "RANK": "1"})
+    store = module.join_store(None)[0]
+    store.set("towpath/gathered/GPUs and racks/3", json.dumps(["GPU of rank 3", ["b", True]]))
+    monkeypatch.setattr(module, "join_store", lambda timeout: (store, 2, 4))
+    towpath.init()  # racks by rank: a, b, a, b
+    assert gpus["rank"] == 1 and os.environ["RANK"] == "1"
 
 
 def test_the_default_timeout_is_that_of_gloo_on_gpus_too() -> None:
@@ -149,9 +163,11 @@ def test_a_group_on_gpus_that_binds_no_device_leaves_the_current_one_or_takes_th
 def test_ranks_of_the_lab_train_on_the_cpu_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """They share one machine, and there would be more of them than GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in direct(["train.py"], towpath.Topology(2, 1), None)] == ["", ""]
+    assert [
+        rank.env["CUDA_VISIBLE_DEVICES"] for rank in direct(["train.py"], towpath.Topology(2, 1), (0, 0), None)
+    ] == ["", ""]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert direct(["train.py"], towpath.Topology(1, 1), None)[0].env["CUDA_VISIBLE_DEVICES"] == "0"
+    assert direct(["train.py"], towpath.Topology(1, 1), (0,), None)[0].env["CUDA_VISIBLE_DEVICES"] == "0"
 
 
 def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
