@@ -34,7 +34,7 @@ NARROW = towpath.Precision(params=torch.bfloat16, reduce=torch.bfloat16)
 
 
 def _every_label_on_one_shape() -> list[Any]:
-    often = {(SHAPES[0], 3, 0), (SHAPES[2], 1, 2)}
+    often = {(SHAPES[0], 1, 0), (SHAPES[2], 3, 2)}
     product = [(shape, micro, part) for shape in SHAPES for micro in (1, 3) for part in range(PARTS)]
     return [case if case in often else seldom(*case) for case in product]
 
@@ -123,7 +123,9 @@ def _train(model: Any, micro_steps: int) -> None:
 
 @in_turn(range(PARTS), 1, "part")
 @pytest.mark.parametrize(
-    "precision", [towpath.Precision(), MIXED, NARROW], ids=["fp32", "bf16 with fp32 masters", "bf16, summed in fp32"]
+    "precision",
+    [towpath.Precision(), MIXED, seldom(NARROW)],
+    ids=["fp32", "bf16 with fp32 masters", "bf16, summed in fp32"],
 )
 def test_memory_is_what_the_schedule_says(world: Worlds, precision: towpath.Precision, part: int) -> None:
     world(4).run(_compare_memory, precision, part)

@@ -81,15 +81,6 @@ def test_a_killed_rank_ends_the_others_and_is_named(text: Path) -> None:
     assert not Path("/proc", first).exists()
 
 
-TRAIN_A_STEP = """
-import sys
-from towpath.cli.main import _run
-
-assert _run(["train", *sys.argv[1:]]) == 0
-assert "torch.distributed.pipelining" not in sys.modules
-"""
-
-
 @pytest.mark.parity
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
 def test_ranks_of_a_killed_command_stop_and_save(text: Path) -> None:
@@ -101,9 +92,3 @@ def test_ranks_of_a_killed_command_stop_and_save(text: Path) -> None:
         _, err = done.communicate(timeout=300)  # it waits for the ranks, which have the same standard error
     assert "stopped after step" in err
     assert any((text.parent / "towpath-run" / "checkpoints").glob("step-*/manifest.json"))
-
-
-def test_a_run_without_stages_does_not_import_pipelining(text: Path) -> None:
-    command = [sys.executable, "-c", TRAIN_A_STEP, str(EXAMPLE), *TINY, "data.text=text.txt", "train.steps=1"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(text.parent / "cache")}
-    subprocess.run(command, cwd=text.parent, env=environment, check=True, stdout=subprocess.DEVNULL)
