@@ -516,7 +516,7 @@ def _taken_over(options: tuple[str, ...], folder: Path) -> Seen:
     "told",
     [
         {3: (4, signal.SIGINT)},
-        dict.fromkeys(range(4), (4, signal.SIGTERM)),
+        seldom(dict.fromkeys(range(4), (4, signal.SIGTERM))),
         {0: (5, signal.SIGINT), 1: (4, signal.SIGTERM)},
     ],
     ids=["one", "all", "two, at different times"],
@@ -608,7 +608,7 @@ def test_the_command_told_to_stop_has_its_ranks_save_and_tells_by_its_exit_code(
     assert newest is not None and newest.name == f"step-{int(stopped[1]):06}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, seldom(signal.SIGTERM)])
 def test_every_rank_ends_with_the_code_of_the_signal_that_one_of_them_got(
     world: Worlds, options: tuple[str, ...], tmp_path: Path, number: signal.Signals
 ) -> None:
