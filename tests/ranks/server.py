@@ -165,12 +165,10 @@ def run_commands(
     with tempfile.TemporaryDirectory(prefix="towpath-commands-", dir=SCRATCH) as folder:
         outputs = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(environments))]
         started = [
-            _forkserver().Process(target=_command, args=(fn, args, environment, *files))
+            start_command(fn, environment, *files, *args)
             for environment, files in zip(environments, outputs, strict=True)
         ]
         try:
-            for process in started:
-                process.start()
             for process in started:
                 process.join(timeout)
         finally:
@@ -183,11 +181,19 @@ def run_commands(
         ]
 
 
+def start_command(fn: Callable[..., Any], environment: dict[str, str], out: Path, err: Path, *args: Any) -> Any:
+    """`fn(*args)` as a process, which writes to these files."""
+    process = _forkserver().Process(target=_command, args=(fn, args, environment, out, err))
+    process.start()
+    return process
+
+
 def _command(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], out: Path, err: Path) -> None:
     import torch
 
     os.environ.update(environment)
     torch.set_num_threads(1)
+    rarely_collect()
     for descriptor, path in ((1, out), (2, err)):
         with path.open("wb") as file:
             os.dup2(file.fileno(), descriptor)
