@@ -409,7 +409,7 @@ def test_a_skipped_step_changes_no_bit_of_weights_and_states(
     world: Worlds, config: Callable[..., Config], optimizer: str, label: str
 ) -> None:
     """Whether the device leaves the step out or the host does: the rest of the run is the same, too."""
-    train = {"not_finite": "skip", "optimizer": optimizer, "steps": 6}
+    train = {"not_finite": "skip", "optimizer": optimizer, "steps": 6, "batch": 4}
     mine = config(train=train, strategy={"name": label, **_on(2, 2)})
     for found, expected in zip(world(4).run(_skipped, mine, False), world(4).run(_skipped, mine, True), strict=True):
         assert found == expected
@@ -426,7 +426,7 @@ def _skipped(config: Config, on_host: bool) -> list[Any]:
         )
         found: list[Any] = []
         before = _bits(training)
-        with _poisoned({0, 3, 4}):
+        with _poisoned({0, 3, 4}, config.train.batch):
             for _ in range(config.train.steps):
                 result = training.train_step()
                 after = _bits(training)
@@ -724,7 +724,7 @@ MUON_ROUNDED = 2e-3
 def test_muon_trains_alike_under_every_strategy_and_goes_on_where_it_was(
     world: Worlds, config: Callable[..., Config]
 ) -> None:
-    muon = {"optimizer": "muon", "steps": 4}
+    muon = {"optimizer": "muon", "steps": 4, "batch": 4}
     answers = world(4).run(_muon, [config(train=muon, strategy={"name": name}) for name in ("ddp", "paro-iig")])
     assert all(answer == answers[0] for answer in answers)
     (one, _), (other, _) = answers[0]
