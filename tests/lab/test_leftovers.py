@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks.strategies import seldom
 from towpath.lab import Lab
 from towpath.lab.lab import make_folder, sweep_folders
 from towpath.topology.cluster import Topology
@@ -144,7 +145,9 @@ def command(token: str) -> Iterator[Command]:
         running.close()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), seldom(signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
 def test_nothing_is_left_when_the_command_is_interrupted(
     host: None, command: Command, number: signal.Signals, code: int
 ) -> None:

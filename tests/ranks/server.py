@@ -2,6 +2,7 @@
 
     World(4)                    four ranks that wait for work; world.run(fn, *args) calls fn on each of them
     run_ranks(fn, 4, *args)     the same for a single call
+    run_commands(fn, [...])     fn as one process each, which has no group and ends with an exit code of its own
 
 Inside, `fn` is an ordinary function of a module: it finds its rank by `torch.distributed`. A rank that fails ends its
 world: the first failure is raised here with its rank and traceback, and the other ranks are ended at once. A rank that
@@ -18,7 +19,7 @@ import re
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,51 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
     """`fn(*args)` on `world` new ranks; what each returned, by rank."""
     with World(world) as ranks:
         return ranks.run(fn, *args, timeout=timeout)
+
+
+def run_commands(
+    fn: Callable[..., Any], environments: Sequence[dict[str, str]], *args: Any, timeout: float = 120.0
+) -> list[tuple[int, str, str]]:
+    """`fn(*args)` as a process for each environment: the exit code and the output of each.
+
+    They are forked from the server, which has loaded what a new interpreter would load for seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="towpath-commands-", dir=SCRATCH) as folder:
+        outputs = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(environments))]
+        started = [
+            start_command(fn, environment, *files, *args)
+            for environment, files in zip(environments, outputs, strict=True)
+        ]
+        try:
+            for process in started:
+                process.join(timeout)
+        finally:
+            for process in started:
+                process.kill()
+                process.join()
+        return [
+            (process.exitcode, out.read_text(), err.read_text())
+            for process, (out, err) in zip(started, outputs, strict=True)
+        ]
+
+
+def start_command(fn: Callable[..., Any], environment: dict[str, str], out: Path, err: Path, *args: Any) -> Any:
+    """`fn(*args)` as a process, which writes to these files."""
+    process = _forkserver().Process(target=_command, args=(fn, args, environment, out, err))
+    process.start()
+    return process
+
+
+def _command(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], out: Path, err: Path) -> None:
+    import torch
+
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    rarely_collect()
+    for descriptor, path in ((1, out), (2, err)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    fn(*args)
 
 
 def warnings_are_errors() -> None:

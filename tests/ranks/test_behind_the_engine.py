@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
 from tests.ranks.test_never_silent import SHAPE, Block, Net, _batch, _loss
 from tests.ranks.twin import Twin
 from towpath.errors import ShardError, ShardTensorError, StepError, TowpathError
@@ -85,7 +86,7 @@ WAYS: dict[str, Callable[[nn.Linear], None]] = {
 }
 
 
-@pytest.mark.parametrize("label", LABELS)
+@in_turn(LABELS, 1)
 def test_a_write_to_a_parameter_inside_a_forward_is_refused_by_name(world: Worlds, label: str) -> None:
     for rank, told in enumerate(world(2).run(_write_inside, label)):
         for way, text in told.items():
@@ -167,7 +168,7 @@ def _spectral() -> nn.Module:
     return block
 
 
-@pytest.mark.parametrize("label", LABELS)
+@in_turn(LABELS, 1)
 def test_parameters_in_a_units_own_lists_and_dicts_are_whole_with_it(world: Worlds, label: str) -> None:
     world(2).run(_train_kept, label)
 

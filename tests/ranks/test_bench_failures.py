@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn import functional as F
 
+from tests.ranks.server import run_commands
 from tests.ranks.strategies import seldom
+from towpath.cli.main import main
 from towpath.topology.groups import as_rank
 
 # The losses of the second round, which measures in reverse order: compute only, torch-ddp, zero3.
 SECOND_LOSS = {"torch-ddp": 14, "zero3": 17}
-SCRIPT = """
-import os, sys
-from torch.nn import functional as F
-from towpath.cli.main import main
-
-ranks, number, *sys.argv[1:] = sys.argv[1:]
-compute, calls = F.cross_entropy, []
-
-def loss(*args):
-    calls.append(args)
-    if os.environ["RANK"] in ranks and len(calls) == int(number):
-        raise ValueError("a loss that fails")
-    return compute(*args)
-
-F.cross_entropy = loss
-main()
-"""
 
 
 def bench(folder: Path, failing: str, loss: int) -> list[tuple[int, str, str]]:
@@ -40,22 +26,22 @@ def bench(folder: Path, failing: str, loss: int) -> list[tuple[int, str, str]]:
         f"bench zero3 --peers torch-ddp --model 64x1 --length 8 --batch 1 --steps 1 --rounds 2 -o {folder}/page.html"
     )
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, failing, str(loss), *words.split()],
-            env={**os.environ, **as_rank(rank, 2, store.port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [each.communicate(timeout=120) for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    return [(each.returncode, out, error) for each, (out, error) in zip(started, told, strict=True)]
+    return run_commands(_run_bench, [as_rank(rank, 2, store.port) for rank in range(2)], failing, loss, words)
+
+
+def _run_bench(ranks: str, number: int, words: str) -> None:
+    compute, calls = F.cross_entropy, 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if os.environ["RANK"] in ranks and calls == number:
+            raise ValueError("a loss that fails")
+        return compute(*args)
+
+    F.cross_entropy = failing
+    sys.argv[1:] = words.split()
+    main()
 
 
 @pytest.mark.parametrize("candidate", ["torch-ddp", seldom("zero3")])

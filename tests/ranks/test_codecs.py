@@ -212,7 +212,7 @@ def _added(rows: list[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("shape", [*SHAPES[:2], *map(seldom, SHAPES[2:])], ids=map(str, SHAPES))
+@pytest.mark.parametrize("shape", [SHAPES[0], *map(seldom, SHAPES[1:])], ids=map(str, SHAPES))
 def test_a_reduction_is_its_oracle_to_the_bit_with_every_feedback(world: Worlds, shape: Topology) -> None:
     world(shape.world).run(_as_the_oracle, shape)
 

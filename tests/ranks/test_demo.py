@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.multiprocessing
 
-# A smaller model than the demo's own, which takes a minute of two cores.
-PROGRAM = """
-import sys
-from dataclasses import replace
 import towpath
-import towpath.lab
-import towpath.train.demo as story
+from tests.ranks.server import run_commands
+from towpath import lab
 from towpath.cli import main
+from towpath.train import demo
+from towpath.train.config import Config
 
-def small(strategy, steps, whole=story.configuration):
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the demo has run."""
+    made = tmp_path_factory.mktemp("demo")
+    ((code, out, error),) = run_commands(_run_demo, [{}], made)
+    assert code == 0, error
+    (made / "out").write_text(out)
+    return made
+
+
+def _run_demo(folder: Path) -> None:
+    """Train a smaller model than the demo's own, which takes a minute of two cores, on two ranks, not four."""
+    demo.configuration = partial(_small, demo.configuration)
+    demo.TOPOLOGY = towpath.Topology(2, 1)
+    lab.available = lambda: "a test forbids it"
+    torch.multiprocessing.spawn = _fork
+    os.chdir(folder)
+    sys.argv[1:] = ["demo", "--steps", "3", "-o", "report.html", "paro-iig"]
+    main.main()
+
+
+def _small(whole: Any, strategy: str, steps: int) -> Config:
     config = whole(strategy, steps)
     return replace(
         config,
@@ -27,24 +53,12 @@ def small(strategy, steps, whole=story.configuration):
         train=replace(config.train, batch=4, micro_batch=1, length=32, evaluate_batches=2),
     )
 
-story.configuration = small
-story.TOPOLOGY = towpath.Topology(2, 1)  # two processes start in half the time of four
-towpath.lab.available = lambda: "a test forbids it"
-if __name__ == "__main__":
-    sys.argv = ["towpath", "demo", "--steps", "3", "-o", "report.html", "paro-iig"]
-    main.main()
-"""
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the demo has run."""
-    made = tmp_path_factory.mktemp("demo")
-    (made / "program.py").write_text(PROGRAM)
-    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, timeout=600, cwd=made)
-    assert done.returncode == 0, done.stderr
-    (made / "out").write_text(done.stdout)
-    return made
+def _fork(fn: Any, args: tuple[Any, ...], **options: Any) -> Any:
+    """Start processes that need not load torch again. What they get could be sent to others."""
+    folder, _, *sent = args
+    pickle.dumps((fn, folder, sent))
+    return torch.multiprocessing.start_processes(fn, args, start_method="fork", **options)
 
 
 def test_without_a_lab_the_demo_runs_on_loopback_and_says_so(folder: Path) -> None:

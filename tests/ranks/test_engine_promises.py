@@ -464,7 +464,7 @@ def test_a_deep_model_whose_units_share_memory_trains_exactly(world: Worlds, lab
 
 
 def _deep() -> nn.Module:
-    return TiedGPT(layers=14)
+    return TiedGPT(layers=9)
 
 
 def _train_deep(label: str) -> None:

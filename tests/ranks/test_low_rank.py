@@ -66,7 +66,7 @@ def _grad_syncs(model: Any) -> list[LowRankSync]:
     return [bucket.gradients.low_rank for bucket in buckets if bucket.gradients.low_rank is not None]
 
 
-@pytest.mark.parametrize("name", [seldom(name) if name in ("ddp", "paro-nng") else name for name in WHOLE])
+@pytest.mark.parametrize("name", [seldom(name) if name in ("ddp", "paro-nng", "paro-nni") else name for name in WHOLE])
 def test_sums_of_as_many_samples_as_the_rank_are_exact(world: Worlds, name: str) -> None:
     world(4).run(_exact, name)
 

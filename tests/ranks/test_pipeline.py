@@ -277,7 +277,7 @@ def _low_rank(schedule: str, every: bool) -> None:
     made = [_pipeline(4, 1, schedule, "ddp", 4, TOKENS, loss=_loss_of_two, **o) for o in ({}, options)]
     optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2, eps=1e-5) for p in made]
     generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
+    for _ in range(2):
         x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=generator, dtype=torch.float64)
         for pipeline, optimizer in zip(made, optimizers, strict=True):
             optimizer.zero_grad()
@@ -418,7 +418,7 @@ def _evaluated(schedule: str) -> None:
     optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2) for p in made]
     x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = torch.zeros(())
-    for step in range(3):
+    for step in range(2):
         losses: list[torch.Tensor] = []
         for pipeline, optimizer in zip(made, optimizers, strict=True):
             if pipeline is made[1]:
@@ -496,7 +496,7 @@ def _cut(name: str, schedule: str, strategy: str, compression: Any = "none") -> 
     whole: Any = CUT[name]()
     optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
     replica = dist.get_rank() % 2
-    for step in range(3):
+    for step in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
         batches = [_tokens(step, r) for r in range(2)]
@@ -609,7 +609,7 @@ class Plain(nn.Module):
 
 
 @in_turn(["zero3", "hpz", "paro-iig", "zero2"], 1, "strategy")
-@pytest.mark.parametrize("schedule", ["1F1B", seldom("Interleaved1F1B"), "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", [seldom("1F1B"), seldom("Interleaved1F1B"), "ZBVZeroBubble"])
 def test_stages_execute_what_the_jobs_schedule_says(world: Worlds, strategy: str, schedule: str) -> None:
     world(4).run(_executed, strategy, schedule)
 

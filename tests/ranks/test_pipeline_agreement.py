@@ -158,7 +158,7 @@ def _args(pipeline: Pipeline, wrong: str, x: torch.Tensor, y: torch.Tensor) -> t
     return args, targets.get(wrong, y) if reads_target else None
 
 
-@in_turn(list(WRONG), 2, "wrong")
+@in_turn(list(WRONG), 1, "wrong")
 def test_a_wrong_batch_on_one_rank_is_refused_on_every_rank_and_the_next_one_trains(world: Worlds, wrong: str) -> None:
     schedule, strategy, odd, words = WRONG[wrong]
     call = ("step", "evaluate")[list(WRONG).index(wrong) % 2]

@@ -241,15 +241,15 @@ def _both_ways(schedule: str) -> None:
         )
     optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2, eps=1e-5) for p in made]
     replica = dist.get_rank() % 2
-    for step in range(3):
+    for step in range(2):
         ids, norms = _tokens(step, replica), []
         for pipeline, optimizer in zip(made, optimizers, strict=True):
             optimizer.zero_grad()
             pipeline.zero_grad()
             pipeline.step(ids, target=ids)
             norms.append(float(pipeline.clip_grad_norm_(1e9)))
-            if step == 2:  # without zero_grad, the next step adds to `.grad`
-                pipeline.step(_tokens(3, replica), target=_tokens(3, replica))
+            if step == 1:  # without zero_grad, the next step adds to `.grad`
+                pipeline.step(_tokens(2, replica), target=_tokens(2, replica))
         for (name, mine), (_, theirs) in zip(*(p.named_parameters() for p in made), strict=True):
             gradients: list[Any] = [mine.grad, theirs.grad]
             one, other = (g.full_tensor() for g in gradients)
@@ -379,7 +379,7 @@ def _meet() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "fused"), [(3, False), seldom(4, False), seldom(3, True), (4, True)], ids=lambda v: str(v).lower()
+    ("ranks", "fused"), [seldom(3, False), seldom(4, False), seldom(3, True), (4, True)], ids=lambda v: str(v).lower()
 )
 def test_every_rank_takes_part_when_the_ends_make_their_group(world: Worlds, ranks: int, fused: bool) -> None:
     """Where PyTorch splits the communicator of all ranks for a group, the ends would wait for those between them."""

@@ -57,7 +57,7 @@ class _Stage(nn.Module):
         seldom("1F1B", "ddp", Compression(), None),
         ("1F1B", "zero3", PACKED, True),
         seldom("GPipe", "zero2", PACKED, False),
-        ("InterleavedZeroBubble", "zero1", Compression(), None),
+        seldom("InterleavedZeroBubble", "zero1", Compression(), None),
         ("ZBVZeroBubble", "zero1", PACKED, True),
         seldom("ZBVZeroBubble", "ddp", Compression(), False),
         ("LoopedBFS", "ddp", Compression("low-rank:2", gradients="low-rank:2"), None),

@@ -113,7 +113,7 @@ def _both_ends(labels: Sequence[str]) -> None:
 # --- gradients of a model --------------------------------------------------------------------------------------------
 
 
-@in_turn(KINDS, 2)
+@in_turn(KINDS, 1)
 def test_mixed_precision_trains_fp32_masters_on_the_exact_mean_of_bf16_gradients(world: Worlds, label: str) -> None:
     world(4).run(_train_mixed, label)
 

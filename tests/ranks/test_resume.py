@@ -41,7 +41,7 @@ Worlds = Callable[[int], World]
 Told = dict[int, tuple[int, signal.Signals]]
 
 BATCH = 12  # which 1, 2, 3 and 4 ranks can share out
-THIRD = 4
+THIRD = 2
 STEPS = 3 * THIRD
 # Nothing takes that long, on whatever machine: what does, hangs.
 HANGS_SECONDS = 300
@@ -201,7 +201,7 @@ def test_the_same_strategy_and_world_go_on_bit_for_bit(
 ) -> None:
     """Losses, weights, optimizer states, random numbers and what codecs carry."""
     name, _, feedback = strategy.partition(" ")
-    more = (f"strategy.name={name}", f"strategy.feedback={feedback}", *SQUARE, "train.steps=8", "checkpoint.every=3")
+    more = (f"strategy.name={name}", f"strategy.feedback={feedback}", *SQUARE, "train.steps=6", "checkpoint.every=3")
     options = (*options, *more, "train.batch=8", f"checkpoint.background={background}")  # two micro-steps
     whole, parts = _in(tmp_path / "whole"), _in(tmp_path / "parts")
     losses = world(4).run(_train, (*options, *whole))[0].losses
@@ -209,8 +209,8 @@ def test_the_same_strategy_and_world_go_on_bit_for_bit(
     after = world(4).run(_train, (*options, *parts))
     assert [before[0].losses, after[0].losses] == [losses[:4], losses[4:]]
     assert "stopped after step 4. The same command goes on from there." in before[0].said
-    assert "4 steps are done, 4 to go" in after[0].said
-    ends = [_files(tmp_path / part / "checkpoints" / "step-000008") for part in ("whole", "parts")]
+    assert "4 steps are done, 2 to go" in after[0].said
+    ends = [_files(tmp_path / part / "checkpoints" / "step-000006") for part in ("whole", "parts")]
     assert len(ends[0]) == 4 and ends[0] == ends[1]
 
 
@@ -492,7 +492,7 @@ def test_a_run_in_the_folder_of_a_run_that_lives_is_refused_and_moves_nothing(
 def test_a_run_whose_folder_another_has_taken_over_ends_with_the_reason(
     world: Worlds, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    options = (*options, *_in(tmp_path, "checkpoint.every=2"))
+    options = (*options, *_in(tmp_path, "train.steps=8", "checkpoint.every=2"))
     for seen in world(2).run(_taken_over, options, tmp_path / "checkpoints"):
         assert "It saves no more there" in seen.error
         assert (
@@ -516,7 +516,7 @@ def _taken_over(options: tuple[str, ...], folder: Path) -> Seen:
     "told",
     [
         {3: (4, signal.SIGINT)},
-        dict.fromkeys(range(4), (4, signal.SIGTERM)),
+        seldom(dict.fromkeys(range(4), (4, signal.SIGTERM))),
         {0: (5, signal.SIGINT), 1: (4, signal.SIGTERM)},
     ],
     ids=["one", "all", "two, at different times"],
@@ -608,7 +608,7 @@ def test_the_command_told_to_stop_has_its_ranks_save_and_tells_by_its_exit_code(
     assert newest is not None and newest.name == f"step-{int(stopped[1]):06}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, seldom(signal.SIGTERM)])
 def test_every_rank_ends_with_the_code_of_the_signal_that_one_of_them_got(
     world: Worlds, options: tuple[str, ...], tmp_path: Path, number: signal.Signals
 ) -> None:

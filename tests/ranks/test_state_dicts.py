@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import towpath
 from tests.ranks.server import World
-from tests.ranks.strategies import strategy_of
+from tests.ranks.strategies import in_turn, strategy_of
 from towpath import ShardTensor, Topology, checkpoint
 from towpath.errors import CheckpointError, ShardError, ShardTensorError
 
@@ -177,7 +177,7 @@ def _get_and_go_on() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("label", ["zero1", "zero3"])
+@in_turn(["zero1", "zero3"], 1)
 def test_training_goes_on_from_them_under_another_strategy_as_in_one_process(
     world: Worlds, optimizer: str, label: str
 ) -> None:

@@ -318,7 +318,7 @@ def test_in_bf16_the_masters_stay_fp32(
 # --- losses that are not finite ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [1.0, 0.0])
+@pytest.mark.parametrize("clip", [1.0, seldom(0.0)])
 def test_a_loss_that_is_not_finite_stops_every_rank_and_changes_no_weight(
     world: Worlds, config: Callable[..., Config], clip: float
 ) -> None:
@@ -354,14 +354,14 @@ def test_fp16_scales_the_loss_down_until_no_gradient_overflows(
 ) -> None:
     """From a scale that overflows, every rank leaves out the same steps; then the losses are those of fp32, rounded."""
     names = {"strategy": {"name": label, "nodes": 2, "ranks_per_node": 1}}
-    train_ = {"precision": "fp16", "loss_scale": 2.0**22, "steps": 14}
+    train_ = {"precision": "fp16", "loss_scale": 2.0**22, "steps": 12}
     found = world(2).run(_losses_and_scale, config(train=train_, **names))
     assert found[0] == found[1]
     skipped, losses, scale, after = found[0]
     left_out = skipped.count(True)
     assert skipped[0] and not any(skipped[-4:]) and scale == 2.0 ** (22 - left_out)
     assert after == scale  # of another Training that has loaded its state
-    plain = world(2).run(_losses_and_scale, config(train={"precision": "fp32", "steps": 14}, **names))[0]
+    plain = world(2).run(_losses_and_scale, config(train={"precision": "fp32", "steps": 1}, **names))[0]
     assert plain[2] == 1.0
     assert losses[0] == pytest.approx(plain[1][0], rel=1e-3), losses
     assert losses[-1] < losses[0] - 0.2
@@ -409,7 +409,7 @@ def test_a_skipped_step_changes_no_bit_of_weights_and_states(
     world: Worlds, config: Callable[..., Config], optimizer: str, label: str
 ) -> None:
     """Whether the device leaves the step out or the host does: the rest of the run is the same, too."""
-    train = {"not_finite": "skip", "optimizer": optimizer, "steps": 6}
+    train = {"not_finite": "skip", "optimizer": optimizer, "steps": 6, "batch": 4}
     mine = config(train=train, strategy={"name": label, **_on(2, 2)})
     for found, expected in zip(world(4).run(_skipped, mine, False), world(4).run(_skipped, mine, True), strict=True):
         assert found == expected
@@ -426,7 +426,7 @@ def _skipped(config: Config, on_host: bool) -> list[Any]:
         )
         found: list[Any] = []
         before = _bits(training)
-        with _poisoned({0, 3, 4}):
+        with _poisoned({0, 3, 4}, config.train.batch):
             for _ in range(config.train.steps):
                 result = training.train_step()
                 after = _bits(training)
@@ -516,22 +516,22 @@ class _HostReads(TorchDispatchMode):
 
 
 def test_too_many_skipped_steps_end_it_on_every_rank(world: Worlds, config: Callable[..., Config]) -> None:
-    mine = config(train={"not_finite": "skip", "steps": 30})
+    mine = config(train={"not_finite": "skip", "steps": 30, "batch": 4})
     for kind, told in world(4).run(_failed, mine, "_poisoned_train", set(range(4, 30))):
         assert kind == "TrainError"
         assert told.startswith("step 14: ") and "those of step 4: 10 steps in a row were skipped" in told
 
 
 def _poisoned_train(config: Config, steps: set[int]) -> tuple[str, str]:
-    with _poisoned(steps):
+    with _poisoned(steps, config.train.batch):
         return _train(config)
 
 
 @contextlib.contextmanager
-def _poisoned(steps: set[int]) -> Any:
+def _poisoned(steps: set[int], batch: int = TINY["train"]["batch"]) -> Any:
     """The loss of rank 2 is NaN in these steps, counted from 0."""
     whole, passes = trainer_module.next_token_loss, 0
-    per_step = TINY["train"]["batch"] // (4 * TINY["train"]["micro_batch"])
+    per_step = batch // (4 * TINY["train"]["micro_batch"])
 
     def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         nonlocal passes
@@ -603,10 +603,10 @@ def test_where_rows_cannot_be_written_the_training_goes_on_and_says_so(
 ) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
-    mine = config()
-    printed = world(4).run(_train_on_a_full_disk, mine)
+    mine = config(train={"steps": 4}, strategy=_on(2, 1))
+    printed = world(2).run(_train_on_a_full_disk, mine)
     assert "step 3: JsonLines cannot write: [Errno 28] No space left on device" in printed[0][1]
-    assert "Where the time went (5 steps" in printed[0][0]
+    assert "Where the time went (4 steps" in printed[0][0]
 
 
 def _train_on_a_full_disk(config: Config) -> tuple[str, str]:
@@ -724,7 +724,7 @@ MUON_ROUNDED = 2e-3
 def test_muon_trains_alike_under_every_strategy_and_goes_on_where_it_was(
     world: Worlds, config: Callable[..., Config]
 ) -> None:
-    muon = {"optimizer": "muon", "steps": 4}
+    muon = {"optimizer": "muon", "steps": 4, "batch": 4}
     answers = world(4).run(_muon, [config(train=muon, strategy={"name": name}) for name in ("ddp", "paro-iig")])
     assert all(answer == answers[0] for answer in answers)
     (one, _), (other, _) = answers[0]

@@ -8,8 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from tests.ranks.server import start_command
+from towpath.cli import main
+from towpath.train import launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
 TINY = [
@@ -66,28 +72,66 @@ def test_what_cannot_begin_is_one_line_of_each_rank_and_exit_code_2(tmp_path: Pa
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc that tells a process's children")
 def test_a_killed_rank_ends_the_others_and_is_named(text: Path) -> None:
-    with _command(text.parent, "--ranks", "2", "data.text=text.txt", "train.steps=1000000") as done:
-        assert done.stderr is not None
-        while "1/1000000" not in (line := done.stderr.readline()):
-            assert line, "it ended"
-        first, second = Path(f"/proc/{done.pid}/task/{done.pid}/children").read_text().split()
-        os.kill(int(second), signal.SIGKILL)
-        _, err = done.communicate(timeout=300)
+    errors, arguments = text.parent / "errors", ("--ranks", "2", "data.text=text.txt", "train.steps=1000000")
+    os.mkfifo(errors)
+    environment = {"XDG_CACHE_HOME": str(text.parent / "cache"), "COLUMNS": "100"}
+    done = start_command(_forked, environment, Path(os.devnull), errors, text.parent, arguments)
+    try:
+        with errors.open() as lines:
+            while "1/1000000" not in (line := lines.readline()):
+                assert line, "it ended"
+            first, second = Path(f"/proc/{done.pid}/task/{done.pid}/children").read_text().split()
+            os.kill(int(second), signal.SIGKILL)
+            err = lines.read()
+        done.join(60)
+    finally:
+        done.kill()
+        done.join()
     told = [line for line in err.splitlines() if line.startswith("towpath")]
-    assert done.returncode == 1
+    assert done.exitcode == 1
     assert "towpath: rank 1 was ended by SIGKILL (was memory short?); the other ranks are ended too." in told
     assert len(told) <= 2 and all("rank 1" in line for line in told)
     assert "was not saved; there is no checkpoint of this run" in err and "Traceback" not in err
     assert not Path("/proc", first).exists()
 
 
-TRAIN_A_STEP = """
-import sys
-from towpath.cli.main import _run
+def _forked(folder: Path, arguments: tuple[str, ...]) -> None:
+    """The command, whose ranks are forks of this process: none of them has to load torch."""
+    os.chdir(folder)
+    launch.subprocess = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)  # pyright: ignore[reportAttributeAccessIssue]
+    sys.argv[1:] = ["train", str(EXAMPLE), *TINY, *arguments]
+    main.main()
 
-assert _run(["train", *sys.argv[1:]]) == 0
-assert "torch.distributed.pipelining" not in sys.modules
-"""
+
+class _Fork:
+    """What `towpath.train.launch` uses of subprocess.Popen."""
+
+    def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
+        assert command[:3] == [sys.executable, "-m", "towpath"]
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code: Any = 1
+        try:
+            os.setpgid(0, 0)
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv[1:] = command[3:]
+            main.main()
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            sys.stderr.flush()
+            os._exit(code or 0)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        if self.returncode is None:
+            os.waitpid(self.pid, 0)
 
 
 @pytest.mark.parity
@@ -101,9 +145,3 @@ def test_ranks_of_a_killed_command_stop_and_save(text: Path) -> None:
         _, err = done.communicate(timeout=300)  # it waits for the ranks, which have the same standard error
     assert "stopped after step" in err
     assert any((text.parent / "towpath-run" / "checkpoints").glob("step-*/manifest.json"))
-
-
-def test_a_run_without_stages_does_not_import_pipelining(text: Path) -> None:
-    command = [sys.executable, "-c", TRAIN_A_STEP, str(EXAMPLE), *TINY, "data.text=text.txt", "train.steps=1"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(text.parent / "cache")}
-    subprocess.run(command, cwd=text.parent, env=environment, check=True, stdout=subprocess.DEVNULL)

@@ -283,7 +283,9 @@ class TestRotation:
 
 
 class TestAtRandom:
-    @pytest.mark.parametrize("text", ["int8:32", seldom("int4:32"), seldom("int8:32+hadamard"), "int4:whole+hadamard"])
+    @pytest.mark.parametrize(
+        "text", [seldom("int8:32"), seldom("int4:32"), seldom("int8:32+hadamard"), "int4:whole+hadamard"]
+    )
     def test_the_mean_is_kept(self, text: str) -> None:
         """Each draw errs by less than a scale, with a variance of at most a quarter of its square; so the mean of
         4,000 strays by scale / 2 / sqrt(4,000) at most, and among 320 elements hardly ever five times as far."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.ranks.strategies import seldom
 from towpath.cli.main import _run
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
@@ -274,7 +275,9 @@ main()
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
+@pytest.mark.parametrize(
+    ("number", "status"), [seldom(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
 def test_interrupted_it_leaves_nothing(tmp_path: Path, number: signal.Signals, status: int) -> None:
     (tmp_path / "a.txt").write_text("first of 2\nsecond\n")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests started in the background: it would be inherited

@@ -69,7 +69,7 @@ def test_all_8_bit_floats_equal_the_oracles(level: str, text: str) -> None:
     check_8_bit_floats(native, text)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     text=st.sampled_from(CODECS),
     dtype=st.sampled_from(DTYPES),

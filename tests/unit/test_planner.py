@@ -327,7 +327,7 @@ def test_a_configuration_of_experts_is_refused(kind: str, tmp_path: Path) -> Non
 # --- the search ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inter, precision", [(1.0, BF16), (100.0, BF16), seldom(1.0, Precision())], ids=str)
+@pytest.mark.parametrize("inter, precision", [(1.0, BF16), seldom(100.0, BF16), seldom(1.0, Precision())], ids=str)
 def test_no_candidate_takes_less_than_its_bound_nor_less_memory_than_the_least(
     inter: float, precision: Precision
 ) -> None:
@@ -367,8 +367,8 @@ def test_a_limited_search_tries_every_kind_of_batching() -> None:
 def test_codecs_are_used_only_where_they_are_allowed() -> None:
     cluster = small_cluster(inter=0.5)
     answers = [
-        solver(cluster).solve(best=1, most=200),
-        solver(cluster, weights=("int8",), gradients=("int4",)).solve(best=1, most=200),
+        solver(cluster).solve(best=1, most=60),
+        solver(cluster, weights=("int8",), gradients=("int4",)).solve(best=1, most=60),
     ]
     lossless, lossy = (answer.ranked[0] for answer in answers if isinstance(answer, Ranking))
 
@@ -381,7 +381,7 @@ def test_a_narrow_cable_wants_other_strategies_than_a_wide_one() -> None:
     """Little memory forces a spread; over a narrow cable that stays inside the node."""
     chosen = {}
     for inter in (0.2, 800.0):
-        answer = solver(small_cluster(2, 4, inter, memory=5.0), batch=64).solve(best=1, most=100)
+        answer = solver(small_cluster(2, 4, inter, memory=5.0), batch=64).solve(best=1, most=30)
         assert isinstance(answer, Ranking)
         chosen[inter] = answer.ranked[0]
     assert chosen[0.2].inter_bytes < chosen[800.0].inter_bytes

@@ -67,20 +67,16 @@ assert [m for m in sys.modules if m.startswith("towpath.")] == ["towpath.version
     assert done.stdout == done.stderr == ""
 
 
-def test_no_framework_is_imported_but_by_the_module_for_it() -> None:
+def test_nothing_is_imported_before_it_is_used() -> None:
+    """DTensor and checkpoints take half a second in each rank that starts, frameworks and pipelining longer."""
     program = """
-import sys
-import towpath.integrations, towpath.api, towpath.checkpoint, towpath.pipeline, towpath.train.trainer
+import sys, towpath
+towpath.shard
+slow = {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy"} & set(sys.modules)
+assert not slow, slow
+import towpath.integrations, towpath.checkpoint, towpath.pipeline, towpath.train.trainer
 theirs = {"accelerate", "transformers", "lightning", "peft", "datasets", "torchdata"} & set(sys.modules)
 assert not theirs, theirs
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_only_a_pipeline_imports_pipelining() -> None:
-    program = """
-import sys
-import towpath
 from towpath.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression, split
 assert "torch.distributed.pipelining" not in sys.modules
 from towpath.pipeline import Pipeline
@@ -122,14 +118,3 @@ towpath.optim.owner_stepped, towpath.optim.chain
 def test_a_renamed_name_says_its_new_name(module: ModuleType, old: str, new: str) -> None:
     with pytest.raises(AttributeError, match=f"is now {new}"):
         getattr(module, old)
-
-
-def test_shard_imports_neither_dtensor_nor_checkpoints() -> None:
-    """They take half a second, in each rank that starts."""
-    program = """
-import sys, towpath
-towpath.shard
-slow = {"torch.distributed.checkpoint", "torch.distributed.tensor", "sympy"} & set(sys.modules)
-assert not slow, slow
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
