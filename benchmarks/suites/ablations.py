@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks import deepspeed_peer
 from benchmarks.environment import COMMUNICATION, COMPUTE, Rates, recorded_ratio, waiting
 from benchmarks.harness import figures
 from benchmarks.harness.candidates import LabPlace, Launch, timed
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.suite import Settings, Suite
-from benchmarks.peers import TrainStep, build
+from benchmarks.peers import DEEPSPEED, CandidateSpec, TrainStep, build
 from benchmarks.selection import Candidate
 from benchmarks.suites.strategies import measured
 from benchmarks.workload import PLAIN, Workload
@@ -44,6 +45,8 @@ Blocks wait instead of computing, so that the cores are left to messages and cod
     group sizes      MiCS with partition groups of two, four and eight ranks
     all-reduce       DDP's sums by the HO-Ring against the flat ring
     placements       PaRO's IGG and NIG against MiCS and ZeRO++
+    implementation   zero3 against DeepSpeed's ZeRO-3 and FSDP2 (MiCS, figure
+                     15); it needs DeepSpeed (benchmarks/README.md)
 """
 
 SQUARE, FOUR_NODES = Topology(2, 2), Topology(4, 2)
@@ -84,6 +87,10 @@ class Ablation:
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Compare the candidates."""
+        if any(CandidateSpec.parse(each.strategy).name == DEEPSPEED for each in self.candidates):
+            if settings.quick and not deepspeed_peer.installed():
+                return {"checks": [], "warnings": ["DeepSpeed is not installed: this case was not checked"]}
+            deepspeed_peer.check_installed()
         workload = self.workload.quick() if settings.quick else self.workload
         place = LabPlace(workload.topology, self.inter, self.intra)
         launches = {
@@ -96,8 +103,8 @@ class Ablation:
         first, *others = found.seconds
         return {
             "checks": [figures.ratio(found.seconds, first, other) for other in others],
-            "strategies": {name: each["strategy"] for name, each in facts.items()},
-            "exposed_seconds": {name: each["exposed_seconds"] for name, each in facts.items()},
+            "strategies": {name: each["strategy"] for name, each in facts.items() if "strategy" in each},
+            "exposed_seconds": {name: f["exposed_seconds"] for name, f in facts.items() if "exposed_seconds" in f},
             **found.recorded(),
         }
 
@@ -120,6 +127,7 @@ def _named(*strategies: str) -> list[AblatedCandidate]:
 
 _PARTS = [part(256), part(64), part(1024), part(1 << 20)]  # the last one: whole slices
 _SPANNING = _named("mics group=2x2 route=hierarchical", "mics group=2x2 route=flat", "mics group=2x2 route=ho-ring")
+_IMPLEMENTATIONS = _named("zero3", "deepspeed tuned stage=3", "deepspeed stage=3", "fsdp2 tuned")
 _FOUR_STEPS = replace(SMALL, micro_steps=4)
 
 _ABLATIONS = [
@@ -132,6 +140,8 @@ _ABLATIONS = [
     Ablation("all-reduce", SMALL, _named("ddp route=ho-ring", "ddp"), "400mbit"),
     Ablation("placements, one micro-step", SMALL, _named("paro-igg", "mics", "hpz", "zero++"), "400mbit"),
     Ablation("placements, four micro-steps", _FOUR_STEPS, _named("paro-nig", "mics", "hpz", "zero++"), "400mbit"),
+    Ablation("implementation", SMALL, _IMPLEMENTATIONS, "400mbit"),
+    Ablation("implementation, slow cables", SMALL, _IMPLEMENTATIONS, "100mbit"),
 ]
 
 
