@@ -470,10 +470,13 @@ def _strategy(name: str, solver: Solver, offload: OffloadName | None) -> Strateg
 def _heading(solver: Solver) -> str:
     model, found, topology = solver.model, solver.cluster, solver.cluster.topology
     links = found.hardware
+    racks = ""
+    if links.racks is not None and topology.nodes_per_rack is not None:
+        racks = f", {links.racks.rate * 8 / 1e9:.3g} Gbit/s a rack of {topology.nodes_per_rack} nodes"
     return (
         f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, sequences of {model.length:,} tokens\n"
         f"{found.name}: {topology.nodes} nodes × {topology.ranks_per_node} ranks, "
-        f"{links.inter.rate * 8 / 1e9:.3g} Gbit/s a node"
+        f"{links.inter.rate * 8 / 1e9:.3g} Gbit/s a node{racks}"
     )
 
 
