@@ -61,6 +61,12 @@ def test_only_lines_that_are_quick_or_new_are_simulated(tmp_path: Path, monkeypa
     assert found(papers.Writer(slow=True).text("t", table, old)) == ["new", "new", "new"]
 
 
+def test_the_quickest_line_of_a_table_is_simulated_if_it_is_not_too_slow() -> None:
+    assert lines.is_quick({"a": 0.4, "b": 0.3}, "b")
+    assert not lines.is_quick({"a": 0.4, "b": 0.3}, "a")
+    assert not lines.is_quick({"a": 2.0}, "a")
+
+
 @pytest.mark.parametrize(
     ("found", "printed", "near"), [(1.00, 1.15, False), (1.12, 1.15, True), (2.6, 2.2, False), (2.5, 2.2, True)]
 )
