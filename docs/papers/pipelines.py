@@ -31,6 +31,17 @@ DAYS = {
 STEPS = 230_000
 # A node's cable, in GB/s: as in the data sheet (None), and as the paper's seconds of a step suggest.
 CABLES = (None, 5.0)
+NO_LIMIT = 1e6
+
+
+def _pipelines(model: str, cable: float | None, nodes: int) -> Pipelines:
+    shape, length = SHAPES[model], 1024 if model != "gpt-175b" else 2048
+    return Pipelines(
+        lambda count: shape.staged(model, length, count),
+        cluster("dgx-a100-200g", nodes, cable),
+        Request(batch=512, memory=1 << 60),
+        walks,
+    )
 
 
 def seconds(
@@ -42,11 +53,7 @@ def seconds(
     four copies. Early gradients are sent as soon as they are ready. Late ones are sent after all of them are, as in
     Megatron.
     """
-    shape, length = SHAPES[model], 1024 if model != "gpt-175b" else 2048
-    here = cluster("dgx-a100-200g", nodes, cable)
-    pipelines = Pipelines(
-        lambda count: shape.staged(model, length, count), here, Request(batch=512, memory=1 << 60), walks
-    )
+    pipelines = _pipelines(model, cable, nodes)
     layout = Layout(pipeline, "Interleaved1F1B", "ddp", OPTIMUS[compression], tensor)
     replayed = pipelines.replay(layout, Batching(8, 512 // 8 // pipelines.copies(layout)))
     hidden = (
@@ -88,6 +95,27 @@ def _layouts() -> Iterator[Line]:
     yield Line(known, partial(cells, "gpt-175b", 16, 8, 64))
 
 
+def _overheads() -> Iterator[Line]:
+    """Fig. 10: what communication between nodes adds to a step, by switching it off. Fig. 12: memory."""
+
+    def cells(model: str, name: str) -> Iterator[str]:
+        for cable in CABLES:
+            before, after = (seconds(model, each, cable)[1] for each in ("nothing", name))
+            without = seconds(model, "nothing", NO_LIMIT)[1]
+            yield f"{100 * (after - without) / (before - without) - 100:+.0f} %".replace("-", "−")
+        held: list[int] = []
+        for each in ("nothing", name):
+            layout = Layout(4, "Interleaved1F1B", "ddp", OPTIMUS[each], 8)
+            held.append(_pipelines(model, None, 16).predict(layout, Batching(8, 16)).peak_bytes)
+        yield f"{100 * held[1] / held[0] - 100:+.1f} %"
+
+    for model in DAYS:
+        for name in list(OPTIMUS)[1:]:
+            overhead = "−63.29 %" if (model, name) == ("gpt-8.3b", "CB + FE + SC") else "–"
+            memory = "+5 to +10 %" if name == "CB" else "–"
+            yield Line((f"{model}, {name}", overhead, memory), partial(cells, model, name))
+
+
 def _agreement(lines: Sequence[Sequence[str]]) -> str:
     counted = [cells for cells in lines if not cells[0].endswith("nothing")]
     found = [sum(cells[column].endswith(TICK) for cells in counted) for column in range(3, 7)]
@@ -100,8 +128,11 @@ def _agreement(lines: Sequence[Sequence[str]]) -> str:
 def tables() -> dict[str, Table]:
     heads = ("what", "printed", "a step, printed", "overlapped", "at the end")
     heads += ("5 GB/s, overlapped", "5 GB/s, at the end", "a step, at the end", "5 GB/s, a step, at the end")
+    overheads = ("what", "communication, printed", "memory, printed")
+    overheads += ("communication", "5 GB/s, communication", "memory")
     layouts = ("layout", "printed, all three", "CB", "all three", "5 GB/s, CB", "5 GB/s, all three")
     return {
         "papers-pipelines": Table(heads, tuple(_speedups()), _agreement),
+        "papers-pipeline-overheads": Table(overheads, tuple(_overheads())),
         "papers-pipeline-layouts": Table(layouts, tuple(_layouts())),
     }

@@ -206,10 +206,10 @@ def mics_groups() -> Lines:
 
 
 def mics_megatron() -> Lines:
-    """Fig. 11a: a BERT of 128 layers, 4,096 sequences a step, on 128 V100; sequences per second."""
-    here, name = cluster("p3dn", 16), "bert-10b-128"
+    """Fig. 11a and b: 128 layers, or 80 wider ones, and 4,096 sequences a step on 128 V100; sequences per second."""
+    here = cluster("p3dn", 16)
 
-    def cells(tensor: int, pipeline: int) -> list[str]:
+    def cells(name: str, tensor: int, pipeline: int) -> list[str]:
         setting = Setting(name, 512, here, 8, 4096 // (8 * 128), checkpointing=True)
         pipelines = Pipelines(
             lambda count: SHAPES[name].staged(name, 512, count), here, Request(batch=4096, memory=1 << 60)
@@ -221,7 +221,8 @@ def mics_megatron() -> Lines:
 
     for number, (tensor, pipeline) in enumerate(((8, 1), (4, 4), (2, 8)), 1):
         known = (f"({number}): {tensor} tensor-parallel ranks, {pipeline} stage{'s' * (pipeline > 1)}",)
-        yield known, partial(cells, tensor, pipeline)
+        yield known, partial(cells, "bert-10b-128", tensor, pipeline)
+    yield ("(3), 80 wider layers",), partial(cells, "bert-10b-wide", 2, 8)
 
 
 def mics_wide_resnet() -> Lines:

@@ -32,6 +32,8 @@ SHAPES: dict[str, Transformer] = {name: shape for name, (shape, _) in MODELS.ite
     "bert-100b": Transformer(32008, 10240, 80, 80, 4 * 10240, positions=512),
     # The paper's 128 layers for Megatron-LM-3D.
     "bert-10b-128": Transformer(32008, 2560, 128, 40, 4 * 2560, positions=512),
+    # Fig. 11b: wider layers.
+    "bert-10b-wide": Transformer(32008, 2560, 80, 40, 8 * 2560, positions=512),
     "gpt-175b": Transformer(51200, 12288, 96, 96, 4 * 12288, positions=2048),
 }
 
