@@ -1,8 +1,8 @@
 """Everything in the docs that is generated: tables between markers, pages in benchmarks/comparisons/, and pictures.
 
-    python -m docs.generate            writes what has changed (two minutes)
+    python -m docs.generate            writes what has changed (six minutes)
     python -m docs.generate --check    lists what would change
-    python -m docs.generate --fast     leaves out the slow tables of docs/concepts/papers*.md (15 seconds)
+    python -m docs.generate --fast     leaves slow lines of docs/concepts/papers*.md as they are (15 seconds)
 
 A page has `<!-- figures: NAME -->` above a table and `<!-- end of figures -->` below it. docs/pictures/step.svg has a
 script of its own, docs/draw_step.py, because it shows a run.
@@ -33,7 +33,6 @@ _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -
 
 TABLES: Mapping[str, Callable[[], str]] = {
     **figures.TABLES,
-    **papers.TABLES,
     **draw_gpus.TABLES,
     **draw_leaves.TABLES,
     **draw_predictions.TABLES,
@@ -64,28 +63,40 @@ def _comparisons() -> dict[Path, str]:
     return {figures.COMPARISONS / f"{suite}.md": suite for suite in suites}
 
 
-def text_of(file: Path, slow: bool = True) -> str:
-    """Return what a file should contain; without `slow`, the tables in `papers.SLOW` stay as they are."""
+def text_of(file: Path, writer: papers.Writer | None = None) -> str:
+    """Return what a file should contain. By default, slow lines of docs/concepts/papers*.md stay as they are."""
     if file in PICTURES:
         return PICTURES[file]()
     if (suite := _comparisons().get(file)) is not None:
         return figures.page_of(suite)
+    simulated = writer or papers.Writer(slow=False)
 
     def filled(found: re.Match[str]) -> str:
-        keep = not slow and found[2] in papers.SLOW
-        return found[0] if keep else f"{found[1]}{TABLES[found[2]]().rstrip()}\n{found[4]}"
+        name, old = found[2], found[3]
+        if name in papers.tables():
+            text = simulated.text(name, papers.tables()[name], old)
+        elif name == papers.COUNTS:  # of what this page's other tables say
+            return found[0]
+        else:
+            text = TABLES[name]()
+        return f"{found[1]}{text.rstrip()}\n{found[4]}"
 
-    return _MARKED.sub(filled, file.read_text(encoding="utf-8"))
+    text = _MARKED.sub(filled, file.read_text(encoding="utf-8"))
+    if papers.COUNTS not in text:
+        return text
+    return _MARKED.sub(
+        lambda found: f"{found[1]}{papers.counts(text)}\n{found[4]}" if found[2] == papers.COUNTS else found[0], text
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if something would change")
-    parser.add_argument("--fast", action="store_true", help="leave out the slow tables of docs/concepts/papers*.md")
+    parser.add_argument("--fast", action="store_true", help="keep slow lines of docs/concepts/papers*.md")
     options = parser.parse_args()
-    changed = 0
+    changed, writer = 0, papers.Writer(slow=not options.fast)
     for file in files():
-        text = text_of(file, slow=not options.fast)
+        text = text_of(file, writer)
         if file.exists() and file.read_text(encoding="utf-8") == text:
             continue
         changed += 1
@@ -93,7 +104,9 @@ def main() -> None:
         if not options.check:
             file.parent.mkdir(exist_ok=True)
             file.write_text(text, encoding="utf-8")
-    if changed and options.check:
+    if not options.check:
+        writer.write_costs(papers.tables())
+    elif changed:
         raise SystemExit(1)
 
 

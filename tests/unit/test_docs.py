@@ -9,8 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from docs import figures, generate
+from docs import figures, generate, papers
 from docs.draw_routes import CARRIED, DRAWN, bars, plan_of, simulate, taken, transfer_of
+from docs.papers import lines
+from docs.papers.lines import Line, Table, is_near
 
 from benchmarks.harness import results
 from tests.ranks.strategies import seldom
@@ -25,7 +27,7 @@ FILES = [seldom(file) if file.name in SLOW else file for file in generate.files(
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(generate.ROOT)))
 def test_regenerating_changes_nothing(file: Path) -> None:
-    same = file.exists() and file.read_text(encoding="utf-8") == generate.text_of(file, slow=False)
+    same = file.exists() and file.read_text(encoding="utf-8") == generate.text_of(file)
     assert same, "run `python -m docs.generate` and commit what it writes"
 
 
@@ -39,12 +41,54 @@ def test_pages_that_sources_name_exist() -> None:
     assert not {page: file for page, file in named.items() if not (generate.ROOT / page).is_file()}
 
 
+PAPERS = sorted((generate.ROOT / "docs" / "concepts").glob("papers*.md"))
+
+
 @pytest.mark.parity
-def test_regenerating_the_slow_tables_changes_nothing() -> None:
-    pages = sorted((generate.ROOT / "docs" / "concepts").glob("papers*.md"))
-    assert len(pages) == 2
-    for page in pages:
-        assert page.read_text(encoding="utf-8") == generate.text_of(page), "run `python -m docs.generate`"
+@pytest.mark.parametrize("page", PAPERS, ids=lambda page: page.stem)
+def test_regenerating_the_slow_lines_changes_nothing(page: Path) -> None:
+    assert page.read_text(encoding="utf-8") == generate.text_of(page, papers.Writer(slow=True)), (
+        "python -m docs.generate"
+    )
+
+
+def test_only_lines_that_are_quick_or_new_are_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "COSTS", tmp_path / "seconds.json")
+    lines.COSTS.write_text('{"t": {"slow": 0.3, "quick": 0.1}}')
+    table = Table(("what", "found"), tuple(Line((name,), lambda: ["new"]) for name in ("slow", "quick", "unknown")))
+    old = "| what | found |\n|---|---|\n| slow | old |\n| quick | old |"
+
+    def found(text: str) -> list[str]:
+        return [cells[1] for cells in lines.cells_of(text)]
+
+    assert found(papers.Writer(slow=False).text("t", table, old)) == ["old", "new", "new"]
+    assert found(papers.Writer(slow=True).text("t", table, old)) == ["new", "new", "new"]
+
+
+def test_the_quickest_line_of_a_table_is_simulated_if_it_is_not_too_slow() -> None:
+    assert lines.is_quick({"a": 0.4, "b": 0.3}, "b")
+    assert not lines.is_quick({"a": 0.4, "b": 0.3}, "a")
+    assert not lines.is_quick({"a": 2.0}, "a")
+
+
+@pytest.mark.parametrize(
+    ("found", "printed", "near"), [(1.00, 1.15, False), (1.12, 1.15, True), (2.6, 2.2, False), (2.5, 2.2, True)]
+)
+def test_a_match_is_judged_by_the_gain(found: float, printed: float, near: bool) -> None:
+    assert is_near(found, printed) is near
+
+
+def test_rows_without_one_printed_figure_do_not_count() -> None:
+    lines = [
+        "| a | 2.00 | 2.10 ✓ | 3.00 | 1 |",
+        "| b | 2.00 | 1.20 | 2.60 | 1 |",
+        "| c | 1.3 to 1.4 ² | 1.30 | 1.4 | 1 |",
+    ]
+    table = "\n".join(
+        ["| what | printed | overlapped | one after the other | by blocks |", "|---|---|---|---|---|", *lines]
+    )
+    page = "".join(f"<!-- figures: papers-{name} -->\n{table}\n<!-- end" for name in ("lins", "mics", "zeropp", "paro"))
+    assert papers.counts(page).splitlines()[-1] == "| all | 8 | 4 | 0 | 8 |"
 
 
 class TestRows:

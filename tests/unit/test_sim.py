@@ -10,9 +10,10 @@ import pytest
 from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
 from towpath.core.presets import strategies, strategy
-from towpath.core.routes import ROUTES
+from towpath.core.routes import ROUTES, Grid, Op
 from towpath.core.schedule import schedule, steady_tasks
-from towpath.core.strategy import Strategy, TransferKind
+from towpath.core.strategy import MoveShape, Strategy, TransferKind
+from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
@@ -158,6 +159,18 @@ def test_a_ring_leaves_a_rack_once_and_all_to_all_from_every_node() -> None:
         (first, *_) = [t for t in made.transfers if t.kind is TransferKind.GATHER]
         (load,) = phase_costs(TransferShape.of(first), on)
         assert load.needs["spine"] == pytest.approx(cables * load.needs[CABLE])
+
+
+def test_on_nccl_a_small_all_reduce_takes_a_tree_and_a_large_a_ring() -> None:
+    """64 nodes of 8: the ring waits for 1,022 messages, and the tree for 2 × (7 inside + 6 between nodes)."""
+    on = hardware(Topology(64, 8), latency=1e-5)
+    move = MoveShape(Op.ALL_REDUCE, 1, Grid(64, 8), 1)
+    small, large = (
+        phase_costs(TransferShape.of_move(move, Transport("flat"), numel, "float32", on.form), on)
+        for numel in (512, 512 << 20)
+    )
+    assert sum(cost.seconds for cost in small) == pytest.approx(2 * 7 * on.intra.latency + 2 * 6 * on.inter.latency)
+    assert sum(cost.seconds for cost in large) == pytest.approx(2 * 511 * on.inter.latency)
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------

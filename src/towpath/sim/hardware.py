@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, log2
 
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.launches import Launches
 from towpath.core.route_costs import Phase, phases, share_leaving_racks
-from towpath.core.routes import Form, Grid, Op, hops_of, parts_of, slice_bytes
+from towpath.core.routes import Form, Grid, Op, effective_route, hops_of, parts_of, slice_bytes
 from towpath.core.strategy import MoveShape
 from towpath.core.transfer import Activation, Range, Transfer
 from towpath.core.transport import Transport
@@ -28,6 +29,8 @@ _FACTOR_COPIES, _FACTOR_BYTES = 2.5, 4
 # The same for a low-rank message between pipeline stages. The sender adds the earlier error, multiplies twice, and
 # subtracts the received value from the sent one. The receiver multiplies once.
 _ENCODED_COPIES, _DECODED_COPIES = 4.0, 1.0
+# The share of a ring's rate that NCCL's tuner expects of a tree (`busBw * .92` in its tuning.cc).
+_TREE_RATE = 0.92
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +374,8 @@ def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ..
     moved = [
         _messages_cost(shape, p, hardware) for p in phases(shape.op, shape.route, shape.grid, shape.parts, shape.form)
     ]
+    if shape.codec is None and (tree := _tree_cost(shape, moved, hardware)) is not None:
+        moved = min(moved, [tree], key=lambda costs: seconds_alone(costs, hardware))
     costs: list[PhaseCost] = []
     if shape.factored:
         copied = _FACTOR_COPIES * shape.factored * _FACTOR_BYTES
@@ -451,6 +456,25 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
         needs[SPINE] = cable * share_leaving_racks(shape.route, grid.nodes, shape.stride, hardware.topology)
     needed = {name: amount for name, amount in needs.items() if amount}
     return PhaseCost(phase.rounds * latency + messages, needed, phase.rounds * busy)
+
+
+def _tree_cost(shape: TransferShape, ring: Sequence[PhaseCost], hardware: Hardware) -> PhaseCost | None:
+    """Return the cost of NCCL's all-reduce along a tree, given that of its ring, or None if it has no tree.
+
+    NCCL connects the ranks of a node by a chain and the nodes by a tree, and goes through both twice. This has fewer
+    latencies than a ring, so it is faster for small sums. Gathers and reduce-scatters are always rings.
+    """
+    grid = shape.grid
+    if (shape.op, shape.form) != (Op.ALL_REDUCE, Form.COLLECTIVES) or grid.nodes == 1:
+        return None
+    if effective_route(shape.route, grid, shape.op, shape.form) != "flat":
+        return None
+    needs: dict[str, float] = {}
+    for cost in ring:
+        for name, need in cost.needs.items():
+            needs[name] = needs.get(name, 0.0) + need / (1.0 if name == PROCESSOR else _TREE_RATE)
+    latency = (grid.width - 1) * hardware.intra.latency + ceil(log2(grid.nodes)) * hardware.inter.latency
+    return PhaseCost(2 * latency + hardware.inter.message, needs)
 
 
 def _coding_costs(shape: TransferShape, codec: Codec, hardware: Hardware) -> Iterator[PhaseCost]:

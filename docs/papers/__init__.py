@@ -1,0 +1,22 @@
+"""Tables of docs/concepts/papers*.md: what the papers measured, and what the simulator predicts for the same runs.
+
+python -m docs.papers               lists the tables
+python -m docs.papers papers-mics   simulates one and prints it
+python -m docs.generate             writes all of them into the pages
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from docs.papers import pipelines, placements, scale, speedups
+from docs.papers.lines import Table, Writer
+from docs.papers.speedups import COUNTS, counts
+
+__all__ = ["COUNTS", "Writer", "counts", "tables"]
+
+
+@cache
+def tables() -> dict[str, Table]:
+    """Return every table by its name."""
+    return {**speedups.tables(), **placements.tables(), **pipelines.tables(), **scale.tables()}
