@@ -134,7 +134,7 @@ def test_what_pytorch_calls_a_placement_leads_to_the_preset_of_it(typed: str, me
 def test_an_unknown_option_lists_those_of_the_strategy() -> None:
     with pytest.raises(
         StrategyError,
-        match=r"'mics' has no option size; it takes group, weights, gradients, .*, gradients_until, route",
+        match=r"'mics' has no option size; it takes group, weights, gradients, .*, interleaved, route",
     ):
         towpath.strategy("mics", TOPOLOGY, size=2)
     with pytest.raises(StrategyError, match=r"unknown route 'bus'; known are flat, ring"):

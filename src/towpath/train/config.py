@@ -230,6 +230,7 @@ class StrategyConfig:
     feedback: str = option("", "hops that keep their rounding error: first, second, both")
     gradients_after: int = option(0, "steps at the start without compressed gradients; 0: none")
     gradients_until: int = option(0, "the last step with compressed gradients; 0: all steps")
+    interleaved: bool = option(False, "compress gradients only in the first half of train.steps, as in ZeRO++")
     offload: str = option("", "optimizer: its states, masters and gradients in host memory", one_of("", *OFFLOADS))
     group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")
     params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the parameters")
@@ -305,8 +306,12 @@ class StrategyConfig:
         """Return the topology of this section, or else `launched`, as the launcher placed the ranks."""
         return Topology(self.nodes, self.ranks_per_node) if self.nodes else launched
 
-    def build(self, launched: Topology) -> Strategy:
+    def build(self, launched: Topology, steps: int) -> Strategy:
         """Return the strategy for ranks that are placed as `launched`. It cannot be "auto".
+
+        Args:
+            launched: The topology of the ranks, as the launcher placed them.
+            steps: The optimizer steps of the run, for `interleaved`.
 
         Raises:
             ConfigError: The strategy's file cannot be read, or options are given in addition to it.
@@ -314,6 +319,7 @@ class StrategyConfig:
         topology = self.topology(launched)
         options: dict[str, Any] = {key: getattr(self, key) for key in _PRESET_OPTIONS if getattr(self, key)}
         options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
+        options |= {"interleaved": steps} if self.interleaved else {}
         offload = self.offload_option
         if self.file is None:
             return presets.strategy(self.name, topology, offload=offload, **options)
