@@ -44,6 +44,8 @@ Blocks wait instead of computing, so that the cores are left to messages and cod
     group sizes      MiCS with partition groups of two, four and eight ranks
     all-reduce       DDP's sums by the HO-Ring against the flat ring
     placements       PaRO's IGG and NIG against MiCS and ZeRO++
+    two hops         four micro-steps: MiCS and PaRO's IIG and NIG against the
+                     same with gradients all-reduced in every micro-step
 """
 
 SQUARE, FOUR_NODES = Topology(2, 2), Topology(4, 2)
@@ -132,6 +134,11 @@ _ABLATIONS = [
     Ablation("all-reduce", SMALL, _named("ddp route=ho-ring", "ddp"), "400mbit"),
     Ablation("placements, one micro-step", SMALL, _named("paro-igg", "mics", "hpz", "zero++"), "400mbit"),
     Ablation("placements, four micro-steps", _FOUR_STEPS, _named("paro-nig", "mics", "hpz", "zero++"), "400mbit"),
+    *(
+        Ablation(f"two hops, {name}", _FOUR_STEPS, _named(name, f"{name} sync_gradients=micro-step"), "400mbit")
+        for name in ("mics", "paro-iig", "paro-nig")
+    ),
+    Ablation("two hops, mics, one micro-step", SMALL, _named("mics", "mics sync_gradients=micro-step"), "400mbit"),
 ]
 
 

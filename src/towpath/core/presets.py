@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from towpath.core.placement import GroupCollective, Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
-from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
+from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, SyncGradients, TransferKind
 from towpath.core.transport import LOW_RANK, Feedback, Transport
 from towpath.errors import ConfigError, StrategyError
 from towpath.topology.cluster import Extent, Topology
@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
     frozen: Extent | Literal["as-trained"] | None
     frozen_codec: str
     offload: Offload | None
+    sync_gradients: SyncGradients
     gather: Transport
     backward_gather: Transport
     reduce: Transport
@@ -165,6 +166,8 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
               allows.
             - `frozen_codec`: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
             - `offload`: 'optimizer' keeps what the optimizer works on in host memory. Use it to save device memory.
+            - `sync_gradients`: 'micro-step' turns the two-hop synchronization of gradients off (MiCS, section 3.4). Use
+              it only to measure what two hops save.
             - `group`: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
             - `gather`, `backward_gather`, `reduce`, `grad_sync`, `param_sync`: The `Transport` of this kind.
             - `params`, `grads`, `optimizer`, `backward_params`: The extents of lins.
@@ -184,9 +187,10 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     route: Route | None = rest.pop("route", None)
     frozen = {option: rest.pop(option) for option in _FROZEN_OPTIONS if option in rest}
     offload: Offload | None = rest.pop("offload", None)
+    sync_gradients: SyncGradients = rest.pop("sync_gradients", "step")
     encoded = _encoded(name, route, rest)
     topology = topology or Topology.detect()
-    made = Strategy(topology, placer(topology, **rest), name, offload=offload)
+    made = Strategy(topology, placer(topology, **rest), name, offload=offload, sync_gradients=sync_gradients)
     chosen = _default_transports(made) if route is None else {k.value: Transport(route) for k in WITH_TRANSPORT}
     for kind, transport in encoded.items():
         if not _crosses(getattr(made.moves, kind.value), topology):
@@ -267,7 +271,15 @@ def closest(name: object) -> str:
 
 def _check_known(name: str, placer: Callable[..., Placement], options: dict[str, Any]) -> None:
     extents = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
-    known = [*extents, *_CODEC_OPTIONS, "route", "offload", *_FROZEN_OPTIONS, *(kind.value for kind in WITH_TRANSPORT)]
+    known = [
+        *extents,
+        *_CODEC_OPTIONS,
+        "route",
+        "offload",
+        "sync_gradients",
+        *_FROZEN_OPTIONS,
+        *(kind.value for kind in WITH_TRANSPORT),
+    ]
     if unknown := set(options) - set(known):
         raise StrategyError(
             f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."

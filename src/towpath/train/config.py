@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
 from towpath.core import presets
 from towpath.core.formats import Codec, DtypeName, Precision
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
-from towpath.core.strategy import OFFLOADS, Offload, Strategy, written
+from towpath.core.strategy import OFFLOADS, SYNC_GRADIENTS, Offload, Strategy, written
 from towpath.errors import ConfigError, StrategyError
 from towpath.topology.cluster import Extent, Topology
 
@@ -208,7 +208,10 @@ class TrainConfig:
 
 
 _EXTENTS = ("group", "params", "grads", "optimizer", "backward_params", "frozen")
-_PRESET_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec")
+_PRESET_OPTIONS = (
+    *("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec"),
+    "sync_gradients",
+)
 _AUTO_OPTIONS = ("allow", "memory", "profile", "pipelines", "tensors", "schedules", "compressions")
 
 
@@ -232,6 +235,7 @@ class StrategyConfig:
     gradients_until: int = option(0, "the last step with compressed gradients; 0: all steps")
     interleaved: bool = option(False, "compress gradients only in the first half of train.steps, as in ZeRO++")
     offload: str = option("", "optimizer: its states, masters and gradients in host memory", one_of("", *OFFLOADS))
+    sync_gradients: str = option("", "micro-step: no two-hop synchronization", one_of("", *SYNC_GRADIENTS))
     group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")
     params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the parameters")
     grads: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the gradients")
