@@ -51,10 +51,11 @@ from benchmarks import deepspeed_peer
 from benchmarks.harness.candidates import give_freed_memory_back, timed
 from benchmarks.workload import Workload
 from towpath.auto.probe import device_of_job
-from towpath.bench import parse_strategy, prefetch_next_block, register_bf16_hook
+from towpath.bench import prefetch_next_block, register_bf16_hook
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.collectives.rank_transfer import select
 from towpath.core.placement import GroupCollective
+from towpath.core.presets import parse_strategy
 from towpath.core.routes import Group, Op
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Range, Transfer

@@ -47,6 +47,8 @@ Blocks wait instead of computing, so that the cores are left to messages and cod
     placements       PaRO's IGG and NIG against MiCS and ZeRO++
     implementation   zero3 against DeepSpeed's ZeRO-3 and FSDP2 (MiCS, figure
                      15); it needs DeepSpeed (benchmarks/README.md)
+    two hops         four micro-steps: MiCS and PaRO's IIG and NIG against the
+                     same with gradients all-reduced in every micro-step
 """
 
 SQUARE, FOUR_NODES = Topology(2, 2), Topology(4, 2)
@@ -142,6 +144,11 @@ _ABLATIONS = [
     Ablation("placements, four micro-steps", _FOUR_STEPS, _named("paro-nig", "mics", "hpz", "zero++"), "400mbit"),
     Ablation("implementation", SMALL, _IMPLEMENTATIONS, "400mbit"),
     Ablation("implementation, slow cables", SMALL, _IMPLEMENTATIONS, "100mbit"),
+    *(
+        Ablation(f"two hops, {name}", _FOUR_STEPS, _named(name, f"{name} sync_gradients=micro-step"), "400mbit")
+        for name in ("mics", "paro-iig", "paro-nig")
+    ),
+    Ablation("two hops, mics, one micro-step", SMALL, _named("mics", "mics sync_gradients=micro-step"), "400mbit"),
 ]
 
 

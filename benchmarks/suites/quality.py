@@ -63,8 +63,8 @@ class Variant:
 
     def make(self, steps: int) -> towpath.Strategy:
         """Return the strategy for a run of so many steps."""
-        until = {"gradients_until": max(1, steps // 2)} if self.half else {}
-        return towpath.strategy(self.strategy, SHAPE, **self.options, **until)
+        half = {"interleaved": steps} if self.half else {}
+        return towpath.strategy(self.strategy, SHAPE, **self.options, **half)
 
 
 VARIANTS = [
@@ -79,6 +79,7 @@ VARIANTS = [
     ),
     Variant("hpz + qwZ", "hpz", {"weights": "int8"}, 0.002),
     Variant("qgz, first half", "qgz", {}, half=True),
+    Variant("zero++ interleaved", "zero++", {}, 0.01, half=True),
     Variant("mics, int4 gradients", "mics", {"gradients": "int4:64"}),
     Variant("ddp, low rank", "ddp", {"gradients": "low-rank:16"}),
     Variant("zero++, whole-tensor blocks", "zero++", {"weights": "int8:whole", "gradients": "int4:whole"}, worse=True),

@@ -11,7 +11,6 @@ import functools
 import gc
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -33,9 +32,10 @@ import towpath
 from towpath import lab
 from towpath.auto.probe import device_of_job
 from towpath.core.formats import Codec, item_bytes
+from towpath.core.presets import parse_strategy
 from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.errors import ConfigError, TowpathError, TrainError
-from towpath.topology.cluster import Extent, Topology
+from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 from towpath.topology.init import first_line
 from towpath.topology.store import StatusStore
@@ -61,7 +61,6 @@ _MEASURE_SECONDS = 1800.0
 # waits for those who are not in a collective, and how often a measuring rank looks whether another has ended it.
 _GRACE_SECONDS, _REPORT_SECONDS, _WATCH_SECONDS = 5.0, 60.0, 1.0
 _ENDING = threading.Lock()
-_EXTENTS = frozenset({"frozen", "group", "params", "grads", "optimizer", "backward_params"})
 
 # (the model, whether this micro-step is the last) -> the context of the micro-step
 MicroStepContext = Callable[[Any, bool], AbstractContextManager[Any]]
@@ -161,22 +160,6 @@ def parse_model(text: str) -> tuple[int, int, int]:
             f"--model {text}: expected {', '.join(MODELS)}, or WIDTHxDEPTH with a width that {HEAD_WIDTH} divides."
         )
     return int(width), int(depth), MODELS["125m"][2]
-
-
-def parse_strategy(text: str, topology: Topology) -> Strategy:
-    """Return the strategy of a preset's name and its options, such as 'mics gradients=int4:64'."""
-    name, *words = text.split() or [""]
-    if name in ("", "auto"):
-        raise ConfigError('expected a preset\'s name. `towpath plan` and "auto" choose one by prediction.')
-    options: dict[str, Any] = {}
-    for word in words:
-        option, _, value = word.partition("=")
-        extent = re.fullmatch(r"(\d+)x(\d+)", value)
-        if not value or (option in _EXTENTS and extent is None):
-            expected = f"{option}=RANKSxNODES, such as 4x1" if option in _EXTENTS else "OPTION=VALUE"
-            raise ConfigError(f"got {word!r}, expected {expected}.")
-        options[option] = Extent(int(extent[1]), int(extent[2])) if option in _EXTENTS and extent else value
-    return towpath.strategy(name, topology, **options)
 
 
 def is_lossless(strategy: Strategy, dtype: str) -> bool:

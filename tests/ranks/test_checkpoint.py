@@ -34,6 +34,7 @@ from towpath.checkpoint import dcp as towpath_dcp
 from towpath.checkpoint import folders, safetensors
 from towpath.checkpoint.dcp import FolderWriter
 from towpath.checkpoint.saving import Snapshot
+from towpath.core.strategy import TransferKind
 from towpath.errors import CheckpointError
 
 Worlds = Callable[[int], World]
@@ -151,26 +152,35 @@ def _carry(root: Path, label: str) -> None:
     assert not any(kept.any() for bound in transfers for kept in bound.collective.state)
 
 
-def test_a_codec_that_has_served_does_not_serve_again(world: Worlds, tmp_path: Path) -> None:
-    for sent, expected in world(4).run(_after_until, tmp_path):
-        assert sent == expected
+def test_an_interleaved_run_goes_on_before_and_after_the_switch(world: Worlds, tmp_path: Path) -> None:
+    assert world(4).run(_interleaved, tmp_path) == [[True, False, False]] * 4
 
 
-def _after_until(root: Path) -> tuple[list[str], list[str]]:
-    strategy = towpath.strategy("qgz", SHAPE, gradients_until=2)
+def _interleaved(root: Path) -> list[bool]:
+    """Whether gradients are encoded, in the last step from each checkpoint. A run from either ends as the whole run."""
+    strategy = towpath.strategy("zero++", SHAPE, interleaved=4)
 
-    def train(steps: range, load: bool) -> list[str]:
+    def made() -> Run:
         model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy, topology=SHAPE)
-        run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        if load:
-            checkpoint.load(root, run.state())
-        else:
-            run.train(range(3))
-            checkpoint.save(root, 3, run.state())
-        run.train(steps)
-        return sorted({f"{t} {t.transport}" for t in towpath.stats(model).last_step})
+        return Run(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    return train(range(3, 4), load=False), train(range(3, 4), load=True)
+    def encodes(run: Run) -> bool:
+        reduces = [t for t in towpath.stats(run.model).last_step if t.kind is TransferKind.REDUCE]
+        return any(t.transport.encoding is not None for t in reduces)
+
+    whole, found = made(), list[bool]()
+    for step in range(4):
+        whole.train([step])
+        if step in (0, 2):
+            checkpoint.save(root, step + 1, whole.state())
+    for step in (1, 3):
+        run = made().spoil()
+        checkpoint.load(root / f"step-{step:06}", run.state())
+        run.train([step])
+        found.append(encodes(run))
+        run.train(range(step + 1, 4))
+        assert differing(run.content(), whole.content()) == []
+    return [*found, encodes(whole)]
 
 
 # --- written once, read once -----------------------------------------------------------------------------------------

@@ -344,7 +344,7 @@ def test_after_their_share_of_the_run_gradients_travel_as_they_are(world: Worlds
 def _change() -> None:
     """Two steps encoded, then two that are not: the same gradients as those of a strategy without codecs."""
     shape, entry = Topology(2, 2), MODELS["gpt"]
-    strategy = towpath.strategy("qgz", shape, gradients_until=2)
+    strategy = towpath.strategy("zero++", shape, interleaved=4)
     model: Any = towpath.shard(entry.make(torch.float32), strategy)
     for step in range(4):
         entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
@@ -354,7 +354,8 @@ def _change() -> None:
         assert {transport.encoding is not None for _, transport in executed} == {step < 2}
         if step < 3:
             model.zero_grad()
-    plain: Any = towpath.shard(entry.make(torch.float32), towpath.strategy("zero3", shape, reduce=Transport("two-hop")))
+    qwz = towpath.strategy("hpz", shape, weights="int8", reduce=Transport("two-hop"))
+    plain: Any = towpath.shard(entry.make(torch.float32), qwz)
     entry.loss(plain, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())

@@ -25,7 +25,8 @@ from benchmarks.peers import OPTIONS, CandidateSpec, TrainStep
 from benchmarks.selection import LOW_RANK, POWERSGD, QUICK, Candidate, every_name, expanded, lossless
 from benchmarks.suites import planner, strategies
 from benchmarks.workload import Workload
-from towpath.bench import parse_strategy, reason_of
+from towpath.bench import reason_of
+from towpath.core.presets import parse_strategy
 from towpath.errors import ConfigError
 from towpath.lab import Rate
 from towpath.topology.cluster import Topology

@@ -183,28 +183,29 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
 
 @pytest.mark.parametrize("name", strategies())
 def test_every_preset_is_a_strategy_section(name: str) -> None:
-    assert StrategyConfig(name=name).build(Topology(2, 2)).name == name
+    assert StrategyConfig(name=name).build(Topology(2, 2), 100).name == name
 
 
 def test_a_strategy_section_passes_its_options_on(tmp_path: Path) -> None:
-    made = StrategyConfig(name="mics", group=(2, 2), gradients="int4:64", feedback="both").build(Topology(4, 2))
+    made = StrategyConfig(name="mics", group=(2, 2), gradients="int4:64", feedback="both").build(Topology(4, 2), 100)
     assert made.placement.params == Extent(2, 2)
     assert made.grad_sync.feedback == "both"
     file = tmp_path / "s.toml"
     file.write_text(made.to_toml())
-    assert StrategyConfig(name=str(file)).build(Topology(4, 2)) == made
-    resting = StrategyConfig(name="zero3", frozen=(2, 1), frozen_codec="int4:64").build(Topology(2, 2))
+    assert StrategyConfig(name=str(file)).build(Topology(4, 2), 100) == made
+    resting = StrategyConfig(name="zero3", frozen=(2, 1), frozen_codec="int4:64").build(Topology(2, 2), 100)
     assert resting.frozen == Extent(2)
     assert resting.frozen_codec == Codec.parse("int4:64")
-    assert StrategyConfig(name="zero3").build(Topology(2, 2)).frozen is None
+    assert StrategyConfig(name="zero3").build(Topology(2, 2), 100).frozen is None
+    assert StrategyConfig(name="zero++", interleaved=True).build(Topology(2, 2), 100).reduce.until == 50
     with pytest.raises(ConfigError, match="frozen"):
         StrategyConfig(name="zero3", frozen=(2,))
     with pytest.raises(ConfigError, match="remove frozen_codec, frozen"):
-        StrategyConfig(name=str(file), frozen=(2, 1), frozen_codec="int8").build(Topology(4, 2))
+        StrategyConfig(name=str(file), frozen=(2, 1), frozen_codec="int8").build(Topology(4, 2), 100)
     with pytest.raises(ConfigError, match="remove route"):
-        StrategyConfig(name=str(file), route="ring").build(Topology(4, 2))
+        StrategyConfig(name=str(file), route="ring").build(Topology(4, 2), 100)
     racks = StrategyConfig(nodes=4, ranks_per_node=2, nodes_per_rack=2)
     assert racks.topology(Topology(8, 1)) == Topology(4, 2, 2)
-    cut = StrategyConfig(name="zero3", nodes=4, ranks_per_node=1).build(Topology(2, 2))
+    cut = StrategyConfig(name="zero3", nodes=4, ranks_per_node=1).build(Topology(2, 2), 100)
     assert cut.topology == Topology(4, 1)
     assert Strategy.from_toml(cut.to_toml()) == cut

@@ -11,6 +11,7 @@ import torch
 import towpath
 from towpath.collectives import rank_transfer
 from towpath.core.formats import Codec
+from towpath.core.presets import parse_strategy
 from towpath.core.routes import Grid, Op
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.errors import StrategyError
@@ -115,6 +116,9 @@ def test_what_cannot_be_is_refused() -> None:
     refused("route='ring' would round gradients in int4 at every member", route="ring", gradients="int4")
     refused(r"reduce is a Transport, such as .*; got 'int8'", reduce="int8")
     refused("need gradients= to name a codec", gradients_until=5)
+    refused("need gradients= to name a codec", interleaved=8)
+    refused("interleaved is the run's number of steps, from 2; got 1", gradients="int4", interleaved=1)
+    refused("gradients_until= 4; pass one of them", gradients="int4", interleaved=8, gradients_until=4)
     refused("until is a number of optimizer steps", gradients="int4", gradients_until=-1)
     with pytest.raises(StrategyError, match="feedback='first' without a codec"):
         towpath.Transport("two-hop", feedback="first")
@@ -139,6 +143,8 @@ def test_published_weights_in_a_codec_leave_the_optimizer_its_own() -> None:
 
 def test_gradients_may_be_encoded_for_the_first_steps_only() -> None:
     strategy = towpath.strategy("zero++", TWO, gradients_until=100)
+    assert towpath.strategy("zero++", TWO, interleaved=200) == strategy
+    assert parse_strategy("zero++ interleaved=200", TWO) == strategy
     assert str(strategy.reduce) == "two-hop, int4:256, until step 100"
     assert Strategy.from_toml(strategy.to_toml()) == strategy
     assert strategy.at(99) == strategy

@@ -377,6 +377,19 @@ def test_codecs_are_used_only_where_they_are_allowed() -> None:
     assert lossy.seconds < lossless.seconds
 
 
+def test_an_interleaved_step_is_the_mean_of_both_halves() -> None:
+    cluster = small_cluster(2, 4, 1.0)
+    always = solver(cluster, weights=("int8",), gradients=("int4",))
+    found = solver(cluster, weights=("int8",), gradients=("int4",), interleaved=10)
+    for candidate in list(found.candidates())[::97]:
+        strategy, batching = found.strategy(candidate), candidate.batching
+        halves = [always.predict(strategy.at(step), batching) for step in (0, 9)]
+        priced = found.predict(strategy, batching)
+        assert (halves[0].strategy == halves[1].strategy) == (candidate.gradients == "none")
+        assert priced.seconds == pytest.approx((halves[0].seconds + halves[1].seconds) / 2)
+        assert found.bound(candidate)[0] <= priced.seconds * (1 + 1e-9)
+
+
 def test_a_narrow_cable_wants_other_strategies_than_a_wide_one() -> None:
     """Little memory forces a spread; over a narrow cable that stays inside the node."""
     chosen = {}

@@ -155,6 +155,7 @@ def choose_for(
             micro_batches=(1,),
             checkpointing=False,  # the model recomputes by itself, if at all
             offload=offload,
+            interleaved=workload.interleaved,
         )
 
     def describe(device: torch.device) -> Model:

@@ -132,6 +132,13 @@ EitherCheckpointing = Annotated[
 Codecs = Annotated[
     str, typer.Option(metavar="CODECS", help="Codecs to try, such as int8,int4.", show_default="lossless only")
 ]
+Interleaved = Annotated[
+    int | None,
+    typer.Option(metavar="STEPS", parser=whole(2, 10**9), help="Code gradients in the first half of so many steps."),
+]
+StepOption = Annotated[
+    int | None, typer.Option(metavar="N", parser=whole(0, 10**9), help="The optimizer step, if codecs change.")
+]
 Top = Annotated[int, typer.Option(metavar="N", parser=whole(1, 10_000), help="How many strategies to show.")]
 OutputFile = Annotated[
     Path | None,
@@ -193,6 +200,7 @@ def plan(
     micro_batch: MicroBatches = None,
     checkpointing: EitherCheckpointing = None,
     allow: Codecs = "",
+    interleaved: Interleaved = None,
     pipeline: PipelineSizes = None,
     tensor: TensorSizes = None,
     schedule: Schedules = None,
@@ -219,7 +227,12 @@ def plan(
     solver = _solver(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, batch)
     weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
     request = replace(
-        solver.request, weights=weights, gradients=gradients, checkpointing=checkpointing, offload=offload
+        solver.request,
+        weights=weights,
+        gradients=gradients,
+        checkpointing=checkpointing,
+        offload=offload,
+        interleaved=interleaved or 0,
     )
     if stages.pipelines and offload is not None:
         raise ConfigError("--offload is planned without pipelines only: leave out --pipeline, or --offload.")
@@ -311,7 +324,7 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
 
 
 def explain(
-    first: Annotated[str, typer.Argument(metavar="A", help="A strategy: a preset, or a .toml file of `towpath plan`.")],
+    first: Annotated[str, typer.Argument(metavar="A", help="A preset ('mics group=4x2'), or a .toml file.")],
     model: ModelOption,
     cluster: ClusterName,
     second: Annotated[str | None, typer.Argument(metavar="B", help="A second strategy to compare with.")] = None,
@@ -325,6 +338,7 @@ def explain(
     precision: PrecisionOption = PrecisionName.BF16,
     optimizer: OptimizerOption = "adamw",
     offload: OffloadOption = None,
+    step: StepOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Explain the step time of a strategy by its transfers, or what decides between two strategies.
@@ -339,7 +353,7 @@ def explain(
     sides: list[Prediction] = []
     with progress_bar("Explaining") as say:
         for name in names:
-            sides.append(solver.predict(_strategy(name, solver, offload), batching))
+            sides.append(solver.predict(_strategy(name, solver, offload, step), batching))
             say(len(sides), len(names))
     if as_json:
         facts = {"verdict": tables.explain(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
@@ -349,7 +363,7 @@ def explain(
 
 
 def simulate(
-    strategy: Annotated[str, typer.Argument(metavar="STRATEGY", help="A preset, or a .toml file of `towpath plan`.")],
+    strategy: Annotated[str, typer.Argument(metavar="STRATEGY", help="A preset ('mics group=4x2'), or a .toml file.")],
     model: ModelOption,
     cluster: ClusterName,
     micro_batch: MicroBatch = 1,
@@ -362,6 +376,7 @@ def simulate(
     precision: PrecisionOption = PrecisionName.BF16,
     optimizer: OptimizerOption = "adamw",
     offload: OffloadOption = None,
+    step: StepOption = None,
     trace: TraceFile = None,
     jitter: Jitter = 0.0,
     straggler: Stragglers = None,
@@ -397,7 +412,7 @@ def simulate(
         predicted = _simulate_pipeline(solver, model, length, layout, batching, trace)
         _show_simulated(predicted, solver, None, trace, as_json)
         return
-    made = _strategy(strategy, solver, offload)
+    made = _strategy(strategy, solver, offload, step)
     uneven, late = _variation(jitter, straggler or (), made.topology.world), None
     with progress_bar("Simulating") as say:
         if trace is not None:
@@ -451,9 +466,11 @@ def _solver(
     return Solver(describe_model(model, length), found, request)
 
 
-def _strategy(name: str, solver: Solver, offload: OffloadName | None) -> Strategy:
+def _strategy(name: str, solver: Solver, offload: OffloadName | None, step: int | None) -> Strategy:
+    """Return the strategy of optimizer step `step`, or with None the strategy with all of its codecs in use."""
     if not name.endswith(".toml"):
-        return presets.strategy(name, solver.cluster.topology, offload=offload.value if offload else None)
+        made = presets.parse_strategy(name, solver.cluster.topology, offload.value if offload else None)
+        return made if step is None else made.at(step)
     try:
         made = Strategy.from_toml(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -464,7 +481,8 @@ def _strategy(name: str, solver: Solver, offload: OffloadName | None) -> Strateg
             f"strategy {name} is for {made.topology} ranks, and the cluster has {solver.cluster.topology}. Pass "
             "--nodes and --ranks-per-node, or plan anew."
         )
-    return made if offload is None else replace(made, offload=offload)
+    made = made if offload is None else replace(made, offload=offload)
+    return made if step is None else made.at(step)
 
 
 def _heading(solver: Solver) -> str:

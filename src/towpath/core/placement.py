@@ -158,7 +158,7 @@ def _broken_rule(extent: Extent, topology: Topology) -> str | None:
 #     gather            P → full weights                        before a unit's forward
 #     backward_gather   P, or hpZ's copy → full weights         before a unit's backward
 #     reduce            full gradients → G                      every micro-step
-#     grad_sync         G → OS, then over the replicas of OS    in the last micro-step
+#     grad_sync         G → OS, then over the replicas of OS    in the last micro-step, unless reduce summed over all
 #     param_sync        OS → P                                  before the forward that follows an optimizer step
 #     assemble          OS → full                               when the user needs a full tensor
 
@@ -236,8 +236,12 @@ class PlacementCollectives:
 
 
 @lru_cache(maxsize=256)
-def transitions(placement: Placement, topology: Topology) -> PlacementCollectives:
-    """Return the partitions and the collectives of `placement` on `topology`."""
+def transitions(placement: Placement, topology: Topology, two_hops: bool = True) -> PlacementCollectives:
+    """Return the partitions and the collectives of `placement` on `topology`.
+
+    Without `two_hops`, every micro-step all-reduces gradients over all ranks, and each rank keeps its G slice. The
+    gradient sync then sends nothing.
+    """
     levels = (placement.params, placement.grads, placement.optimizer)
     # Slices are ordered local-major when a node-local extent nests inside one that spans nodes. Every collective then
     # works on contiguous memory, among ranks of one column of the grid. Otherwise slices are in rank order, so that the
@@ -253,9 +257,11 @@ def transitions(placement: Placement, topology: Topology) -> PlacementCollective
         backward,
         gather=_collectives_between(Op.ALL_GATHER, whole, params, topology),
         backward_gather=_collectives_between(Op.ALL_GATHER, whole, backward, topology),
-        reduce=_collectives_between(Op.REDUCE_SCATTER, whole, grads, topology),
+        reduce=_collectives_between(Op.REDUCE_SCATTER, whole, grads, topology) if two_hops else everyone(topology),
         grad_sync=_collectives_between(Op.REDUCE_SCATTER, grads, optimizer, topology)
-        + _over_replicas(optimizer, topology),
+        + _over_replicas(optimizer, topology)
+        if two_hops
+        else (),
         param_sync=_collectives_between(Op.ALL_GATHER, params, optimizer, topology),
         assemble=_collectives_between(Op.ALL_GATHER, whole, optimizer, topology),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations_with_replacement
@@ -14,9 +15,9 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from towpath.core.placement import GroupCollective, Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
-from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
+from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, SyncGradients, TransferKind
 from towpath.core.transport import LOW_RANK, Feedback, Transport
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError, StrategyError
 from towpath.topology.cluster import Extent, Topology
 
 # Editors complete these names. Arguments of type `Preset | str` also accept a name that is known only at run time.
@@ -52,10 +53,12 @@ class Options(TypedDict, total=False):
     feedback: Feedback
     gradients_after: int
     gradients_until: int
+    interleaved: int
     route: Route | None
     frozen: Extent | Literal["as-trained"] | None
     frozen_codec: str
     offload: Offload | None
+    sync_gradients: SyncGradients
     gather: Transport
     backward_gather: Transport
     reduce: Transport
@@ -126,7 +129,7 @@ _PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
 
 # These are the codecs of ZeRO++: for weights (qwZ, section 3.1), and for gradients (qgZ, section 3.3).
 _CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
-_CODEC_OPTIONS = ("weights", "gradients", "feedback", "gradients_after", "gradients_until")
+_CODEC_OPTIONS = ("weights", "gradients", "feedback", "gradients_after", "gradients_until", "interleaved")
 # These options become fields of the Strategy unchanged.
 _FROZEN_OPTIONS = ("frozen", "frozen_codec")
 
@@ -154,6 +157,8 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
               'second', 'both' or 'none'. The default is 'first' with low rank, else 'none'.
             - `gradients_after`: The optimizer step, counted from 0, from which the codec of gradients is used.
             - `gradients_until`: The optimizer step until which the codec of gradients is used. 0 means permanently.
+            - `interleaved`: The number of optimizer steps of the run, to use the codec of gradients only in the first
+              half of it (ZeRO++, section 5.4).
             - `route`: The route of all transfers. The encoded gradients of qgz and zero++ follow it only if it is an
               all-to-all route. By default ddp, zero1 to zero3 and hpz use 'flat'. The others use the best lossless
               route where a group spans nodes.
@@ -161,6 +166,8 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
               allows.
             - `frozen_codec`: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
             - `offload`: 'optimizer' keeps what the optimizer works on in host memory. Use it to save device memory.
+            - `sync_gradients`: 'micro-step' turns the two-hop synchronization of gradients off (MiCS, section 3.4). Use
+              it only to measure what two hops save.
             - `group`: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
             - `gather`, `backward_gather`, `reduce`, `grad_sync`, `param_sync`: The `Transport` of this kind.
             - `params`, `grads`, `optimizer`, `backward_params`: The extents of lins.
@@ -180,9 +187,10 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     route: Route | None = rest.pop("route", None)
     frozen = {option: rest.pop(option) for option in _FROZEN_OPTIONS if option in rest}
     offload: Offload | None = rest.pop("offload", None)
+    sync_gradients: SyncGradients = rest.pop("sync_gradients", "step")
     encoded = _encoded(name, route, rest)
     topology = topology or Topology.detect()
-    made = Strategy(topology, placer(topology, **rest), name, offload=offload)
+    made = Strategy(topology, placer(topology, **rest), name, offload=offload, sync_gradients=sync_gradients)
     chosen = _default_transports(made) if route is None else {k.value: Transport(route) for k in WITH_TRANSPORT}
     for kind, transport in encoded.items():
         if not _crosses(getattr(made.moves, kind.value), topology):
@@ -193,6 +201,38 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
         else:
             chosen[kind.value] = replace(transport, route=taken if taken in ALL_TO_ALL else "two-hop")
     return replace(made, **(chosen | transports | frozen))
+
+
+_EXTENTS = frozenset({"frozen", "group", "params", "grads", "optimizer", "backward_params"})
+_STEPS = frozenset({"gradients_after", "gradients_until", "interleaved"})
+
+
+def parse_strategy(text: str, topology: Topology, offload: Offload | None = None) -> Strategy:
+    """Return the strategy of a preset's name and its options, such as 'mics gradients=int4:64' or 'mics group=4x2'.
+
+    Args:
+        text: The name, and options as `strategy()` takes them. An extent is written as RANKSxNODES.
+        topology: The nodes and ranks of the job.
+        offload: The option `offload`, unless the text names it.
+
+    Raises:
+        ConfigError: If a word is no option with a value.
+        StrategyError: If there is no such preset or option, or options contradict each other.
+    """
+    name, *words = text.split() or [""]
+    if name in ("", "auto"):
+        raise ConfigError('expected a preset\'s name. `towpath plan` and "auto" choose one by prediction.')
+    options: dict[str, Any] = {} if offload is None else {"offload": offload}
+    for word in words:
+        option, _, value = word.partition("=")
+        extent = re.fullmatch(r"(\d+)x(\d+)", value)
+        if not value or (option in _EXTENTS and extent is None):
+            expected = f"{option}=RANKSxNODES, such as 4x1" if option in _EXTENTS else "OPTION=VALUE"
+            raise ConfigError(f"got {word!r}, expected {expected}.")
+        options[option] = Extent(int(extent[1]), int(extent[2])) if option in _EXTENTS and extent else value
+        if option in _STEPS and value.isdecimal():
+            options[option] = int(value)
+    return strategy(name, topology, **options)
 
 
 def name_of(placement: Placement, topology: Topology) -> str:
@@ -231,7 +271,15 @@ def closest(name: object) -> str:
 
 def _check_known(name: str, placer: Callable[..., Placement], options: dict[str, Any]) -> None:
     extents = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
-    known = [*extents, *_CODEC_OPTIONS, "route", "offload", *_FROZEN_OPTIONS, *(kind.value for kind in WITH_TRANSPORT)]
+    known = [
+        *extents,
+        *_CODEC_OPTIONS,
+        "route",
+        "offload",
+        "sync_gradients",
+        *_FROZEN_OPTIONS,
+        *(kind.value for kind in WITH_TRANSPORT),
+    ]
     if unknown := set(options) - set(known):
         raise StrategyError(
             f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."
@@ -246,9 +294,17 @@ def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[Tr
     low_rank = str(gradients).startswith(LOW_RANK)
     feedback = options.pop("feedback", "first" if low_rank else "none")
     steps = {"after": options.pop("gradients_after", 0), "until": options.pop("gradients_until", 0)}
+    run = options.pop("interleaved", 0)
+    if run:
+        if type(run) is not int or run < 2:
+            raise StrategyError(f"strategy {name!r}: interleaved is the run's number of steps, from 2; got {run!r}.")
+        if steps["until"]:
+            raise StrategyError(f"strategy {name!r}: interleaved= is gradients_until= {run // 2}; pass one of them.")
+        steps["until"] = run // 2
     if gradients == "none" and (feedback != "none" or any(steps.values())):
         raise StrategyError(
-            f"strategy {name!r}: feedback=, gradients_after= and gradients_until= need gradients= to name a codec."
+            f"strategy {name!r}: feedback=, gradients_after=, gradients_until= and interleaved= need gradients= to "
+            "name a codec."
         )
     transports: dict[TransferKind, Transport] = {}
     if weights != "none":

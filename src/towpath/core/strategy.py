@@ -98,6 +98,9 @@ AS_TRAINED = "as-trained"
 # These values of `Strategy.offload` say what is kept in host memory instead of device memory.
 Offload = Literal["optimizer"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+# These values of `Strategy.sync_gradients` say when gradients are averaged over all ranks.
+SyncGradients = Literal["step", "micro-step"]
+SYNC_GRADIENTS: tuple[SyncGradients, ...] = get_args(SyncGradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,9 @@ class Strategy:
             keeps them unencoded.
         offload: 'optimizer' keeps the optimizer's slice of the parameters, `.grad` and the optimizer states in host
             memory. The optimizer then steps on the CPU.
+        sync_gradients: With 'step', micro-steps reduce gradients inside a group, and the last one synchronizes the
+            groups (two hops; MiCS, section 3.4). With 'micro-step', every micro-step all-reduces gradients over all
+            ranks. Results are the same. Use it only to measure what two hops save.
     """
 
     topology: Topology
@@ -134,9 +140,20 @@ class Strategy:
     frozen: Extent | str | None = None
     frozen_codec: Any = "none"
     offload: Offload | None = None
+    sync_gradients: SyncGradients = "step"
 
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
+        if self.sync_gradients not in SYNC_GRADIENTS:
+            raise StrategyError(
+                f"{self.name}: sync_gradients={self.sync_gradients!r}: expected "
+                f"{' or '.join(map(repr, SYNC_GRADIENTS))}."
+            )
+        if self.sync_gradients != "step" and self.placement.grads == self.topology.whole:
+            raise StrategyError(
+                f"{self.name}: sync_gradients={self.sync_gradients!r}: G is sharded over all ranks, so every "
+                "micro-step reduces gradients over all ranks anyway. Leave it out."
+            )
         self._check_frozen()
         if self.offload is not None and self.offload not in OFFLOADS:
             raise StrategyError(
@@ -191,7 +208,7 @@ class Strategy:
     @property
     def moves(self) -> PlacementCollectives:
         """The collectives of the placement, for each kind of transfer."""
-        return transitions(self.placement, self.topology)
+        return transitions(self.placement, self.topology, self.sync_gradients == "step")
 
     def of(self, trainable: bool) -> Strategy:
         """Return the strategy of trainable parameters, or of frozen ones if these differ.
@@ -278,6 +295,7 @@ class Strategy:
         if self.frozen_codec != "none":
             lines.append(f"frozen_codec = {written(str(self.frozen_codec))}")
         lines += [] if self.offload is None else [f"offload = {written(self.offload)}"]
+        lines += [] if self.sync_gradients == "step" else [f"sync_gradients = {written(self.sync_gradients)}"]
         lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
         lines += [] if self.topology.nodes_per_rack is None else [f"nodes_per_rack = {self.topology.nodes_per_rack}"]
         lines += ["[placement]"]
@@ -314,7 +332,7 @@ class Strategy:
 
 
 def _checked(rest: dict[str, Any]) -> dict[str, Any]:
-    if unknown := set(rest) - {"name", "frozen", "frozen_codec", "offload"}:
+    if unknown := set(rest) - {"name", "frozen", "frozen_codec", "offload", "sync_gradients"}:
         raise StrategyError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
     if isinstance(extent := rest.get("frozen"), list):
         rest["frozen"] = Extent(*extent)
@@ -333,8 +351,9 @@ def _of_frozen(strategy: Strategy) -> Strategy:
     elif extent.nodes == 1 < strategy.placement.params.nodes:
         # A preset encodes only what crosses nodes, and these gathers stay inside a node.
         gather, backward = Transport(gather.route), Transport(backward.route)
-    plain = {kind.value: Transport() for kind in (*GRADIENTS, TransferKind.PARAM_SYNC)}
-    return replace(strategy, placement=placement, gather=gather, backward_gather=backward, **plain)
+    plain: dict[str, Any] = {kind.value: Transport() for kind in (*GRADIENTS, TransferKind.PARAM_SYNC)}
+    plain |= {"gather": gather, "backward_gather": backward, "sync_gradients": "step"}
+    return replace(strategy, placement=placement, **plain)
 
 
 # --- move shapes ------------------------------------------------------------------------------------------------------

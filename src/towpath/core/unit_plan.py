@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
 from towpath.core.placement import GroupCollective, Partition, everyone
@@ -107,8 +108,9 @@ class BucketPlan:
             kind: `TransferKind.REDUCE`, or `TransferKind.GRAD_SYNC`, which follows it.
             world: The number of terms of the mean, usually that of all ranks.
         """
-        terms = self.grads.count if kind is TransferKind.REDUCE else world // self.grads.count
         if self.reduce_dtype == "float16":
+            reduced = prod(transfer.move.members for transfer in self.transfers[TransferKind.REDUCE])
+            terms = reduced if kind is TransferKind.REDUCE else world // reduced
             before = 1 << terms.bit_length() // 2
             return before, terms / before
         return 1, 1.0 if kind is TransferKind.REDUCE else float(world)

@@ -61,6 +61,8 @@ class Request:
         micro_batches: Numbers of sequences that a rank may compute at once. Default: every divisor of its share.
         checkpointing: Whether blocks are recomputed in the backward pass. Default: the planner tries both.
         offload: "optimizer" to keep the optimizer's states in the host's memory.
+        interleaved: Optimizer steps of the run, if codecs of gradients are used only in the first half of it. The
+            predicted step is then the mean over the run. Default: 0, for codecs that are used in every step.
     """
 
     batch: int
@@ -73,6 +75,7 @@ class Request:
     micro_batches: tuple[int, ...] = ()
     checkpointing: bool | None = None
     offload: Offload | None = None
+    interleaved: int = 0
 
     @property
     def compute_dtype(self) -> str:
@@ -122,6 +125,8 @@ class Workload:
             activations. Then pass as `memory` what the activations leave.
         profile: A file that `towpath probe` wrote. Default: measure the cluster once, for a few seconds, and keep the
             profile in the user's cache.
+        interleaved: Optimizer steps of the run, to use codecs of gradients only in the first half of it. Default: 0,
+            which uses them in every step.
     """
 
     tokens: int
@@ -131,6 +136,7 @@ class Workload:
     allow: tuple[str, ...] = ()
     inputs: Sequence[Any] = field(default=(), repr=False)
     profile: str | Path = ""
+    interleaved: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tokens", "micro_steps", "memory"):

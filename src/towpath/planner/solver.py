@@ -190,6 +190,11 @@ class _TransferSeconds:
     alone: float
     busy: tuple[float, float, float]
 
+    def mean(self, other: _TransferSeconds) -> _TransferSeconds:
+        """Return the mean of both."""
+        a, b, c = ((mine + theirs) / 2 for mine, theirs in zip(self.busy, other.busy, strict=True))
+        return _TransferSeconds((self.alone + other.alone) / 2, (a, b, c))
+
 
 class Solver:
     """Predicts and ranks strategies for a model on a cluster.
@@ -253,7 +258,8 @@ class Solver:
         codec = codec if crosses else "none"
         reduces = any(s.op is not Op.ALL_GATHER for s in shapes)
         if codec != "none" and reduces:
-            yield from (Transport(route, codec) for route in ALL_TO_ALL)
+            until = self.request.interleaved // 2
+            yield from (Transport(route, codec, until=until) for route in ALL_TO_ALL)
             return
         routes = ROUTES if any(not s.grid.plain for s in shapes) else ("flat",)
         yield from (Transport(route, codec) for route in routes)
@@ -268,10 +274,14 @@ class Solver:
         """
         micro_steps = candidate.batching.micro_steps
         busy, first, last = [0.0, 0.0, 0.0], 0.0, 0.0
+        interleaved = self.request.interleaved and candidate.gradients != "none"
         for (numel, gathered_once, at_ends), count in self._unit_sizes.items():
             before = after = 0.0
             for kind, every_micro_step in _submitted_kinds(gathered_once):
                 cost = self._cheapest(kind, candidate, numel)
+                if interleaved and kind in GRADIENTS:
+                    plain = self._cheapest(kind, replace(candidate, gradients="none"), numel)
+                    cost = cost.mean(plain)
                 times = count * (micro_steps if every_micro_step else 1)
                 for resource, seconds in enumerate(cost.busy):
                     busy[resource] += times * seconds
@@ -469,16 +479,17 @@ class Solver:
             batching: How each rank computes its share. Of many micro-steps, only the first few are simulated.
 
         Returns:
-            The predicted step. It may need more memory than there is.
+            The predicted step, with all codecs in use. For an interleaved request, it is the mean over the run. It may
+            need more memory than there is.
         """
         strategy = self._with_frozen_placed(strategy, batching)
-        plans = self._plans(strategy)
+        plans, micro_steps = self._plans(strategy), batching.micro_steps
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
-        micro_steps = batching.micro_steps
-        timeline = Replay(strategy, plans, self._hardware, seconds, min(micro_steps, _REPLAYED)).run()
-        if micro_steps > _REPLAYED:  # the micro-steps in the middle are equal
-            shorter = Replay(strategy, plans, self._hardware, seconds, _REPLAYED - 1).run()
-            timeline = timeline.with_more(micro_steps - _REPLAYED, shorter)
+        timeline = self._replayed(strategy, plans, seconds, micro_steps)
+        second_half = strategy.at(self.request.interleaved - 1) if self.request.interleaved else strategy
+        if second_half != strategy:
+            other = self._replayed(second_half, self._plans(second_half), seconds, micro_steps)
+            timeline = timeline.with_more(-0.5, other)  # the mean of both
         return Prediction(
             strategy,
             batching,
@@ -496,6 +507,15 @@ class Solver:
             launching=timeline.launching,
             unlaunched=timeline.unlaunched,
         )
+
+    def _replayed(
+        self, strategy: Strategy, plans: Sequence[UnitPlan], seconds: ComputeSeconds, micro_steps: int
+    ) -> Timeline:
+        timeline = Replay(strategy, plans, self._hardware, seconds, min(micro_steps, _REPLAYED)).run()
+        if micro_steps > _REPLAYED:  # the micro-steps in the middle are equal
+            shorter = Replay(strategy, plans, self._hardware, seconds, _REPLAYED - 1).run()
+            timeline = timeline.with_more(micro_steps - _REPLAYED, shorter)
+        return timeline
 
     def timeline(
         self, strategy: Strategy, batching: Batching, say: Callable[[int, int], None] = lambda done, total: None

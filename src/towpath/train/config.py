@@ -20,7 +20,7 @@ from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
 from towpath.core import presets
 from towpath.core.formats import Codec, DtypeName, Precision
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
-from towpath.core.strategy import OFFLOADS, Offload, Strategy, written
+from towpath.core.strategy import OFFLOADS, SYNC_GRADIENTS, Offload, Strategy, written
 from towpath.errors import ConfigError, StrategyError
 from towpath.topology.cluster import Extent, Topology
 
@@ -208,7 +208,10 @@ class TrainConfig:
 
 
 _EXTENTS = ("group", "params", "grads", "optimizer", "backward_params", "frozen")
-_PRESET_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec")
+_PRESET_OPTIONS = (
+    *("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec"),
+    "sync_gradients",
+)
 _AUTO_OPTIONS = ("allow", "memory", "profile", "pipelines", "tensors", "schedules", "compressions")
 
 
@@ -231,7 +234,9 @@ class StrategyConfig:
     feedback: str = option("", "hops that keep their rounding error: first, second, both")
     gradients_after: int = option(0, "steps at the start without compressed gradients; 0: none")
     gradients_until: int = option(0, "the last step with compressed gradients; 0: all steps")
+    interleaved: bool = option(False, "compress gradients only in the first half of train.steps, as in ZeRO++")
     offload: str = option("", "optimizer: its states, masters and gradients in host memory", one_of("", *OFFLOADS))
+    sync_gradients: str = option("", "micro-step: no two-hop synchronization", one_of("", *SYNC_GRADIENTS))
     group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")
     params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the parameters")
     grads: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the gradients")
@@ -310,8 +315,12 @@ class StrategyConfig:
             return launched
         return Topology(self.nodes, self.ranks_per_node, self.nodes_per_rack or None)
 
-    def build(self, launched: Topology) -> Strategy:
+    def build(self, launched: Topology, steps: int) -> Strategy:
         """Return the strategy for ranks that are placed as `launched`. It cannot be "auto".
+
+        Args:
+            launched: The topology of the ranks, as the launcher placed them.
+            steps: The optimizer steps of the run, for `interleaved`.
 
         Raises:
             ConfigError: The strategy's file cannot be read, or options are given in addition to it.
@@ -319,6 +328,7 @@ class StrategyConfig:
         topology = self.topology(launched)
         options: dict[str, Any] = {key: getattr(self, key) for key in _PRESET_OPTIONS if getattr(self, key)}
         options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
+        options |= {"interleaved": steps} if self.interleaved else {}
         offload = self.offload_option
         if self.file is None:
             return presets.strategy(self.name, topology, offload=offload, **options)

@@ -115,7 +115,7 @@ class Trainer:
             copies = copies_of_model(config.parallel, job.world)
             if not config.strategy.auto:
                 config.train.micro_steps(copies)  # refuses a batch that the copies cannot share
-                strategy = config.strategy.build(topology_of_copies(config.parallel, job.topology))
+                strategy = config.strategy.build(topology_of_copies(config.parallel, job.topology), config.train.steps)
         self.tokens = self._open_tokens(config)
         with job.fail_together():
             bundle = build_model(config.model, self.tokens.vocabulary)

@@ -468,7 +468,7 @@ class FlatGradients(BucketGradients):
             self._held.setdefault(index)
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
-        """Reduce-scatter `buffer`, and add this rank's slice of the result to the G shard."""
+        """Reduce `buffer` over its group, and add this rank's slice of the result to the G shard."""
         assert self.sums is not None
         before, after = self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)
         if before != 1:
