@@ -240,8 +240,8 @@ class Pipelines:
         key = (layout.stages, layout.pipeline, layout.tensor)
         if key not in self._solvers:
             largest = max(self._staged(layout.stages).stages, key=lambda model: model.parameters)
-            topology = self._stage_topology(layout)
-            cluster = self.cluster.on(topology.nodes, topology.ranks_per_node)
+            hardware = replace(self.cluster.hardware, topology=self._stage_topology(layout))
+            cluster = replace(self.cluster, hardware=hardware)
             request = replace(self.request, weights=(), gradients=())
             self._solvers[key] = Solver(_tensor_share(largest, layout.tensor), cluster, request)
         return self._solvers[key]
