@@ -61,6 +61,7 @@ class _Stage(nn.Module):
         ("ZBVZeroBubble", "zero1", PACKED, True),
         seldom("ZBVZeroBubble", "ddp", Compression(), False),
         ("LoopedBFS", "ddp", Compression("low-rank:2", gradients="low-rank:2"), None),
+        ("1F1B", "hpz", Compression(), None),
     ],
 )
 def test_as_many_bytes_are_planned_as_are_scheduled(
@@ -69,6 +70,30 @@ def test_as_many_bytes_are_planned_as_are_scheduled(
     """`fused`: tied embeddings, by one sum or by two."""
     planned, scheduled = world(4).run(_bytes, schedule, strategy, packed, fused)[0]
     assert planned == scheduled
+
+
+@pytest.mark.parity  # of eight ranks
+def test_as_many_bytes_are_planned_with_any_extents(world: Worlds) -> None:
+    """Every strategy that the planner may choose for two nodes of two ranks that have a copy of a stage each."""
+    for planned, scheduled, _ in (found := world(8).run(_bytes_of_others)[0]):
+        assert planned == scheduled
+    assert len({placement for *_, placement in found}) > 8
+
+
+def _bytes_of_others() -> list[tuple[Any, Any, str]]:
+    batching = Batching(1, 4)
+    _, planner = _both(Layout(2), None, towpath.Precision(), copies=4)
+    found: list[tuple[Any, Any, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("towpath.planner.pipelines.MOST_OTHERS", 100)
+        others = list(planner._others(Layout(2), batching, {}))
+    for other in others:
+        layout = Layout(2, strategy=other)
+        pipeline, planner = _both(layout, None, towpath.Precision(), copies=4)
+        scheduled, priced = pipeline.schedule(towpath.Topology(4, 2)), planner.predict(layout, batching)
+        bytes_of = [(each.inter_bytes, each.intra_bytes) for each in (priced, scheduled)]
+        found.append((*bytes_of, str(other.placement)))
+    return found
 
 
 BOTH = Compression("low-rank:2", Transport(codec="int8", feedback="first"))
@@ -96,18 +121,23 @@ def _kept_bytes(schedule: str, packed: Compression) -> Any:
 
 
 def _bytes(schedule: str, strategy: str, packed: Compression, fused: bool | None) -> Any:
-    layout = Layout(2, schedule, strategy, replace(packed, fused_embeddings=bool(fused)))
+    # A name would stand for the ranks of this machine, which are one node.
+    layout = Layout(
+        2, schedule, towpath.strategy(strategy, towpath.Topology(2, 1)), replace(packed, fused_embeddings=bool(fused))
+    )
     pipeline, planner = _both(layout, fused, towpath.Precision())
     scheduled, priced = pipeline.schedule(towpath.Topology(4, 1)), planner.predict(layout, Batching(1, 4))
     return (priced.inter_bytes, priced.intra_bytes), (scheduled.inter_bytes, scheduled.intra_bytes)
 
 
-def _both(layout: Layout, fused: bool | None, precision: towpath.Precision) -> tuple[Pipeline, Pipelines]:
-    """Return a pipeline, and the planner for its model."""
+def _both(
+    layout: Layout, fused: bool | None, precision: towpath.Precision, copies: int = 2
+) -> tuple[Pipeline, Pipelines]:
+    """Return a pipeline of two ranks with so many copies on four nodes, and the planner for its model."""
     pipeline = Pipeline(
         [partial(_Stage, index, layout.stages) for index in range(layout.stages)],
         layout.strategy,
-        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")),
+        mesh=init_device_mesh("cpu", (2, copies), mesh_dim_names=("pp", "dp")),
         schedule=layout.schedule,
         micro_batches=4,
         loss=lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()),
@@ -126,6 +156,6 @@ def _both(layout: Layout, fused: bool | None, precision: towpath.Precision) -> t
     ]
     tied = VOCABULARY * WIDTH if fused is not None else 0
     staged = StagedModel(models[0], tuple(models), WIDTH, tied)
-    cluster = replace(made_profile(), topology=towpath.Topology(4, 1)).cluster()
-    request = Request(8, 1 << 30, precision, optimizer=Optimizer.named("sgd"), checkpointing=False)
+    cluster = replace(made_profile(), topology=towpath.Topology(4, copies // 2)).cluster()
+    request = Request(4 * copies, 1 << 30, precision, optimizer=Optimizer.named("sgd"), checkpointing=False)
     return pipeline, Pipelines(lambda _: staged, cluster, request, walks)

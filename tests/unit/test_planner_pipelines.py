@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.ranks.strategies import seldom
 from towpath.cli.main import app
 from towpath.core.pipeline import Compression, gpipe, most_in_flight, one_forward_one_backward
+from towpath.core.strategy import Strategy
 from towpath.errors import PlanError
 from towpath.pipeline.schedules import walks
 from towpath.planner.catalog import MODELS, describe_model, load_cluster
 from towpath.planner.cluster import GIB
 from towpath.planner.model import Transformer
-from towpath.planner.pipelines import Layout, Pipelines
+from towpath.planner.pipelines import STRATEGIES, Layout, Pipelines
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching
 
@@ -111,6 +113,25 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert not planner(memory=0.001).solve([2, 4])
 
 
+@pytest.mark.parametrize("memory, faster", [seldom(24, 1.3), (12, 1.5), seldom(10, 3.0), (8, 1.0)])
+def test_free_extents_are_never_worse_than_the_named(
+    memory: int, faster: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The less memory there is, the fewer of the named strategies fit that keep gathers inside nodes."""
+    shape, _ = MODELS["gpt-2.5b"]
+    request = Request(64, memory * GIB, checkpointing=True, micro_batches=(1,))
+    made = Pipelines(lambda count: shape.staged("gpt", 512, count), CLUSTER, request)
+    free = made.solve([2], best=1)[0]
+    monkeypatch.setattr(made, "_others", lambda *_: ())
+    named = made.solve([2], best=1)[0]
+    assert named.seconds >= faster * free.seconds
+    assert free.peak_bytes <= request.memory
+    assert (free.layout.strategy in STRATEGIES) == (faster == 1)
+    made.check(free.layout, free.batching)
+    written = Strategy.from_toml(free.strategy.to_toml())
+    assert made.predict(replace(free.layout, strategy=written), free.batching).seconds == free.seconds
+
+
 def test_of_1f1b_a_rank_keeps_as_many_micro_batches_as_stages_follow() -> None:
     order = one_forward_one_backward(4, 16)
     assert [most_in_flight(order[rank]) for rank in range(4)] == [4, 3, 2, 1]
@@ -161,7 +182,7 @@ def test_one_pipeline_is_simulated_and_traced_rank_by_rank(tmp_path: Path) -> No
     "options, words",
     [
         (["zero1", "--pipeline", "4"], "at least as many micro-batches as ranks; got 1"),
-        (["hpz", "--pipeline", "4", "--micro-steps", "4"], "are planned with ddp, zero1"),
+        (["mic", "--pipeline", "4", "--micro-steps", "4"], "did you mean 'mics'"),
         (["zero1", "--pipeline", "4", "--micro-steps", "4", "--jitter", "0.1"], "leave out --pipeline"),
     ],
 )

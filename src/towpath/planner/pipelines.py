@@ -8,7 +8,7 @@ activations in each pass of a block. These sums stay inside a node, or the layou
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -26,7 +26,7 @@ from towpath.core.pipeline import (
     plain_walk,
 )
 from towpath.core.pipeline import compression as named_compression
-from towpath.core.placement import Placement
+from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import MoveShape, Strategy, TransferKind
@@ -47,7 +47,7 @@ from towpath.planner.model import (
     optimizer_seconds,
 )
 from towpath.planner.request import Request
-from towpath.planner.solver import Batching, Prediction
+from towpath.planner.solver import Batching, Candidate, Prediction, Solver
 from towpath.sim.hardware import TransferShape, phase_costs, seconds_alone
 from towpath.sim.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.topology.cluster import Topology
@@ -56,8 +56,13 @@ from towpath.topology.cluster import Topology
 # micro-batches, and whether stages can compute the gradients of weights separately.
 Walks = Callable[[str, int, int, bool], tuple[Order, Walk]]
 
-# The strategies for the copies of a stage. Anything sharded further would be gathered for every micro-batch.
+# The strategies for the copies of a stage that are always simulated.
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics")
+# Of all other placements and routes, so many are simulated for each batching, those of the least bounds. More of them
+# would take a plan longer than about 1.5 times as long.
+MOST_OTHERS = 2
+# The number of placements, sorted by their bounds, of which it is found out whether they fit into memory.
+_MOST_TRIED = 32
 # If a step has many micro-batches, these multiples of the pipeline's ranks are replayed. The rest is extrapolated.
 _REPLAYED = 2, 3
 
@@ -69,14 +74,15 @@ class Layout:
     Args:
         pipeline: Number of ranks that a micro-batch passes through.
         schedule: The name of the schedule.
-        strategy: The strategy that shards each stage among its copies.
+        strategy: The strategy that shards each stage among its copies: a preset with its options, or a `Strategy` for
+            the topology of the copies.
         compression: The compression of messages between stages, or the name of a preset.
         tensor: Number of ranks that share each layer.
     """
 
     pipeline: int
     schedule: str = "1F1B"
-    strategy: str = "ddp"
+    strategy: str | Strategy = "ddp"
     compression: str | Compression = "none"
     tensor: int = 1
 
@@ -94,7 +100,8 @@ class Layout:
     def __str__(self) -> str:
         parts = f" × {self.tensor} tensor-parallel" if self.tensor > 1 else ""
         packed = f", {self.compression}" if self.compression != "none" else ""
-        return f"{self.stages} stages on {self.pipeline}{parts}, {self.schedule}, {self.strategy}{packed}"
+        name = self.strategy if isinstance(self.strategy, str) else self.strategy.name
+        return f"{self.stages} stages on {self.pipeline}{parts}, {self.schedule}, {name}{packed}"
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,7 @@ class Pipelines:
         self._staged, self.cluster, self.request, self._walks = cache(staged), cluster, request, walks
         self._topology = cluster.hardware.topology
         self._plans: dict[object, UnitPlan] = {}
+        self._solvers: dict[tuple[int, int, int], Solver] = {}
 
     def solve(
         self,
@@ -192,16 +200,51 @@ class Pipelines:
     ) -> Iterator[tuple[Layout, Batching]]:
         again = (False, True) if self.request.checkpointing is None else (self.request.checkpointing,)
         for pipeline, tensor, schedule, compression in product(pipelines, tensors, schedules, compressions):
-            seen: set[Placement] = set()
-            for strategy in STRATEGIES:
+            seen: dict[Placement, Layout] = {}
+            for strategy in STRATEGIES:  # on one node, or with one copy, several names mean the same placement
                 layout = Layout(pipeline, schedule, strategy, compression, tensor)
-                placement = self._plain_strategy(layout).placement
-                if placement in seen:  # on one node, or with one copy, several names mean the same placement
-                    continue
-                seen.add(placement)
-                for (size, count), checkpointing in product(self.request.shares(self.copies(layout)), again):
-                    if not asked_of_micro_batches(schedule, pipeline, count):
-                        yield layout, Batching(size, count, checkpointing)
+                seen.setdefault(self._plain_strategy(layout).placement, layout)
+            layout = Layout(pipeline, schedule, "ddp", compression, tensor)
+            for (size, count), checkpointing in product(self.request.shares(self.copies(layout)), again):
+                if not asked_of_micro_batches(schedule, pipeline, count):
+                    batching = Batching(size, count, checkpointing)
+                    others = [replace(layout, strategy=made) for made in self._others(layout, batching, seen)]
+                    yield from ((each, batching) for each in (*seen.values(), *others))
+
+    def _others(self, layout: Layout, batching: Batching, seen: Mapping[Placement, Layout]) -> Iterator[Strategy]:
+        """Yield the most promising strategies for the copies of a stage, unless `seen` has them.
+
+        They are ranked as without a pipeline: by the bound of the largest stage, if it was all there is.
+        """
+        solver = self._solver_of_stage(layout)
+        again, tokens = batching.checkpointing, batching.micro_batch * solver.model.length
+        # A rank keeps activations of several micro-batches at once. The bound of the memory has those of one.
+        further = min(batching.micro_steps, layout.pipeline) - 1
+        room = self.request.memory - further * kept_bytes(solver.model, self.request.precision, tokens, again)
+        placements = legal_placements(solver.cluster.topology, copies=True)
+        candidates = [Candidate(placement, "none", "none", batching) for placement in placements]
+        fitting = [candidate for candidate in candidates if solver.least_memory(candidate) <= room]
+        found = 0
+        for candidate in heapq.nsmallest(_MOST_TRIED, fitting, key=solver.bound):
+            made = solver.strategy(candidate)
+            if sum(self._memory(replace(layout, strategy=made), batching).values()) > self.request.memory:
+                continue
+            known = seen.get(candidate.placement)
+            if known is None or replace(self._plain_strategy(known), name=made.name) != made:
+                yield made
+            if (found := found + 1) == MOST_OTHERS:
+                return
+
+    def _solver_of_stage(self, layout: Layout) -> Solver:
+        """Return the solver for the largest stage among its copies."""
+        key = (layout.stages, layout.pipeline, layout.tensor)
+        if key not in self._solvers:
+            largest = max(self._staged(layout.stages).stages, key=lambda model: model.parameters)
+            hardware = replace(self.cluster.hardware, topology=self._stage_topology(layout))
+            cluster = replace(self.cluster, hardware=hardware)
+            request = replace(self.request, weights=(), gradients=())
+            self._solvers[key] = Solver(_tensor_share(largest, layout.tensor), cluster, request)
+        return self._solvers[key]
 
     def _bound(self, layout: Layout, batching: Batching) -> float:
         """Return a lower bound on the step time, from computation alone.
@@ -221,10 +264,13 @@ class Pipelines:
         return batching.micro_steps * sum(each) / layout.pipeline
 
     def check(self, layout: Layout, batching: Batching) -> None:
-        """Raise PlanError if a pipeline cannot run this layout with these micro-batches."""
-        self.copies(layout)
-        if layout.strategy not in STRATEGIES:
-            raise PlanError(f"strategy {layout.strategy!r}: stages are planned with {', '.join(STRATEGIES)}.")
+        """Check that a pipeline can run this layout with these micro-batches.
+
+        Raises:
+            PlanError: If the ranks or the micro-batches cannot be divided so.
+            StrategyError: If there is no such strategy.
+        """
+        self._plain_strategy(layout)
         if needed := asked_of_micro_batches(layout.schedule, layout.pipeline, batching.micro_steps):
             raise PlanError(
                 f"{layout.schedule} of {layout.pipeline} ranks asks for {needed}; got {batching.micro_steps}."
@@ -310,7 +356,15 @@ class Pipelines:
 
     def _plain_strategy(self, layout: Layout) -> Strategy:
         """Return the strategy of all stages, before the compression adds codecs to some of them."""
-        return presets.strategy(layout.strategy, self._stage_topology(layout))
+        topology = self._stage_topology(layout)
+        if isinstance(layout.strategy, Strategy):
+            if layout.strategy.topology != topology:
+                raise PlanError(
+                    f"strategy {layout.strategy.name} is for {layout.strategy.topology} ranks. The copies of a stage "
+                    f"are on {topology}."
+                )
+            return layout.strategy
+        return presets.parse_strategy(layout.strategy, topology)
 
     def _ranks(self, layout: Layout, home: int) -> tuple[int, ...]:
         each = self.copies(layout) * layout.tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
@@ -95,7 +95,9 @@ def mfu(step: Prediction, solver: Solver) -> float:
 
 def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
     """Return a prediction as data for JSON."""
-    layout = {"layout": asdict(step.layout)} if isinstance(step, PipelinePrediction) else {}
+    layout: dict[str, Any] = {}
+    if isinstance(step, PipelinePrediction):
+        layout = {"layout": asdict(replace(step.layout, strategy=step.strategy.name))}
     return layout | {
         "strategy": step.strategy.name,
         "toml": step.strategy.to_toml(),
