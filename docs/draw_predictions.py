@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import results
+from benchmarks.suites import planner
 from towpath.cli.plan_report import TimelineRow
 from towpath.observing import Interval
 from towpath.train.report import draw_timelines, standalone_svg
@@ -50,5 +51,5 @@ def picture() -> str:
     return standalone_svg(draw_timelines, steps, (10, 0.8 + 0.8 * len(steps)))
 
 
-TABLES = {"predictions": table}
+TABLES = {"predictions": table, "pricings": planner.pricings}
 PICTURES = {PICTURE: picture}

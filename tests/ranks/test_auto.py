@@ -229,7 +229,7 @@ def _sharded_thrice(cache: Path) -> list[str]:
     seen: list[str] = []
     truth = made_profile(os.uname().nodename)
 
-    def probe(topology: towpath.Topology, seconds: float) -> Profile:
+    def probe(topology: towpath.Topology, seconds: float, **others: object) -> Profile:
         seen.append("probed")
         return truth
 
@@ -267,7 +267,7 @@ def _probed_for(cache: Path, cables: list[float]) -> list[tuple[float, float]]:
         patch.setattr(auto, "still_holds", lambda profile, groups: True)
         for cable in (*cables, cables[-1]):
 
-            def probe(topology: towpath.Topology, seconds: float, cable: float = cable) -> Profile:
+            def probe(topology: towpath.Topology, seconds: float, cable: float = cable, **others: object) -> Profile:
                 seen.append((cable, seconds))
                 return replace(made_profile(os.uname().nodename, cable), budget_seconds=seconds)
 
