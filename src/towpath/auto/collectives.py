@@ -5,6 +5,7 @@ They run as in a step, through the engine's own collectives. A broadcast over ea
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import cast
@@ -25,6 +26,8 @@ from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
 Work = Callable[[], None]
+
+_PURPOSE = "probe"
 
 # Bytes of a group's region. The largest unit of the model replaces what is larger, where the model is known.
 _SIZES = tuple(1 << exponent for exponent in (16, 19, 22, 25, 26))
@@ -55,27 +58,35 @@ def planned_collectives(topology: Topology, form: Form) -> dict[tuple[Op, Mesh, 
 
 def collectives_to_measure(
     groups: Groups, topology: Topology, device: torch.device
-) -> Iterator[tuple[str, Callable[[int], Work]]]:
-    """Yield the name of each collective, and a function that returns its work for some number of bytes.
+) -> Iterator[tuple[float, list[tuple[str, Callable[[int], Work]]]]]:
+    """Yield the collectives of each mesh, and their share of those that are still to come.
 
-    Every rank must iterate in the same order, because that creates process groups.
+    Each has a name, and a function that returns its work for some number of bytes. Meshes inside a node come first,
+    because they are fast. Every rank must iterate in the same order, because that creates process groups. They are
+    closed before those of the next mesh are made, since each communicator of NCCL holds memory of the device.
     """
     form = form_for(groups.backend(device))
 
     def group_of(ranks: tuple[tuple[int, ...], ...], purpose: str = "") -> dist.ProcessGroup:
-        return groups.of(ranks, "probe")  # nothing overlaps, so a row of one mesh shares the group of another mesh
+        return groups.of(ranks, _PURPOSE)
 
-    meshes: dict[Mesh, GroupCollective] = {}
+    by_mesh: dict[Mesh, list[tuple[Op, str, GroupCollective]]] = defaultdict(list)
     for (op, mesh, route), move in planned_collectives(topology, form).items():
-        meshes.setdefault(mesh, move)
-        payload = Range("", "probe", move.members, "float32")
-        transport = Transport(cast(Route, route))
-        transfer = Transfer(TransferKind.GRAD_SYNC, payload, move, transport, topology, form=form)
-        members = group_rank(transfer, groups.rank, group_of)
-        yield collective_name(op.value, mesh, route), _collective(transfer, members, device)
-    for mesh, move in meshes.items():
-        group = group_of(tuple(each.ranks for each in move.groups))
-        yield collective_name(BROADCAST, mesh, "flat"), _broadcast(group, device)
+        by_mesh[mesh].append((op, route, move))
+    left = sum(map(len, by_mesh.values()))
+    for mesh, planned in sorted(by_mesh.items(), key=lambda item: item[0].grid.nodes > 1):
+        works: list[tuple[str, Callable[[int], Work]]] = []
+        for op, route, move in planned:
+            payload = Range("", "probe", move.members, "float32")
+            transport = Transport(cast(Route, route))
+            transfer = Transfer(TransferKind.GRAD_SYNC, payload, move, transport, topology, form=form)
+            members = group_rank(transfer, groups.rank, group_of)
+            works.append((collective_name(op.value, mesh, route), _collective(transfer, members, device)))
+        group = group_of(tuple(each.ranks for each in planned[0][2].groups))
+        works.append((collective_name(BROADCAST, mesh, "flat"), _broadcast(group, device)))
+        yield len(planned) / left, works
+        left -= len(planned)
+        groups.close(_PURPOSE)
 
 
 def _collective(transfer: Transfer, members: GroupRank, device: torch.device) -> Callable[[int], Work]:

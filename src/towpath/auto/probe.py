@@ -244,25 +244,24 @@ class _Prober:
             size *= _GROWTH
 
     def _collectives(self, seconds: float) -> None:
-        """Measure all collectives with one size, then with the next, while a whole round probably fits.
+        """Measure all collectives of a mesh with one size, then with the next, while a whole round probably fits.
 
-        So all of them are known for the same sizes, and the planner prefers none for how it was measured.
+        So all routes of a mesh are known for the same sizes, and the planner prefers none for how it was measured.
         """
-        works = list(collectives_to_measure(self._groups, self._topology, self._device))
-        if not works:
-            return
-        # A shaped link lets the first bytes of a message pass at once. Collectives of a step follow one another, so
-        # each is repeated until these bytes count little.
-        sustained = min(_SUSTAINED_SECONDS, seconds / (_ROUNDS * (_REPEATS + 1) * len(works)))
-        left, before = seconds, 0
-        for size in sizes_up_to(self._largest):
-            expected = [size / before * point.usual for point in self._points[-len(works) :]] if before else []
-            if (_REPEATS + 1) * sum(max(sustained, each) for each in expected) > left:
-                return
-            for name, work in works:
-                self._measure(name, size, work(size), least_seconds=sustained, repeats=_REPEATS, warm=not before)
-                left -= self._spent
-            before = size
+        for share, works in collectives_to_measure(self._groups, self._topology, self._device):
+            # A shaped link lets the first bytes of a message pass at once. Collectives of a step follow one another, so
+            # each is repeated until these bytes count little.
+            sustained = min(_SUSTAINED_SECONDS, share * seconds / (_ROUNDS * (_REPEATS + 1) * len(works)))
+            before, spent = 0, 0.0
+            for size in sizes_up_to(self._largest):
+                expected = [size / before * point.usual for point in self._points[-len(works) :]] if before else []
+                if spent + (_REPEATS + 1) * sum(max(sustained, each) for each in expected) > share * seconds:
+                    break
+                for name, work in works:
+                    self._measure(name, size, work(size), least_seconds=sustained, repeats=_REPEATS, warm=not before)
+                    spent += self._spent
+                before = size
+            seconds = max(0.0, seconds - spent)
 
     # Work of single ranks --------------------------------------------------------------------------------------------
 

@@ -185,7 +185,9 @@ class Profile:
     def singles(self) -> list[Point]:
         """Return the points of messages, kernels and matrix products that ran alone."""
         others = {point.what for point in (*self.collectives(), *self.host_points(), *self.pairs())}
-        return [p for p in self.points if p.what not in others and not p.what.startswith("launched")]
+        # Profiles of earlier versions name collectives in another way.
+        others |= {point.what for point in self.points if point.what.startswith("launched") or " by " in point.what}
+        return [point for point in self.points if point.what not in others]
 
     def cluster(self, *, measured_collectives: bool = True) -> Cluster:
         """Return the description of the cluster, as the planner takes it.
