@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pricing
 from benchmarks.harness import results
-from benchmarks.suites import planner
 from towpath.cli.plan_report import TimelineRow
 from towpath.observing import Interval
 from towpath.train.report import draw_timelines, standalone_svg
@@ -51,5 +51,5 @@ def picture() -> str:
     return standalone_svg(draw_timelines, steps, (10, 0.8 + 0.8 * len(steps)))
 
 
-TABLES = {"predictions": table, "pricings": planner.pricings}
+TABLES = {"predictions": table, "pricings": pricing.table}
 PICTURES = {PICTURE: picture}

@@ -9,7 +9,7 @@ are the error of each predicted step, the regret (the step of the planner's choi
 one), the rank correlation, and how far apart each transfer begins in the engine's trace and in the simulator.
 
 Plans are priced twice on the same runs: with the measured collectives, which is the default, and by messages alone.
-`python -m benchmarks report planner` compares both.
+`python -m benchmarks.pricing` compares both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 import towpath
-from benchmarks.harness import results
 from benchmarks.harness.candidates import LabPlace, Launch, timed
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.figures import Check, medians
@@ -167,30 +166,6 @@ def compared(
         },
         "rank_correlation": rank_correlation([predicted[n] for n in steps], list(steps.values())),
     }
-
-
-def pricings() -> str:
-    """Return a table of the last runs: both ways of pricing plans, on the same runs."""
-    heads = ("case", *(head for what in _FIGURES for head in (what, "by messages")), "commit")
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    found = results.last(line for line in results.read(results.file_of("planner")) if "by_messages" in line)
-    rows: list[list[float]] = []
-    for name, line in found.items():
-        figures = [
-            (each["mean_error"], each["regret"]["lossless"], each["regret"]["with codecs"])
-            for each in (line, line["by_messages"])
-        ]
-        rows.append([figure for both in zip(*figures, strict=True) for figure in both])
-        lines.append(f"| {name} | {_shares(rows[-1])} | {results.measured_at(line)} |")
-    means = [statistics.fmean(column) for column in zip(*rows, strict=True)]
-    return "\n".join([*lines, f"| mean of {len(rows)} | {_shares(means)} | |"])
-
-
-_FIGURES = ("mean error", "regret, lossless", "regret, with codecs")
-
-
-def _shares(values: Iterable[float]) -> str:
-    return " | ".join(f"{value:.1%}" for value in values)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -396,4 +371,4 @@ def cases() -> Iterator[PlannerCase]:
     yield PlannerCase("1gbit", Workload(FOUR, 4, width=384, depth=9))
 
 
-SUITES = (Suite("planner", __doc__ or "", list(cases()), summary=pricings),)
+SUITES = (Suite("planner", __doc__ or "", list(cases())),)

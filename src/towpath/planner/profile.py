@@ -248,15 +248,16 @@ class Profile:
         return Link(rate, one.latency, message, work, message_work, busy_latency)
 
     def _ratios(self, hardware: Hardware) -> dict[tuple[Op, Mesh, str], list[Ratio]]:
-        """Return the measured seconds of collectives over those that single messages predict, by size."""
-        # A measured collective has what the engine adds to each transfer. The simulator counts it apart.
-        own = hardware.processor(hardware.host.transfer) / hardware.capacities[PROCESSOR]
+        """Return the measured seconds of collectives over those that single messages predict, by size.
+
+        The engine's own work for a transfer is in neither of them.
+        """
         found: dict[tuple[Op, Mesh, str], list[Ratio]] = defaultdict(list)
         for point in sorted(self.collectives(), key=lambda point: point.size):
             op, mesh, route = collective_of(point.what)
             if op != BROADCAST:
-                predicted = own + collective_seconds(point, hardware)
-                found[Op(op), mesh, route].append((point.size, point.usual / predicted))
+                ratio = point.usual / collective_seconds(point, hardware)
+                found[Op(op), mesh, route].append((point.size, ratio))
         return dict(found)
 
     def _host_work(self, intra: Link, inter: Link) -> HostWork:
