@@ -77,12 +77,12 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
         *points("decode int8", 0, 2e9),
     ]
     collectives = [
-        Point(collective_name(op, Mesh(Grid(nodes, width)), route), 1 << 20, (0.1, 0.1))
-        for op, route, nodes, width in (
-            (Op.ALL_GATHER.value, "ho-ring", 2, 2),
-            (Op.ALL_GATHER.value, "flat", 1, 2),
-            (Op.ALL_GATHER.value, "flat", 2, 1),
-            (BROADCAST, "flat", 2, 2),
+        Point(collective_name(op, Mesh(Grid(nodes, width)), route), 1 << 20, (seconds, seconds))
+        for op, route, nodes, width, seconds in (
+            (Op.ALL_GATHER.value, "ho-ring", 2, 2, (1 << 19) / cable),
+            (Op.ALL_GATHER.value, "flat", 1, 2, (1 << 19) / 5e8),
+            (Op.ALL_GATHER.value, "flat", 2, 1, (1 << 20) / cable),
+            (BROADCAST, "flat", 2, 2, (1 << 20) / cable),
         )
     ]
     together = [Point(pair_name(PRODUCT, NOTHING), 100, (4e-5,))]

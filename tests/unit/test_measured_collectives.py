@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -101,7 +102,8 @@ def test_a_probe_measures_every_collective_that_a_plan_can_use(topology: Topolog
         shapes = move_shapes(placement, topology)
         for route in ROUTES:
             kinds = [kind for kind in WITH_TRANSPORT if any(not shape.grid.plain for shape in shapes[kind])]
-            made = Strategy(topology, placement, "", **{kind.value: Transport(route) for kind in kinds})
+            transports: dict[str, Any] = {kind.value: Transport(route) for kind in kinds}
+            made = Strategy(topology, placement, "", **transports)
             plan = plan_unit(made, unit, Precision(), form)
             for transfer in (t for kind in WITH_TRANSPORT for t in plan.steady_transfers(kind)):
                 shape = TransferShape.of(transfer)
