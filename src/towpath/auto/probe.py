@@ -53,7 +53,7 @@ from towpath.topology.groups import Groups
 SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
 _GROWTH = 8
 # Each collective is repeated for at most so many seconds, this many times, and leaves time for larger sizes.
-_SUSTAINED_SECONDS, _REPEATS, _ROUNDS = 0.1, 2, 3
+_SUSTAINED_SECONDS, _REPEATS, _ROUNDS = 0.05, 2, 3
 _MOST_AT_ONCE = 200
 _LAUNCHES = 20  # at a time, so few that the device's queue has room for all
 _LARGE_SECONDS = 0.02  # the longest message that is sent while something else runs
@@ -244,23 +244,24 @@ class _Prober:
             size *= _GROWTH
 
     def _collectives(self, seconds: float) -> None:
-        """Measure all collectives of a mesh with one size, then with the next, while a whole round probably fits.
+        """Measure all collectives of a mesh with the smallest size, the largest one that fits, and sizes in between.
 
         So all routes of a mesh are known for the same sizes, and the planner prefers none for how it was measured.
         """
+        smallest, *larger = sizes_up_to(self._largest)
         for share, works in collectives_to_measure(self._groups, self._topology, self._device):
             # A shaped link lets the first bytes of a message pass at once. Collectives of a step follow one another, so
             # each is repeated until these bytes count little.
             sustained = min(_SUSTAINED_SECONDS, share * seconds / (_ROUNDS * (_REPEATS + 1) * len(works)))
-            before, spent = 0, 0.0
-            for size in sizes_up_to(self._largest):
-                expected = [size / before * point.usual for point in self._points[-len(works) :]] if before else []
-                if spent + (_REPEATS + 1) * sum(max(sustained, each) for each in expected) > share * seconds:
-                    break
+            first, spent = len(self._points), 0.0
+            for size in (smallest, *reversed(larger)):
+                expected = [size / smallest * point.usual for point in self._points[first : first + len(works)]]
+                if spent + (_REPEATS + 1) * sum(max(sustained, each) for each in expected) > share * seconds and spent:
+                    continue
                 for name, work in works:
-                    self._measure(name, size, work(size), least_seconds=sustained, repeats=_REPEATS, warm=not before)
+                    # The first round makes connections.
+                    self._measure(name, size, work(size), False, sustained, _REPEATS, warm=size == smallest)
                     spent += self._spent
-                before = size
             seconds = max(0.0, seconds - spent)
 
     # Work of single ranks --------------------------------------------------------------------------------------------
