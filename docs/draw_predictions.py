@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pricing
 from benchmarks.harness import results
 from towpath.cli.plan_report import TimelineRow
 from towpath.observing import Interval
@@ -50,5 +51,5 @@ def picture() -> str:
     return standalone_svg(draw_timelines, steps, (10, 0.8 + 0.8 * len(steps)))
 
 
-TABLES = {"predictions": table}
+TABLES = {"predictions": table, "pricings": pricing.table}
 PICTURES = {PICTURE: picture}

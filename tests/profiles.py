@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from towpath.core.routes import Op
+from towpath.core.routes import Grid, Op
 from towpath.planner.profile import (
+    BROADCAST,
     HOST_PARTS,
     HOST_SHAPES,
     INTER,
@@ -16,10 +17,11 @@ from towpath.planner.profile import (
     HostShape,
     Point,
     Profile,
+    collective_name,
     host_name,
     pair_name,
-    route_name,
 )
+from towpath.sim.measured import Mesh
 from towpath.topology.cluster import Topology
 
 
@@ -74,9 +76,14 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
         *points("encode int8", 0, 1e9),
         *points("decode int8", 0, 2e9),
     ]
-    routes = [
-        Point(route_name(Op.ALL_GATHER, route, mesh), 1 << 20, (0.1, 0.1))
-        for route, mesh in (("ho-ring", "all ranks"), ("flat", "in nodes"), ("flat", "across nodes"))
+    collectives = [
+        Point(collective_name(op, Mesh(Grid(nodes, width)), route), 1 << 20, (seconds, seconds))
+        for op, route, nodes, width, seconds in (
+            (Op.ALL_GATHER.value, "ho-ring", 2, 2, (1 << 19) / cable),
+            (Op.ALL_GATHER.value, "flat", 1, 2, (1 << 19) / 5e8),
+            (Op.ALL_GATHER.value, "flat", 2, 1, (1 << 20) / cable),
+            (BROADCAST, "flat", 2, 2, (1 << 20) / cable),
+        )
     ]
     together = [Point(pair_name(PRODUCT, NOTHING), 100, (4e-5,))]
     for link, latency, rate in ((INTER, 1e-4, cable / 2), (INTRA, 5e-5, 5e8)):
@@ -90,5 +97,5 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
             Point(pair_name(link, PRODUCT), large, (2 * most,)),
         ]
     work = host_work or host_points(unit=0.0, parameter=0.0, transfer=0.0)
-    points = (*links, *alone, *routes, *together, *work)
+    points = (*links, *alone, *collectives, *together, *work)
     return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, points)

@@ -7,6 +7,9 @@ their own, `towpath probe` measures the cluster, and then the ranks measure the 
 nothing else. Then every strategy runs, and the two that the planner ranks first, without and with codecs. The figures
 are the error of each predicted step, the regret (the step of the planner's choice over the fastest measured step, less
 one), the rank correlation, and how far apart each transfer begins in the engine's trace and in the simulator.
+
+Plans are priced twice on the same runs: with the measured collectives, which is the default, and by messages alone.
+`python -m benchmarks.pricing` compares both.
 """
 
 from __future__ import annotations
@@ -44,10 +47,12 @@ LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-n
 LOSSY = ("zero++", "ddp gradients=int8", "mics gradients=int4:64", "zero3 weights=int8 gradients=int8")
 ALLOWED = ("int8", "int4:64")
 AT_ONCE = 6  # candidates in memory at the same time
-PROBE_SECONDS = 20.0
+PROBE_SECONDS = 60.0  # the default of `towpath probe`
 MOST_ERROR = {"on the cores": 0.15, "waiting": 0.10}
 MOST_REGRET = 0.10
 TRACED_STEPS = 3
+CHOSEN = ("the plan's", "the plan's with codecs")
+CHOSEN_BY_MESSAGES = ("the plan's by messages", "the plan's by messages, with codecs")
 DRAWN = ("zero3", "paro-iig")
 
 
@@ -73,9 +78,16 @@ class PlannerCase:
         seconds = 2.0 if settings.quick else PROBE_SECONDS
         with started({"probe": Launch(cluster, Planning, (workload, seconds))}, settings.say) as running:
             profile, model = running["probe"].ask("found")[0]
-        plan = Plan(profile, model, workload)
+        plan, by_messages = (Plan(profile, model, workload, measured) for measured in (True, False))
         strategies = {name: CandidateSpec.parse(name).strategy(workload.topology) for name in (*LOSSLESS, *LOSSY)}
-        chosen = {"the plan's": plan.best(()), "the plan's with codecs": plan.best(ALLOWED)}
+        chosen = dict(zip(CHOSEN, (plan.best(()), plan.best(ALLOWED)), strict=True))
+        others = by_messages.best(()), by_messages.best(ALLOWED)
+        # Where both ways of pricing choose the same strategy, it runs once.
+        chosen_by_messages = tuple(
+            name if strategy == chosen[name] else other
+            for name, other, strategy in zip(CHOSEN, CHOSEN_BY_MESSAGES, others, strict=True)
+        )
+        chosen |= {n: s for n, s in zip(chosen_by_messages, others, strict=True) if n not in chosen}
         measured: dict[str, list[float]] = {}
         traces: dict[str, list[list[Interval]]] = {}
         strategies |= chosen
@@ -85,11 +97,19 @@ class PlannerCase:
             with started(launches, settings.say) as running:
                 measured |= compare(running, settings.rounds, settings.say).seconds
                 traces |= {name: running[name].ask("traced")[0] for name in names}
-        predicted = {name: plan.seconds(strategy) for name, strategy in strategies.items()}
+        predicted, others_predicted = (
+            {name: round(each.seconds(strategy), 5) for name, strategy in strategies.items()}
+            for each in (plan, by_messages)
+        )
         found = compared(predicted, measured)
         return {
             "checks": self._checks(found),
-            "predicted_seconds": {name: round(value, 5) for name, value in predicted.items()},
+            "predicted_seconds": predicted,
+            "by_messages": {
+                "predicted_seconds": others_predicted,
+                "chosen": chosen_by_messages,
+                **compared(others_predicted, measured, chosen_by_messages),
+            },
             "measured_seconds": {name: [round(s, 5) for s in values] for name, values in measured.items()},
             "chosen": {name: strategy.to_toml() for name, strategy in chosen.items()},
             "computing_seconds": round(plan.computing, 5),
@@ -126,18 +146,23 @@ class PlannerCase:
         ]
 
 
-def compared(predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the figures of one case. The spread of repeated steps stands next to the errors."""
+def compared(
+    predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]], chosen: Sequence[str] = CHOSEN
+) -> dict[str, Any]:
+    """Return the figures of one case. The spread of repeated steps stands next to the errors.
+
+    `chosen` are the planner's choices without and with codecs.
+    """
     steps = medians(measured)
     errors = {name: predicted[name] / steps[name] - 1 for name in steps}
-    lossless = [steps[name] for name in (*LOSSLESS, "the plan's")]
+    lossless = [seconds for name, seconds in steps.items() if name not in LOSSY and "with codecs" not in name]
     return {
         "errors": {name: round(error, 4) for name, error in errors.items()},
         "spread": {name: round((max(v) - min(v)) / steps[name], 4) for name, v in measured.items()},
         "mean_error": statistics.fmean(map(abs, errors.values())),
         "regret": {
-            "lossless": steps["the plan's"] / min(lossless) - 1,
-            "with codecs": steps["the plan's with codecs"] / min(steps.values()) - 1,
+            "lossless": steps[chosen[0]] / min(lossless) - 1,
+            "with codecs": steps[chosen[1]] / min(steps.values()) - 1,
         },
         "rank_correlation": rank_correlation([predicted[n] for n in steps], list(steps.values())),
     }
@@ -151,11 +176,12 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """Predictions for a measured cluster and model."""
+    """Predictions for a measured cluster and model, priced with measured collectives or by messages alone."""
 
     profile: Profile
     model: Model
     workload: Workload
+    measured_collectives: bool = True
 
     def best(self, allowed: Sequence[str]) -> towpath.Strategy:
         """Return the strategy that the planner ranks first, with these codecs allowed."""
@@ -192,16 +218,18 @@ class Plan:
             micro_batches=(1,),
             checkpointing=False,
         )
-        return Solver(self.model, self.profile.cluster(), request)
+        cluster = self.profile.cluster(measured_collectives=self.measured_collectives)
+        return Solver(self.model, cluster, request)
 
 
 class Planning:
     """A worker that measures the cluster and the model."""
 
     def __init__(self, rank: int, world: int, workload: Workload, seconds: float) -> None:
-        self._profile = probe(workload.topology, seconds)
         inputs, tokens = next(workload.data(0)), workload.batch * workload.length
         model, precision = workload.model(), towpath.Precision(workload.torch_dtype)
+        largest = max(4 * sum(bucket.numels) for layout in lay_out(model) for bucket in layout.spec.buckets)
+        self._profile = probe(workload.topology, seconds, largest=largest)
         device = torch.device("cpu")
         dist.barrier()
         self._model = describe_measured(model, lay_out(model), lambda _: inputs, [1], tokens, device, precision)

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from towpath.core.routes import ROUTES
 from towpath.lab import Lab, Rate
-from towpath.planner.profile import Profile
+from towpath.planner.profile import BROADCAST, Profile, collective_of
 from towpath.topology.cluster import Topology
 
 RATE = "100mbit"
@@ -32,6 +33,7 @@ def test_a_probe_finds_the_rate_of_the_cables_and_all_ranks_have_the_same(lab: C
     # Headers take a few per cent; the bucket that shapes the cable lets the first bytes of a message pass.
     assert found.inter.rate == pytest.approx(Rate.parse(RATE).bits_per_second / 8, rel=0.25)
     assert found.ranks_sharing == 4
-    routes = [point.what for point in profiles[0].routes()]
-    assert {what.partition(", ")[2] for what in routes} == {"all ranks", "in nodes", "across nodes"}
-    assert any("ho-ring" in what for what in routes)
+    collectives = [collective_of(point.what) for point in profiles[0].collectives()]
+    assert {op for op, *_ in collectives} == {"all-gather", "reduce-scatter", "all-reduce", BROADCAST}
+    assert {str(mesh) for _, mesh, _ in collectives} == {"2 × 2", "1 × 2", "2 × 1"}
+    assert {route for *_, route in collectives} == set(ROUTES)

@@ -25,13 +25,15 @@ from tests.ranks.models import TiedGPT
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from towpath.auto import choice as auto
+from towpath.auto.collectives import planned_collectives
 from towpath.auto.live import describe_by_parameters
+from towpath.core.routes import Form
 from towpath.engine.executor import engine_of
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, MismatchError, PlanError, ShardError, TowpathError
 from towpath.planner.model import Transformer
 from towpath.planner.pipelines import Layout, Pipelines
-from towpath.planner.profile import Profile
+from towpath.planner.profile import BROADCAST, Profile, collective_of
 from towpath.planner.request import Optimizer, Request
 from towpath.planner.solver import Ranking, Solver
 from towpath.train.config import Config
@@ -229,7 +231,7 @@ def _sharded_thrice(cache: Path) -> list[str]:
     seen: list[str] = []
     truth = made_profile(os.uname().nodename)
 
-    def probe(topology: towpath.Topology, seconds: float) -> Profile:
+    def probe(topology: towpath.Topology, seconds: float, **others: object) -> Profile:
         seen.append("probed")
         return truth
 
@@ -267,7 +269,7 @@ def _probed_for(cache: Path, cables: list[float]) -> list[tuple[float, float]]:
         patch.setattr(auto, "still_holds", lambda profile, groups: True)
         for cable in (*cables, cables[-1]):
 
-            def probe(topology: towpath.Topology, seconds: float, cable: float = cable) -> Profile:
+            def probe(topology: towpath.Topology, seconds: float, cable: float = cable, **others: object) -> Profile:
                 seen.append((cable, seconds))
                 return replace(made_profile(os.uname().nodename, cable), budget_seconds=seconds)
 
@@ -295,6 +297,26 @@ def _still_holds() -> tuple[bool, bool]:
         found = made_profile(os.uname().nodename)
         slow = made_profile(os.uname().nodename, cable=1e-6)
         return probe.still_holds(found, Groups()), probe.still_holds(slow, Groups())
+
+
+def test_a_probe_measures_all_collectives_over_every_mesh(world: Worlds) -> None:
+    topology = towpath.Topology(2, 2)
+    found = world(4).run(_measured_collectives, topology)
+    planned = {(op.value, mesh, route) for op, mesh, route in planned_collectives(topology, Form.MESSAGES)}
+    meshes = {mesh for _, mesh, _ in planned}
+    assert found == [found[0]] * 4
+    assert {collective_of(what) for what in found[0]} == planned | {(BROADCAST, mesh, "flat") for mesh in meshes}
+
+
+def _measured_collectives(topology: towpath.Topology) -> list[str]:
+    from towpath.auto import probe
+    from towpath.topology.groups import Groups
+
+    groups = Groups()
+    prober = probe._Prober(groups, topology, 0.0, lambda done, total: None, largest=1 << 10)
+    prober._collectives(0.0)
+    assert "probe" not in groups.describe_made()  # communicators hold memory
+    return [point.what for point in prober._points]
 
 
 # --- in a training ---------------------------------------------------------------------------------------------------

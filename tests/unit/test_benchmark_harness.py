@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import environment, peers, report
+from benchmarks import environment, peers, pricing, report
 from benchmarks.harness import comparison, figures, results, suite
 from benchmarks.harness.candidates import CandidateError, CaseError, LabPlace, Launch, LocalPlace
 from benchmarks.harness.comparison import Pool
@@ -624,6 +624,21 @@ class TestPrediction:
         assert found["regret"]["with codecs"] == pytest.approx(predicted["the plan's with codecs"] / 2 - 1)
         assert found["spread"][names[0]] == 0 and found["spread"][names[1]] == 8.5
         assert found["rank_correlation"] > 0.9
+
+    def test_two_ways_of_pricing_are_judged_on_the_same_steps(self) -> None:
+        line = {
+            "case": {"name": "a case"},
+            "commit": "0123456789ab",
+            "measured_seconds": {"ddp": [2.0], "mics": [1.0], "zero++": [0.5], "the plan's with codecs": [0.4]},
+            "predicted_seconds": {"ddp": 2.0, "mics": 1.0, "zero++": 0.5, "the plan's with codecs": 0.4},
+            "by_messages": {
+                "predicted_seconds": {"ddp": 1.0, "mics": 1.5, "zero++": 0.25, "the plan's with codecs": 0.4}
+            },
+        }
+        found = pricing.compared(line)
+        assert found["with measured collectives"] == dict.fromkeys(pricing.FIGURES, 0.0)
+        expected = dict(zip(pricing.FIGURES, ((0.5 + 0.5 + 0.5) / 4, 1.0, 0.25), strict=True))
+        assert found["by messages"] == pytest.approx(expected)
 
     def test_a_rank_correlation_depends_on_ranks_only(self) -> None:
         assert planner.rank_correlation([1, 2, 3], [1, 10, 1000]) == pytest.approx(1)

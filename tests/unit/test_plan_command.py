@@ -285,7 +285,7 @@ def test_a_profile_is_shown_and_drawn_with_what_its_collectives_took(capsys: pyt
     probe_command.show(made_profile(), Path("profile.json"))
 
     out = capsys.readouterr().out
-    assert re.search(r"all-gather by ho-ring, all ranks +1,048,576 +100 ms +\S+ ms \([+-]\d+%\)", out), out
+    assert re.search(r"all-gather by ho-ring, 2 × 2 +1,048,576 +\S+ ms +\S+ ms \([+-]\d+%\)", out), out
     assert all(len(line) <= 100 for line in out.splitlines())
     picture = probe_command.draw(made_profile())
-    assert picture.startswith("<svg") and "inter, one (within" in picture and "all-gather by flat, in nodes" in picture
+    assert picture.startswith("<svg") and "inter, one (within" in picture and "all-gather by ho-ring, 2 × 2" in picture

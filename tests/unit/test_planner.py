@@ -26,16 +26,17 @@ from towpath.planner.catalog import MODELS, describe_model, load_cluster, publis
 from towpath.planner.cluster import Cluster, from_table
 from towpath.planner.model import Model, Transformer, activation_bytes, compute_seconds, engine_bytes
 from towpath.planner.profile import (
+    BROADCAST,
     INTER,
     INTRA,
     NOTHING,
     SEVERAL,
     Point,
     Profile,
+    collective_of,
     collective_seconds,
     fitted,
     pair_name,
-    route_of,
     slowdowns,
 )
 from towpath.planner.request import BF16, Optimizer, Request
@@ -499,12 +500,17 @@ def test_what_a_collective_takes_follows_from_the_messages() -> None:
     """Over two nodes of two the cables carry half of the region each way; in nodes nothing crosses."""
     cable = 2e7
     made = made_profile(cable=cable)
-    foretold = {route_of(point.what)[2]: collective_seconds(made, point) for point in made.routes()}
+    hardware = made.cluster(measured_collectives=False).hardware
+    foretold = {
+        str(collective_of(point.what)[1]): collective_seconds(point, hardware)
+        for point in made.collectives()
+        if not point.what.startswith(BROADCAST)
+    }
 
     # Latencies come on top: a tenth of a millisecond a message.
-    assert foretold["all ranks"] == pytest.approx((1 << 19) / cable, rel=0.1)
-    assert foretold["across nodes"] == pytest.approx((1 << 20) / cable, rel=0.1)
-    assert foretold["in nodes"] < 0.2 * foretold["all ranks"]
+    assert foretold["2 × 2"] == pytest.approx((1 << 19) / cable, rel=0.1)
+    assert foretold["2 × 1"] == pytest.approx((1 << 20) / cable, rel=0.1)
+    assert foretold["1 × 2"] < 0.2 * foretold["2 × 2"]
 
 
 def test_what_the_engine_takes_of_the_processor_is_told_by_unit_parameter_and_transfer() -> None:

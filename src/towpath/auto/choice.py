@@ -121,7 +121,8 @@ def _probe_and_choose(
     began = time.monotonic()
     if groups.rank == 0:
         sys.stderr.write(f'towpath: strategy="auto" measures this cluster {why}, for some {max(seconds, 3):.0f} s\n')
-    made = probe(topology, seconds)
+    largest = groups.gather_objects(planner.largest_unit_bytes)[0]
+    made = probe(topology, seconds, largest=largest)
     return made, planner.choose(made, f"links measured in {time.monotonic() - began:.0f} s")
 
 
@@ -222,6 +223,11 @@ class _Planner:
     ) -> None:
         self._groups, self._describe, self._request, self._pipelined = groups, describe, request, pipelined
         self._model: Model | None = None
+
+    @property
+    def largest_unit_bytes(self) -> int | None:
+        """The bytes of the model's largest unit in float32, or None if this rank has not described it yet."""
+        return None if self._model is None else 4 * max(unit.numel for unit in self._model.units)
 
     def choose(self, profile: Profile, how: str) -> Choice:
         """Return the choice for a profile. `how` says in words where the profile comes from."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
@@ -22,17 +22,11 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
+from towpath.auto.collectives import collectives_to_measure, sizes_up_to
 from towpath.auto.measure import measure_host_work
 from towpath.codecs.kernels import kernels_for
-from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.collectives.native import all_gather_single, launched_together
-from towpath.collectives.rank_transfer import form_for, group_rank, select
 from towpath.core.formats import Codec, dtype_name, registered_formats
-from towpath.core.placement import GroupCollective
-from towpath.core.routes import ROUTES, Grid, Group, Op
-from towpath.core.strategy import TransferKind
-from towpath.core.transfer import Range, Transfer
-from towpath.core.transport import Transport
 from towpath.errors import TopologyError
 from towpath.planner.profile import (
     INTER,
@@ -52,14 +46,14 @@ from towpath.planner.profile import (
     Point,
     Profile,
     pair_name,
-    route_name,
 )
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
 SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
-_SMALLEST_REGION = 1 << 17  # bytes of a collective's buffer
 _GROWTH = 8
+# Each collective is repeated for at most so many seconds, this many times, and leaves time for larger sizes.
+_SUSTAINED_SECONDS, _REPEATS, _ROUNDS = 0.05, 2, 3
 _MOST_AT_ONCE = 200
 _LAUNCHES = 20  # at a time, so few that the device's queue has room for all
 _LARGE_SECONDS = 0.02  # the longest message that is sent while something else runs
@@ -67,7 +61,7 @@ _ELEMENTS = 1 << 20  # that a codec encodes
 _SHORT = 1024  # elements of what is launched to measure the launch
 _SIDE = {"cpu": 768, "cuda": 8192}
 # The parts of the budget. All else takes a few seconds, whatever the budget is.
-_SHARES = {"inter": 0.45, "intra": 0.15, "routes": 0.12, "pairs": 0.12}
+_SHARES = {"inter": 0.32, "intra": 0.1, "collectives": 0.4, "pairs": 0.1}
 _SLOWED = 5  # about how many times as long things take while something else uses the same processors
 # A stored profile is measured anew if one message now takes this many times as long, or as short. The message is the
 # largest that took at most so many seconds.
@@ -84,7 +78,7 @@ class _Effort:
         all_at_once_seconds: The same for products on all ranks. A rank that leaves the barrier late must count little.
         small_messages: Number of small messages that are sent during a product.
         warm_steps: Steps of a model before the measured ones.
-        checks: Whether points are measured to which nothing is fitted.
+        complete: Whether collectives, and all pairs of activities, are measured.
     """
 
     repeats: int
@@ -92,11 +86,11 @@ class _Effort:
     all_at_once_seconds: float
     small_messages: int
     warm_steps: int
-    checks: bool
+    complete: bool
 
 
-_THOROUGH = _Effort(5, 0.01, 0.15, 100, 2, checks=True)
-_QUICK = _Effort(3, 0.003, 0.05, 30, 1, checks=False)
+_THOROUGH = _Effort(5, 0.01, 0.15, 100, 2, complete=True)
+_QUICK = _Effort(3, 0.003, 0.05, 30, 1, complete=False)
 _QUICK_BUDGET = 3.0  # below this many seconds, the effort is quick
 
 Work = Callable[[], None]
@@ -104,7 +98,10 @@ Say = Callable[[int, int], None]
 
 
 def probe(
-    topology: Topology | None = None, budget_seconds: float = 60.0, say: Say = lambda done, total: None
+    topology: Topology | None = None,
+    budget_seconds: float = 60.0,
+    say: Say = lambda done, total: None,
+    largest: int | None = None,
 ) -> Profile:
     """Measure the cluster of the running job. Every rank must call it.
 
@@ -112,6 +109,8 @@ def probe(
         topology: The nodes, and the ranks of each node. Default: as the launcher placed them.
         budget_seconds: About how long it may take.
         say: Called with the number of finished parts and the total number.
+        largest: The bytes of the largest unit of the model that will be planned. Collectives are measured with no more.
+            Default: 64 MiB.
 
     Returns:
         The profile, identical on all ranks.
@@ -127,7 +126,7 @@ def probe(
     topology = topology or Topology.detect()
     if topology.world != groups.world:
         raise TopologyError(f"probe: the job has {groups.world} ranks, and {topology} are {topology.world}.")
-    return _Prober(groups, topology, budget_seconds, say).run()
+    return _Prober(groups, topology, budget_seconds, say, largest).run()
 
 
 def device_of_job() -> torch.device:
@@ -144,8 +143,8 @@ def still_holds(profile: Profile, groups: Groups) -> bool:
 
 
 class _Prober:
-    def __init__(self, groups: Groups, topology: Topology, budget: float, say: Say) -> None:
-        self._groups, self._topology, self._budget, self._say = groups, topology, budget, say
+    def __init__(self, groups: Groups, topology: Topology, budget: float, say: Say, largest: int | None = None) -> None:
+        self._groups, self._topology, self._budget, self._say, self._largest = groups, topology, budget, say, largest
         self._effort = _THOROUGH if budget >= _QUICK_BUDGET else _QUICK
         self._device = device_of_job()
         self._rank = groups.rank
@@ -165,7 +164,7 @@ class _Prober:
         parts = [
             partial(self._links, "inter", self._budget * _SHARES["inter"]),
             partial(self._links, "intra", self._budget * _SHARES["intra"]),
-            *([partial(self._routes, self._budget * _SHARES["routes"])] if self._effort.checks else []),
+            *([partial(self._collectives, self._budget * _SHARES["collectives"])] if self._effort.complete else []),
             self._codecs,
             self._memory,
             self._compute,
@@ -234,21 +233,36 @@ class _Prober:
 
         return work
 
-    def _routes(self, seconds: float) -> None:
-        probes = list(_route_probes(self._groups, self._topology, self._device))
-        for name, work in probes:
-            for size in self._sizes(seconds / len(probes), _SMALLEST_REGION):
-                self._measure(name, size, work(size))
-
-    def _sizes(self, seconds: float, smallest: int = SMALLEST) -> Iterator[int]:
+    def _sizes(self, seconds: float) -> Iterator[int]:
         """Yield larger and larger sizes, while the next one probably fits into what is left of `seconds`."""
-        size, left = smallest, seconds
+        size, left = SMALLEST, seconds
         while size <= LARGEST:
             yield size
             left -= self._spent
             if (self._effort.repeats + 2) * self._points[-1].usual * _GROWTH > left:
                 return
             size *= _GROWTH
+
+    def _collectives(self, seconds: float) -> None:
+        """Measure all collectives of a mesh with the smallest size, the largest one that fits, and sizes in between.
+
+        So all routes of a mesh are known for the same sizes, and the planner prefers none for how it was measured.
+        """
+        smallest, *larger = sizes_up_to(self._largest)
+        for share, works in collectives_to_measure(self._groups, self._topology, self._device):
+            # A shaped link lets the first bytes of a message pass at once. Collectives of a step follow one another, so
+            # each is repeated until these bytes count little.
+            sustained = min(_SUSTAINED_SECONDS, share * seconds / (_ROUNDS * (_REPEATS + 1) * len(works)))
+            first, spent = len(self._points), 0.0
+            for size in (smallest, *reversed(larger)):
+                expected = [size / smallest * point.usual for point in self._points[first : first + len(works)]]
+                if spent + (_REPEATS + 1) * sum(max(sustained, each) for each in expected) > share * seconds and spent:
+                    continue
+                for name, work in works:
+                    # The first round makes connections.
+                    self._measure(name, size, work(size), False, sustained, _REPEATS, warm=size == smallest)
+                    spent += self._spent
+            seconds = max(0.0, seconds - spent)
 
     # Work of single ranks --------------------------------------------------------------------------------------------
 
@@ -318,7 +332,7 @@ class _Prober:
 
         Small messages during a product show how long a message waits for a processor that computes.
         """
-        wanted = PAIRS if self._effort.checks else ((PRODUCT, INTER), (PRODUCT, INTRA))
+        wanted = PAIRS if self._effort.complete else ((PRODUCT, INTER), (PRODUCT, INTRA))
         names = dict.fromkeys(name for pair in wanted for name in pair)
         done = {name: self._timed_work(name) for name in names if any(point.what == name for point in self._points)}
         for link in (INTER, INTRA):
@@ -327,7 +341,7 @@ class _Prober:
                 self._together(done[PRODUCT], message, self._effort.small_messages * message.seconds)
         pairs = [
             (done[first], done[second])
-            for first, second in (PAIRS if self._effort.checks else ())
+            for first, second in (PAIRS if self._effort.complete else ())
             if first in done and second in done
         ]
         for first, second in pairs:
@@ -363,25 +377,34 @@ class _Prober:
     # Measuring ------------------------------------------------------------------------------------------------------
 
     def _measure(
-        self, what: str, size: int, work: Work, alone: bool = False, least_seconds: float | None = None
+        self,
+        what: str,
+        size: int,
+        work: Work,
+        alone: bool = False,
+        least_seconds: float | None = None,
+        repeats: int | None = None,
+        warm: bool = True,
     ) -> None:
         """Record each repetition's seconds on the slowest rank. With `alone`, only rank 0 works."""
+        repeats = repeats or self._effort.repeats
         if alone and self._rank:
             work = _nothing
-        work()  # makes connections and fills caches
+        if warm:
+            work()  # makes connections and fills caches
         # Ranks do not leave a barrier at the same time. Short work is therefore repeated between two barriers.
         once = max(self._groups.gather_objects(self._timed(work, 1)))
         count = max(1, min(_MOST_AT_ONCE, round((least_seconds or self._effort.short_seconds) / once)))
         taken: list[float] = []
         self._groups.barrier()
         busy = self._busy()
-        for _ in range(self._effort.repeats):
+        for _ in range(repeats):
             self._groups.barrier()
             taken.append(self._timed(work, count))
         self._groups.barrier()
-        busy = (self._busy() - busy) / (self._effort.repeats * count) if self._first_on_host else 0.0
+        busy = (self._busy() - busy) / (repeats * count) if self._first_on_host else 0.0
         rows = self._groups.gather_objects((taken, busy))
-        slowest = tuple(max(row[0][i] for row in rows) for i in range(self._effort.repeats))
+        slowest = tuple(max(row[0][i] for row in rows) for i in range(repeats))
         self._points.append(Point(what, size, slowest, max(row[1] for row in rows)))
         self._spent = once + count * sum(slowest)
 
@@ -415,52 +438,6 @@ def _nothing() -> None:
 
 def _ignore(_: torch.Tensor) -> None:
     pass
-
-
-# Collectives of routes -----------------------------------------------------------------------------------------------
-
-
-def _route_probes(
-    groups: Groups, topology: Topology, device: torch.device
-) -> Iterator[tuple[str, Callable[[int], Work]]]:
-    """Yield the collectives of all routes: on all ranks, inside nodes, and across nodes.
-
-    Each comes with its name, and a function that returns the work for some number of bytes. Every rank must iterate in
-    the same order, because that creates process groups.
-    """
-    nodes, width = topology.nodes, topology.ranks_per_node
-    meshes: dict[str, tuple[tuple[int, ...], ...]] = {}  # the groups that run at once
-    if nodes > 1:
-        meshes["all ranks"] = (tuple(range(topology.world)),)
-    if width > 1:
-        meshes["in nodes"] = tuple(tuple(range(node * width, (node + 1) * width)) for node in range(nodes))
-    if nodes > 1 and width > 1:
-        meshes["across nodes"] = tuple(tuple(range(local, topology.world, width)) for local in range(width))
-    form = form_for(groups.backend(device))
-    for mesh, sets in meshes.items():
-        each = tuple(Group(ranks, tuple(range(len(ranks)))) for ranks in sets)
-        for route in ROUTES if not Grid.of(tuple(map(topology.node_of, sets[0]))).plain else ("flat",):
-            for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
-                move = GroupCollective(op, 1, each)
-                payload = Range("", "probe", move.members, "float32")
-                transfer = Transfer(TransferKind.GRAD_SYNC, payload, move, Transport(route), topology, form=form)
-                members = group_rank(transfer, groups.rank, lambda ranks, purpose: groups.of(ranks, f"probe{purpose}"))
-                yield route_name(op, route, mesh), _collective(transfer, members, device)
-
-
-def _collective(transfer: Transfer, members: GroupRank, device: torch.device) -> Callable[[int], Work]:
-    """Return a function that returns the work of `transfer` with a region of some number of bytes."""
-
-    def of_size(size: int) -> Work:
-        count = len(members.group.ranks)
-        numel = max(1, size // 4 // count) * count
-        region = torch.zeros(numel, device=device)
-        sized = replace(transfer, payload=Range("", "probe", numel, "float32"))
-        collective = select(sized, members, device)
-        shard, workspace = region[slice(*sized.bounds(members.slot))], Workspace(WireBuffers(device))
-        return lambda: collective.run(region, shard, workspace)
-
-    return of_size
 
 
 # Launches ------------------------------------------------------------------------------------------------------------

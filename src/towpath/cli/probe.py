@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.cli.terminal import load_torch, table_of
+from towpath.core.routes import Grid
 from towpath.errors import ConfigError
 from towpath.files import check_output_file, write_output_file
-from towpath.planner.profile import Profile, collective_seconds, slowdowns
+from towpath.planner.profile import BROADCAST, Profile, collective_of, collective_seconds, slowdowns
 from towpath.planner.tables import seconds
+from towpath.sim.measured import Mesh
 
 _LINKS = ("inter, one", "inter, all", "intra, one", "intra, all")
 
@@ -100,8 +102,8 @@ def show(profile: Profile, output: Path) -> None:
             continue
         table.add_row(what, sizes, f"{fit.latency * 1e6:.0f} µs", f"{fit.rate / scale:.4g} {unit}", f"{fit.error:.0%}")
     console.print(table)
-    if profile.routes():
-        console.print(_routes(profile))
+    if profile.collectives():
+        console.print(_collectives(profile))
     if profile.pairs():
         console.print(_pairs(profile))
     if profile.host_points():
@@ -131,14 +133,17 @@ def _host(profile: Profile) -> str:
     )
 
 
-def _routes(profile: Profile) -> Table:
-    """Compare the largest collective of each kind with its prediction from single messages, which plans use."""
+def _collectives(profile: Profile) -> Table:
+    """Compare the largest of each collective with its prediction from single messages."""
     table = table_of("collective", "bytes", "took", "from its messages", numbers=1)
-    for what in dict.fromkeys(point.what for point in profile.routes()):
+    hardware = profile.cluster(measured_collectives=False).hardware
+    for what in dict.fromkeys(point.what for point in profile.collectives()):
         point = profile.of(what)[-1]
-        predicted = collective_seconds(profile, point)
-        difference = predicted / point.usual - 1
-        table.add_row(what, f"{point.size:,}", seconds(point.usual), f"{seconds(predicted)} ({difference:+.0%})")
+        compared = "not used by plans"
+        if collective_of(what)[0] != BROADCAST:
+            predicted = collective_seconds(point, hardware)
+            compared = f"{seconds(predicted)} ({predicted / point.usual - 1:+.0%})"
+        table.add_row(what, f"{point.size:,}", seconds(point.usual), compared)
     return table
 
 
@@ -146,7 +151,7 @@ def _routes(profile: Profile) -> Table:
 
 
 def draw(profile: Profile) -> str:
-    """Return an SVG: messages with the lines fitted to them, and collectives with their predictions."""
+    """Return an SVG: messages with the lines fitted to them, and collectives with their predictions from messages."""
     from towpath.train.report import standalone_svg  # imports torch
 
     return standalone_svg(_draw, profile, (10, 4.8))
@@ -155,7 +160,7 @@ def draw(profile: Profile) -> str:
 def _draw(figure: Any, profile: Profile) -> None:
     from towpath.train.report import color
 
-    links, routes = figure.subplots(1, 2)
+    links, collectives = figure.subplots(1, 2)
     links.set_title("messages: points measured, lines fitted")
     for number, what in enumerate(what for what in _LINKS if profile.has(what)):
         points, fit = profile.of(what), profile.fit(what)
@@ -166,14 +171,19 @@ def _draw(figure: Any, profile: Profile) -> None:
         links.errorbar(sizes, usual, yerr=spread, fmt="o", markersize=3, color=color(number), linewidth=0.8)
         fitted = [fit.latency + size / fit.rate for size in sizes]
         links.plot(sizes, fitted, color=color(number), linewidth=1.2, label=f"{what} (within {fit.error:.0%})")
-    routes.set_title("collectives: points measured, lines from messages")
-    for number, what in enumerate(dict.fromkeys(point.what for point in profile.routes())):
+    collectives.set_title("collectives over all ranks: points measured, lines from messages")
+    hardware = profile.cluster(measured_collectives=False).hardware
+    topology = profile.topology
+    widest = Mesh(Grid(topology.nodes, topology.ranks_per_node))
+    names = dict.fromkeys(point.what for point in profile.collectives())
+    drawn = [name for name in names if collective_of(name)[1] == widest and collective_of(name)[0] != BROADCAST]
+    for number, what in enumerate(drawn):
         points = profile.of(what)
         sizes = [point.size for point in points]
-        routes.plot(sizes, [point.usual for point in points], "o", markersize=3, color=color(number))
-        predicted = [collective_seconds(profile, point) for point in points]
-        routes.plot(sizes, predicted, color=color(number), linewidth=1.0, label=what)
-    for axes in (links, routes):
+        collectives.plot(sizes, [point.usual for point in points], "o", markersize=3, color=color(number))
+        predicted = [collective_seconds(point, hardware) for point in points]
+        collectives.plot(sizes, predicted, color=color(number), linewidth=1.0, label=what)
+    for axes in (links, collectives):
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlabel("bytes")

@@ -2,13 +2,16 @@
 
     {"version": 2, "topology": {...}, "host": "...", "date": "...", "points": [...], ...}
 
-A link is fitted as latency + bytes / rate. The largest error of the fit is reported with it. Some points are not used
-for any fit. They are collectives and pairs of concurrent activities, and they check what the simulator predicts.
+A link is fitted as latency + bytes / rate. The largest error of the fit is reported with it. Collectives correct what
+the simulator derives from single messages (`sim/measured.py`). Pairs of concurrent activities are not used for any fit,
+and check what the simulator predicts.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,6 +39,7 @@ from towpath.sim.hardware import (
     phase_costs,
     seconds_alone,
 )
+from towpath.sim.measured import MeasuredCollectives, Mesh, Ratio
 from towpath.topology.cluster import Topology
 
 VERSION = 2
@@ -80,20 +84,22 @@ def pair_name(what: str, other: str) -> str:
     return f"{what} beside {other}"
 
 
-MESHES = ("all ranks", "in nodes", "across nodes")
+# No transfer of a strategy is a broadcast. A probe measures it as Lins does, and plans do not use it.
+BROADCAST = "broadcast"
+_COLLECTIVE = re.compile(r"(?P<op>[a-z-]+) by (?P<route>[a-z-]+), (\d+) × (\d+)(?: every (\d+) nodes)?")
 
 
-def route_name(op: Op, route: str, mesh: str) -> str:
-    """Return the name of a measurement of a route's collective on one of `MESHES`."""
-    assert mesh in MESHES, mesh
-    return f"{op.value} by {route}, {mesh}"
+def collective_name(op: str, mesh: Mesh, route: str) -> str:
+    """Return the name of a measurement of a collective by a route on a mesh."""
+    return f"{op} by {route}, {mesh}"
 
 
-def route_of(name: str) -> tuple[str, str, str]:
-    """Return the operation, the route and the mesh that `route_name` received."""
-    op, _, rest = name.partition(" by ")
-    route, _, mesh = rest.partition(", ")
-    return op, route, mesh
+def collective_of(name: str) -> tuple[str, Mesh, str]:
+    """Return the operation, the mesh and the route that `collective_name` received."""
+    found = _COLLECTIVE.fullmatch(name)
+    assert found is not None, name
+    op, route, nodes, width, stride = found.groups()
+    return op, Mesh(Grid(int(nodes), int(width)), int(stride or 1)), route
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +170,9 @@ class Profile:
         """Return the latency and rate that fit the points of a measurement."""
         return fitted([(point.size, point.usual) for point in self.of(what)])
 
-    def routes(self) -> list[Point]:
-        """Return the points of collectives. No parameter is fitted to them."""
-        return [point for point in self.points if point.what.endswith(tuple(f", {mesh}" for mesh in MESHES))]
+    def collectives(self) -> list[Point]:
+        """Return the points of collectives, with the bytes of one group's region."""
+        return [point for point in self.points if _COLLECTIVE.fullmatch(point.what)]
 
     def host_points(self) -> list[Point]:
         """Return the points of the engine's and the optimizer's own work."""
@@ -178,11 +184,18 @@ class Profile:
 
     def singles(self) -> list[Point]:
         """Return the points of messages, kernels and matrix products that ran alone."""
-        others = {point.what for point in (*self.routes(), *self.host_points(), *self.pairs())}
-        return [p for p in self.points if p.what not in others and not p.what.startswith("launched")]
+        others = {point.what for point in (*self.collectives(), *self.host_points(), *self.pairs())}
+        # Profiles of earlier versions name collectives in another way.
+        others |= {point.what for point in self.points if point.what.startswith("launched") or " by " in point.what}
+        return [point for point in self.points if point.what not in others]
 
-    def cluster(self) -> Cluster:
-        """Return the description of the cluster, as the planner takes it."""
+    def cluster(self, *, measured_collectives: bool = True) -> Cluster:
+        """Return the description of the cluster, as the planner takes it.
+
+        Args:
+            measured_collectives: Whether measured collectives correct what the simulator derives from single messages.
+                Without them, plans are priced by messages alone, as with the description of a cluster.
+        """
         inter = self._link("inter") if self.has("inter, one") else self._link("intra")
         intra = self._link("intra") if self.has("intra, one") else inter
         measured: dict[str, float] = {}
@@ -210,6 +223,8 @@ class Profile:
             host=self._host_work(intra, inter),
             launching=self._launching(),
         )
+        if measured_collectives and (ratios := self._ratios(hardware)):
+            hardware = replace(hardware, measured=MeasuredCollectives(self.topology, ratios))
         peak, name = tuple(measured.items()), f"{self.host}, probed on {self.date}"
         return Cluster(name, hardware, self.memory, peak, 1.0, tuple(estimated.items()))
 
@@ -231,6 +246,19 @@ class Profile:
         # How much longer the smallest message takes while all ranks compute and send.
         busy_latency = max(0.0, self.of(pair_name(f"{which}, all", PRODUCT))[0].usual - shortest)
         return Link(rate, one.latency, message, work, message_work, busy_latency)
+
+    def _ratios(self, hardware: Hardware) -> dict[tuple[Op, Mesh, str], list[Ratio]]:
+        """Return the measured seconds of collectives over those that single messages predict, by size.
+
+        The engine's own work for a transfer is in neither of them.
+        """
+        found: dict[tuple[Op, Mesh, str], list[Ratio]] = defaultdict(list)
+        for point in sorted(self.collectives(), key=lambda point: point.size):
+            op, mesh, route = collective_of(point.what)
+            if op != BROADCAST:
+                ratio = point.usual / collective_seconds(point, hardware)
+                found[Op(op), mesh, route].append((point.size, ratio))
+        return dict(found)
 
     def _host_work(self, intra: Link, inter: Link) -> HostWork:
         """Return how much longer a sharded model takes than a bare one, and the time of the optimizer."""
@@ -359,18 +387,14 @@ def fitted(points: Sequence[tuple[int, float]]) -> Fit:
     return Fit(latency, rate, error)
 
 
-# Checks of the simulator against points that no fit uses -------------------------------------------------------------
+# What the simulator predicts for measured points --------------------------------------------------------------------
 
 
-def collective_seconds(profile: Profile, point: Point) -> float:
-    """Return the predicted seconds of a collective, one of `profile.routes()`, from the measured messages."""
-    op, route, mesh = route_of(point.what)
-    nodes, width = profile.topology.nodes, profile.topology.ranks_per_node
-    grid = {"all ranks": Grid(nodes, width), "in nodes": Grid(1, width), "across nodes": Grid(nodes, 1)}[mesh]
-    hardware = profile.cluster().hardware
-    shape = TransferShape.of_move(
-        MoveShape(Op(op), 1, grid, 1), Transport(cast(Route, route)), point.size // 4, "float32", hardware.form
-    )
+def collective_seconds(point: Point, hardware: Hardware) -> float:
+    """Return the predicted seconds of a collective, one of `Profile.collectives`, alone. A broadcast has none."""
+    op, mesh, route = collective_of(point.what)
+    move = MoveShape(Op(op), 1, mesh.grid, mesh.stride)
+    shape = TransferShape.of_move(move, Transport(cast(Route, route)), point.size // 4, "float32", hardware.form)
     return seconds_alone(phase_costs(shape, hardware), hardware)
 
 

@@ -18,6 +18,7 @@ from towpath.core.strategy import MoveShape
 from towpath.core.transfer import Activation, Range, Transfer
 from towpath.core.transport import Transport
 from towpath.errors import StrategyError
+from towpath.sim.measured import MeasuredCollectives, Mesh
 from towpath.topology.cluster import Topology
 
 # The resources that concurrent activities share, from the view of one node or one rank.
@@ -179,6 +180,7 @@ class Hardware:
         host_memory: The host's memory, for offloaded states.
         launching: What launches cost the thread that trains. None means that they cost nothing, as where processors
             compute: there, `host` has the engine's work.
+        measured: Collectives that were measured on this cluster. They correct the costs of the same collectives.
     """
 
     topology: Topology
@@ -193,6 +195,7 @@ class Hardware:
     host: HostWork = HostWork()
     host_memory: HostMemory | None = None
     launching: Launching | None = None
+    measured: MeasuredCollectives | None = None
 
     @property
     def form(self) -> Form:
@@ -309,6 +312,12 @@ class PhaseCost:
         """Whether the phase uses the link between nodes."""
         return bool(self.needs.get(CABLE))
 
+    def times(self, factor: float) -> PhaseCost:
+        """Return the phase with `factor` times its seconds and needs."""
+        return PhaseCost(
+            factor * self.seconds, {name: factor * need for name, need in self.needs.items()}, self.busy_seconds
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TransferShape:
@@ -376,6 +385,16 @@ def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ..
     ]
     if shape.codec is None and (tree := _tree_cost(shape, moved, hardware)) is not None:
         moved = min(moved, [tree], key=lambda costs: seconds_alone(costs, hardware))
+    measured = hardware.measured
+    # The messages of an encoded gather are those of a gather of as many bytes. Encoded reductions were not measured.
+    if (
+        measured is not None
+        and measured.topology == hardware.topology
+        and (shape.codec is None or shape.op is Op.ALL_GATHER)
+    ):
+        size = shape.slice_bytes * shape.grid.nodes * shape.grid.width
+        ratio = measured.ratio(shape.op, Mesh(shape.grid, shape.stride), shape.route, size)
+        moved = [cost.times(ratio) for cost in moved]
     costs: list[PhaseCost] = []
     if shape.factored:
         copied = _FACTOR_COPIES * shape.factored * _FACTOR_BYTES

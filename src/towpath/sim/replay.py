@@ -228,7 +228,8 @@ class PipelineReplay:
         ends = {self._owners[end]: self._locations[end] for end in (0, len(self._stages) - 1)}
         locations = list(ends.values())
         ranks = sum(location.ranks_on_host for location in locations if location.host == locations[0].host)
-        own = replace(self._hardware, topology=transfer.topology, ranks_sharing=ranks)
+        # A probe measures no sum between two stages alone.
+        own = replace(self._hardware, topology=transfer.topology, ranks_sharing=ranks, measured=None)
         costs = [
             replace(cost, needs={name: need for each in locations for name, need in each.named(cost.needs).items()})
             for cost in phase_costs(TransferShape.of(transfer), own)

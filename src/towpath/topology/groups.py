@@ -130,6 +130,17 @@ class Groups:
             del self._made[key]
         dist.destroy_process_group(group)
 
+    def close(self, purpose: str) -> None:
+        """Close all groups for `purpose`. Every rank must call it, when none of them runs a collective.
+
+        PyTorch names a group after its ranks and the number of groups so far, and the members of a new group meet in
+        the store under its name. A group of one therefore replaces each closed group: the number never goes back, and
+        no later group meets under the name of a closed one.
+        """
+        for group in [made for (_, what), made in self._made.items() if what == purpose]:
+            self.leave(group)
+            new_group([dist.get_rank()], "in place of a closed group", backend="gloo")
+
     def abort(self) -> None:
         """Abort the running transfers on the device, in all groups. No group can be used afterwards."""
         backends: list[Any] = []
