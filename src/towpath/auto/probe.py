@@ -244,24 +244,24 @@ class _Prober:
             size *= _GROWTH
 
     def _collectives(self, seconds: float) -> None:
-        """Measure all collectives of a mesh with the smallest size, the largest one that fits, and sizes in between.
+        """Measure all collectives of a mesh with the two smallest sizes, the largest that fits, and those in between.
 
         So all routes of a mesh are known for the same sizes, and the planner prefers none for how it was measured.
         """
-        smallest, *larger = sizes_up_to(self._largest)
+        sizes = sizes_up_to(self._largest)
         for share, works in collectives_to_measure(self._groups, self._topology, self._device):
             # A shaped link lets the first bytes of a message pass at once. Collectives of a step follow one another, so
             # each is repeated until these bytes count little.
             sustained = min(_SUSTAINED_SECONDS, share * seconds / (_ROUNDS * (_REPEATS + 1) * len(works)))
-            first, spent = len(self._points), 0.0
-            for size in (smallest, *reversed(larger)):
-                expected = [size / smallest * point.usual for point in self._points[first : first + len(works)]]
-                if spent + (_REPEATS + 1) * sum(max(sustained, each) for each in expected) > share * seconds and spent:
+            before, spent = 0, 0.0
+            for size in (*sizes[:2], *reversed(sizes[2:])):
+                expected = [size / before * point.usual for point in self._points[-len(works) :]] if before else []
+                if spent + (_REPEATS + 1) * sum(max(sustained, each) for each in expected) > share * seconds and before:
                     continue
-                for name, work in works:
-                    # The first round makes connections.
-                    self._measure(name, size, work(size), False, sustained, _REPEATS, warm=size == smallest)
+                for name, work in works:  # the first round makes connections
+                    self._measure(name, size, work(size), False, sustained, _REPEATS, warm=not before)
                     spent += self._spent
+                before = size
             seconds = max(0.0, seconds - spent)
 
     # Work of single ranks --------------------------------------------------------------------------------------------
