@@ -47,7 +47,7 @@ from towpath.logs import logger
 from towpath.planner.request import Workload
 from towpath.sharded_module import Batch, ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups, check_process_group, detect_topology
+from towpath.topology.groups import Groups, check_process_group, detect_shape
 from towpath.topology.init import check_devices
 from towpath.version import __version__
 
@@ -160,7 +160,7 @@ def _shard(
     # Otherwise, the host names of ranks that detect the topology would meet what other ranks compare next.
     agree(groups, [f"the topology is {'to be detected' if detects else 'passed, or part of the strategy'}"], None)
     if detects:
-        topology = detect_topology(groups)
+        topology = Topology(*detect_shape(groups))
     with agreement(groups) as lines:
         precision = Precision.of(precision)
         chosen = _resolve(strategy, topology, workload, offload, groups.world)

@@ -174,13 +174,13 @@ def _job() -> Generator[_Place]:
     import torch.distributed as dist
 
     from towpath.bench import measure_in_job
-    from towpath.topology.groups import Groups, detect_topology
+    from towpath.topology.groups import Groups, detect_shape
     from towpath.topology.init import init
 
     device = init()
     try:
         groups = Groups()
-        topology = detect_topology(groups)
+        topology = Topology(*detect_shape(groups))
         dtype = "bfloat16" if device.type == "cuda" else "float32"
         links = f"links as they are, {groups.describe_backends()}"
         yield _Place(topology, links, dtype, groups.rank == 0, partial(measure_in_job, groups, topology))

@@ -64,7 +64,7 @@ from towpath.pipeline.splitting import blocks_of_stage
 from towpath.pipeline.stage import BackwardPasses, TowpathStage, can_be_halved, engines_in
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups, detect_topology
+from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.store import StatusStore
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -203,7 +203,7 @@ class Pipeline(Observable):
         if self._compression.gradients.codec == "none":
             return strategy
         if isinstance(strategy, str):
-            strategy = presets.strategy(strategy, detect_topology(Groups(self._mesh["dp"].get_group())))
+            strategy = presets.strategy(strategy, Topology(*detect_shape(Groups(self._mesh["dp"].get_group()))))
         return self._compression.strategy_of(strategy, stage, len(self.owners))
 
     # Modules and parameters -----------------------------------------------------------------------------------------

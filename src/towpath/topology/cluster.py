@@ -117,9 +117,9 @@ class Topology:
         Raises:
             TopologyError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
         """
-        from towpath.topology.groups import detect_topology  # imports torch, which planning does not need
+        from towpath.topology.groups import detect_shape  # imports torch, which planning does not need
 
-        return detect_topology()
+        return Topology(*detect_shape())
 
     def __str__(self) -> str:
         racks = f" in racks of {self.nodes_per_rack}" if self.nodes_per_rack else ""

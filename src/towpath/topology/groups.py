@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from towpath.errors import TopologyError
-from towpath.topology.cluster import Topology
 from towpath.topology.store import gather_through_store
 
 Partition = tuple[tuple[int, ...], ...]
@@ -374,8 +373,10 @@ def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def detect_topology(groups: Groups | None = None) -> Topology:
-    """Return the topology of the ranks of `groups`: nodes by GROUP_RANK or else by host name, racks by `rack_name`.
+def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
+    """Return the number of nodes, of ranks on each, and of nodes in each rack, which are the fields of `Topology`.
+
+    The launcher's GROUP_RANK or else the host name tells nodes apart, and `rack_name` racks.
 
     Raises:
         TopologyError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
@@ -396,7 +397,7 @@ def detect_topology(groups: Groups | None = None) -> Topology:
             f"the ranks of a node are not consecutive: rank by rank they run on {homes}. Start them node by node, "
             "as torchrun does, or pass a topology of your own."
         )
-    return Topology(len(sizes), ranks, _nodes_per_rack([rack for _, rack in told[::ranks]], groups))
+    return len(sizes), ranks, _nodes_per_rack([rack for _, rack in told[::ranks]], groups)
 
 
 # --- racks ------------------------------------------------------------------------------------------------------------

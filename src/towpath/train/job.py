@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from towpath.errors import ConfigError, StepError, TrainError
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups, detect_topology
+from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.init import alone, device_of_rank, first_line, init
 
 
@@ -122,7 +122,7 @@ def init_distributed() -> Generator[Job]:
     device = init() if creates_group or dist.is_initialized() else device_of_rank()
     try:
         groups = Groups()
-        yield Job(groups, detect_topology(groups), device)
+        yield Job(groups, Topology(*detect_shape(groups)), device)
     finally:
         if creates_group:
             dist.destroy_process_group()
