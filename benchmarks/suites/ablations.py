@@ -21,7 +21,7 @@ from benchmarks.peers import DEEPSPEED, CandidateSpec, TrainStep, build
 from benchmarks.selection import Candidate
 from benchmarks.suites.strategies import measured
 from benchmarks.workload import PLAIN, Workload
-from towpath.core import routes
+from towpath.core import routes, units
 from towpath.optim import owner_stepped
 from towpath.topology.cluster import Topology
 
@@ -47,6 +47,8 @@ Blocks wait instead of computing, so that the cores are left to messages and cod
     placements       PaRO's IGG and NIG against MiCS and ZeRO++
     implementation   zero3 against DeepSpeed's ZeRO-3 and FSDP2 (MiCS, figure
                      15); it needs DeepSpeed (benchmarks/README.md)
+    small units      on 2×4 ranks: small blocks that share the transfers of one
+                     unit against blocks that are units of their own
     two hops         four micro-steps: MiCS and PaRO's IIG and NIG against the
                      same with gradients all-reduced in every micro-step
 """
@@ -56,12 +58,15 @@ SMALL = waiting(Workload(SQUARE, dtype="bfloat16"))
 EIGHT_RANKS = waiting(Workload(FOUR_NODES, dtype="bfloat16"))
 # 64 million parameters in nine blocks, which wait longer in proportion to their size.
 LARGE = replace(SMALL, width=768, wait_seconds=4 * (SMALL.wait_seconds or 0))
-PLAIN_TORCH, SMALLEST_PART = "in plain torch", "smallest part"
+# Twenty-four blocks of 110,000 parameters each, which `shard` merges into three units.
+MANY_SMALL = waiting(Workload(Topology(2, 4), dtype="bfloat16", width=96, depth=24))
+MANY_SMALL = replace(MANY_SMALL, wait_seconds=(MANY_SMALL.wait_seconds or 0) / 8)
+PLAIN_TORCH, SMALLEST_PART, APART = "in plain torch", "smallest part", "units apart"
 
 
 @dataclass(frozen=True, slots=True)
 class AblatedCandidate:
-    """A strategy, and what is changed for it: PLAIN_TORCH, SMALLEST_PART with KiB, or nothing."""
+    """A strategy, and what is changed for it: PLAIN_TORCH, APART, SMALLEST_PART with KiB, or nothing."""
 
     strategy: str
     change: str = ""
@@ -118,6 +123,8 @@ class AblatedStep(TrainStep):
         if change == PLAIN_TORCH:
             modules: dict[str, Any] = sys.modules
             modules["towpath.codecs.kernels.native"] = None  # as where nothing compiles the kernels
+        elif change == APART:
+            units.SMALL_UNIT = 0  # no neighbors are merged
         elif change:
             routes.SMALLEST_PART_BYTES = int(change.split()[-2]) << 10
         super().__init__(rank, world, strategy, workload)
@@ -147,6 +154,10 @@ _ABLATIONS = [
     *(
         Ablation(f"two hops, {name}", _FOUR_STEPS, _named(name, f"{name} sync_gradients=micro-step"), "400mbit")
         for name in ("mics", "paro-iig", "paro-nig")
+    ),
+    *(
+        Ablation(f"small units, {name}", MANY_SMALL, [AblatedCandidate(name), AblatedCandidate(name, APART)], "400mbit")
+        for name in ("mics", "zero3")
     ),
     Ablation("two hops, mics, one micro-step", SMALL, _named("mics", "mics sync_gradients=micro-step"), "400mbit"),
 ]

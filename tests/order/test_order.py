@@ -139,6 +139,15 @@ class Deep(TiedGPT):
         super().__init__(layers=4)
 
 
+class TwoDtypes(Deep):
+    """Units with a second bucket, whose gathers and reductions are launched with those of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.unused = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+
 class Checkpointed(Deep):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
@@ -195,11 +204,16 @@ def test_every_strategy_keeps_its_order(world: Worlds, label: str, form: Form) -
     assert min(world(4).run(_train_and_drop, label, form)) > 1000  # operations
 
 
-def _train_and_drop(label: str, form: Form) -> int:
+@pytest.mark.parametrize("label", ["paro-iig", seldom("zero3")])
+def test_buckets_that_are_reduced_together_keep_their_order(world: Worlds, label: str) -> None:
+    assert min(world(4).run(_train_and_drop, label, Form.COLLECTIVES, TwoDtypes)) > 1000
+
+
+def _train_and_drop(label: str, form: Form, build: Callable[[], nn.Module] = Deep) -> int:
     """The second model takes the memory of the first, which is dropped with transfers under way."""
     with in_form(form, shared=form is Form.COLLECTIVES), checking() as checker:
         for _ in range(2):
-            model, optimizer = sharded(label)
+            model, optimizer = sharded(label, build)
             train(model, optimizer)
             del model, optimizer
         check_communications(checker.communications)

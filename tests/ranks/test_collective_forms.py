@@ -127,8 +127,8 @@ def _calls(transfer: Any) -> float:
     return sum(p.messages_out + (transfer.grid.nodes if of_rows else 1) * p.messages_inside for p in found)
 
 
-@pytest.mark.parametrize("label", [seldom("zero3"), "zero3@ho-ring", "paro-igg", seldom("paro-iig")])
-def test_small_gathers_are_launched_together(world: Worlds, label: str) -> None:
+@pytest.mark.parametrize("label", [seldom("zero3"), "zero3@ho-ring", seldom("paro-igg"), "paro-iig"])
+def test_small_gathers_and_reductions_are_launched_together(world: Worlds, label: str) -> None:
     world(4).run(_together, label)
 
 
@@ -143,10 +143,16 @@ def _together(label: str) -> None:
     x = torch.arange(8.0).view(1, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(2):
+        model.zero_grad()
         model(x).backward()
         optimizer.step()
+    plain(x).backward()
     with torch.no_grad():
         assert torch.allclose(model(x), plain(x))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is None or torch.allclose(mine.grad.full_tensor(), theirs.grad)
+    together = [plan.together(TransferKind.REDUCE) for plan in made.plans]
+    assert any(together) == (label in ("zero3", "paro-iig"))
     assert towpath.stats(model).memory_bytes["wire"] == made.buffer_bytes()["wire"]
 
 

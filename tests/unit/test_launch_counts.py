@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,11 @@ from tests.ranks.strategies import seldom
 from towpath.core import routes
 from towpath.core.launches import Launches as Counted
 from towpath.core.launches import launches_of
+from towpath.core.presets import parse_strategy
 from towpath.core.routes import Op
+from towpath.core.schedule import Compute, settled, steady_step
+from towpath.core.step_state import Submit, Wait
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range
 from towpath.engine.streams.queue import MAX_CTAS
 
@@ -89,6 +94,47 @@ def test_presets_launch_few_collectives_and_kernels(shape: tuple[int, int]) -> N
         _check(launches, feedback=False)
         most = MOST_COMMUNICATORS.get(name, 3)
         assert len(launches.communicators) <= most, (name, launches.communicators)
+
+
+class TwoDtypes(nn.Linear):
+    """A unit of two buckets, which both train."""
+
+    def __init__(self) -> None:
+        super().__init__(96, 96)
+        self.gain = nn.Parameter(torch.ones(96, dtype=torch.bfloat16))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.gain.float()
+
+
+@pytest.mark.parametrize("name, most", [("zero3", 2), ("mics", 2), ("zero3 route=hierarchical", 0)])
+def test_small_buckets_of_a_unit_are_reduced_together(name: str, most: int) -> None:
+    with fake_world(2, 8) as (topology, launches):
+        made = parse_strategy(name, topology)
+        model: Any = towpath.shard(nn.Sequential(*(TwoDtypes() for _ in range(3))), made, units=[TwoDtypes])
+        for _ in range(2):
+            model(torch.ones(2, 96)).sum().backward()
+    reduced = [counts for sent, counts in launches.jobs if {t.kind for t in sent} == {TransferKind.REDUCE}]
+    calls = {(counts[CALLS], counts[TOGETHER]) for counts in reduced}
+    assert len(reduced) == 6 and (calls == {(1, 2)} if most else all(count > 1 for count, _ in calls)), calls
+
+
+def test_gathers_of_two_units_are_submitted_together_only_where_a_pass_begins() -> None:
+    """So coalescing across units would save one of 25 gathers, and no reduction."""
+    strategy = towpath.strategy("mics", towpath.Topology(2, 4))
+    plans = towpath.schedule(strategy, {"": 1 << 16, **{f"blocks.{i}": 1 << 16 for i in range(12)}}, 1).plans
+    submitted, behind, after = Counter[TransferKind](), Counter[TransferKind](), Counter[TransferKind]()
+    for _, action in steady_step(settled(plans), plans, 4):
+        if isinstance(action, Submit):
+            kind = action.task.kind
+            submitted[kind] += 1
+            behind[kind] += after[kind] > 0
+            after[kind] += 1
+        elif isinstance(action, (Wait, Compute)):
+            after.clear()
+    gathers = submitted[TransferKind.GATHER] + submitted[TransferKind.BACKWARD_GATHER]
+    assert (gathers, submitted[TransferKind.REDUCE]) == (4 * 25, 4 * 13)
+    assert +behind == {TransferKind.GATHER: 4}
 
 
 def test_kernels_of_all_to_alls_inside_a_node_take_few_thread_blocks() -> None:

@@ -23,7 +23,9 @@ from towpath.collectives.native import (
     FlatAllReduce,
     FlatMaximum,
     ReduceThenGather,
+    launched_together,
     of_bytes,
+    reduce_scatter_single,
 )
 from towpath.collectives.owners import OwnersExchange
 from towpath.collectives.point_to_point import PointToPoint
@@ -105,8 +107,8 @@ def group_rank(transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], d
 
 # --- coalesced --------------------------------------------------------------------------------------------------------
 #
-# Several all-gathers of one group run as one (MiCS, section 4). The time of small gathers is mostly latency, which is
-# then paid once.
+# Several all-gathers or reduce-scatters of one group run as one (MiCS, section 4). The time of small ones is mostly
+# latency, which is then paid once.
 
 
 @final
@@ -147,6 +149,21 @@ class CoalescedAllGather:
         each = [region.view(len(packed), -1) for region in octets]  # [slots, bytes of a slice]
         for whole, arrived in zip(each, packed.split([e.shape[1] for e in each], dim=1), strict=True):
             whole.copy_(arrived)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CoalescedReduceScatter:
+    """Reduce-scatters of the backend over one group, launched together. Members have equal slices of every region."""
+
+    members: GroupRank
+
+    def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
+        """Sum `regions[i]` over all members, and write this member's slice to `shards[i]`, for all regions together."""
+        group = self.members.process_group
+        with launched_together(group, len(regions)):
+            for region, shard in zip(regions, shards, strict=True):
+                reduce_scatter_single(shard, region, group)
 
 
 class Observer(Protocol):
@@ -249,13 +266,13 @@ class RankMatrices:
 @final
 @dataclass(frozen=True, slots=True)
 class CoalescedTransfers:
-    """Several gathers that run as one all-gather."""
+    """Several gathers, or several reductions, that run as one collective."""
 
     transfers: Sequence[RankTransfer]
-    collective: CoalescedAllGather
+    collective: CoalescedAllGather | CoalescedReduceScatter
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
-        """Execute all gathers together, and record them."""
+        """Execute all transfers together, and record them."""
         for bound, region, shard in zip(self.transfers, regions, shards, strict=True):
             bound.check_fit(region, shard)
         first, each = self.transfers[0], [bound.transfer for bound in self.transfers]

@@ -466,6 +466,13 @@ class Transfer:
         return grouped if direct else grouped + self.region_bytes
 
     @property
+    def launches_with_others(self) -> bool:
+        """True if it is a reduce-scatter of the backend on the region itself. Several run together without a copy."""
+        group = self.move.groups[0]
+        direct = self.route == "flat" and group.in_order and self.elements % self.move.members == 0
+        return direct and self.form is Form.COLLECTIVES and self.move.op is Op.REDUCE_SCATTER
+
+    @property
     def kept_elements(self) -> tuple[int, ...]:
         """Number of float32 elements of codec state that one rank keeps between steps, for each hop.
 

@@ -19,8 +19,8 @@ from towpath.core.transport import Factored, Transport
 from towpath.core.units import BucketSpec, UnitSpec, round_up
 from towpath.errors import StrategyError
 
-# A gather up to this size takes longer to start than to run. Those of one unit are packed into one (MiCS, section 4).
-SMALL_GATHER_BYTES = 1 << 20
+# A transfer up to this size takes longer to start than to run. Those of one unit are sent as one (MiCS, section 4).
+SMALL_BYTES = 1 << 20
 
 # Elements. NCCL copies memory at multiples of 16 bytes fastest, and that of 128 bytes fills a line of the cache.
 _WIRE_ALIGNMENT = 64
@@ -213,16 +213,18 @@ class UnitPlan:
                 yield from bucket.transfers[kind]
 
     def together(self, kind: TransferKind) -> tuple[int, ...]:
-        """Return the indices of the buckets whose gathers are packed into one: none, or at least two.
+        """Return the indices of the buckets whose gathers, or reductions, are sent as one: none, or at least two.
 
         They are small, and have the same ranks and route. Frozen buckets may have others than trainable ones.
+        Reductions are launched together where that needs no copy: collectives of the backend on the region itself.
         """
-        if kind not in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER):
+        if kind not in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.REDUCE):
             return ()
         alike: dict[tuple[GroupCollective, str], list[int]] = {}
         for index, bucket in enumerate(self.buckets):
             for t in bucket.transfers[kind]:
-                if t.transport.encoding is None and t.region_bytes <= SMALL_GATHER_BYTES:
+                possible = kind is not TransferKind.REDUCE or t.launches_with_others
+                if possible and t.transport.encoding is None and t.region_bytes <= SMALL_BYTES:
                     alike.setdefault((t.move, t.transport.route), []).append(index)
         most = max(alike.values(), key=len, default=[])
         return tuple(most) if len(most) > 1 else ()

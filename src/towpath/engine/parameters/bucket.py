@@ -29,7 +29,7 @@ from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Needs
 from towpath.core.unit_plan import BucketPlan, largest
 from towpath.engine.layout import BucketLayout, ParameterPlace, exchanged, torch_dtype
-from towpath.engine.parameters.gradients import OptimizerMemory, gradients_of, slice_of, slice_within
+from towpath.engine.parameters.gradients import FlatGradients, OptimizerMemory, gradients_of, slice_of, slice_within
 from towpath.engine.parameters.initialise import Flat
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.parallel import Mesh, lead_to
@@ -350,6 +350,18 @@ class Bucket:
         if not self.plan.optimizer_on_host:
             return {}
         return {"master": self.master.nbytes, "grad": self.gradients.mean_nbytes}
+
+
+def reduce_together(
+    placed: Sequence[tuple[Bucket, int]], transfers: CoalescedTransfers, memory: Buffers, workspace: Workspace
+) -> None:
+    """Reduce the gradients of several buckets with one launch. `placed` has each with the start of its gradients."""
+    buffers = [bucket.reduced_in(memory, start) for bucket, start in placed]
+    gradients = [bucket.gradients for bucket, _ in placed if isinstance(bucket.gradients, FlatGradients)]
+    mine = [each.prepare(buffer) for each, buffer in zip(gradients, buffers, strict=True)]
+    transfers.run(buffers, mine, workspace)
+    for each, summed in zip(gradients, mine, strict=True):
+        each.accumulate(summed)
 
 
 def gather_together(

@@ -469,13 +469,22 @@ class FlatGradients(BucketGradients):
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
         """Reduce `buffer` over its group, and add this rank's slice of the result to the G shard."""
-        assert self.sums is not None
-        before, after = self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)
-        if before != 1:
-            buffer.div_(before)
-        mine = slice_of(buffer, self.plan.grads, self._rank)
+        mine = self.prepare(buffer)
         for transfer in self._transfers[TransferKind.REDUCE]:
             transfer.run(buffer, mine, workspace)
+        self.accumulate(mine)
+
+    def prepare(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Divide `buffer` as its reduction needs it, and return this rank's slice of it."""
+        before, _ = self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)
+        if before != 1:
+            buffer.div_(before)
+        return slice_of(buffer, self.plan.grads, self._rank)
+
+    def accumulate(self, mine: torch.Tensor) -> None:
+        """Add this rank's slice of a reduction to the G shard."""
+        assert self.sums is not None
+        _, after = self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)
         if self._holds_sums:
             self.sums.add_(mine, alpha=1 / after)
         else:

@@ -21,7 +21,7 @@ from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.layout import Holder, UnitLayout, exchanged
-from towpath.engine.parameters.bucket import Bucket, Buffers, gather_together
+from towpath.engine.parameters.bucket import Bucket, Buffers, gather_together, reduce_together
 from towpath.engine.parameters.leaf_parameter import LeafParameter
 from towpath.engine.parameters.shard_tensor import in_backward
 from towpath.engine.streams.queue import CommContext
@@ -92,8 +92,8 @@ class Unit:
         self._coalesce(comm)
 
     def _coalesce(self, comm: CommContext) -> None:
-        """Prepare the gathers that the plan sends as one message."""
-        for kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER):
+        """Prepare the gathers and reductions that the plan sends as one."""
+        for kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.REDUCE):
             self._together[kind] = [self.buckets[i] for i in self.plan.together(kind)]
             if self._together[kind]:
                 self._coalesced[kind] = comm.coalesce(_bound(self._together[kind], kind))
@@ -321,7 +321,11 @@ class Unit:
         for bucket in travelling:
             bucket.gradients.fill_missing()
         starts = _starts([_reduced(b) for b in travelling])
-        works = [partial(b.reduce, memory, start) for b, start in zip(travelling, starts, strict=True)]
+        placed, together = list(zip(travelling, starts, strict=True)), self._together[TransferKind.REDUCE]
+        works: list[Work] = [partial(b.reduce, memory, start) for b, start in placed if b not in together]
+        if together:
+            small = [(b, start) for b, start in placed if b in together]
+            works.insert(0, partial(reduce_together, small, self._coalesced[TransferKind.REDUCE], memory))
         return self._queues.submit(TransferKind.REDUCE, _bound(travelling, TransferKind.REDUCE), works)
 
     def grad_sync(self, terms: int, after: Sequence[Handle]) -> Handle | None:

@@ -28,6 +28,7 @@ from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.collectives.owners import OwnersExchange
 from towpath.collectives.rank_transfer import (
     CoalescedAllGather,
+    CoalescedReduceScatter,
     CoalescedTransfers,
     RankMatrices,
     RankTransfer,
@@ -464,8 +465,9 @@ class CommContext:
         limit = MAX_CTAS if is_limited and "NCCL_MAX_CTAS" not in os.environ else None
         return self.groups.of(ranks, lane, self._backend, limit)
 
-    def coalesce(self, gathers: Sequence[RankTransfer]) -> CoalescedTransfers:
-        """Return one transfer that sends `gathers`, which have the same members, as one message."""
-        transfers = [bound.transfer for bound in gathers]
-        collective = CoalescedAllGather(transfers, gathers[0].members, self.device)
-        return CoalescedTransfers(gathers, collective)
+    def coalesce(self, alike: Sequence[RankTransfer]) -> CoalescedTransfers:
+        """Return one transfer that runs all gathers, or all reductions, of the same members as one."""
+        members = alike[0].members
+        if alike[0].transfer.kind is TransferKind.REDUCE:
+            return CoalescedTransfers(alike, CoalescedReduceScatter(members))
+        return CoalescedTransfers(alike, CoalescedAllGather([bound.transfer for bound in alike], members, self.device))
