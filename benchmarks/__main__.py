@@ -31,7 +31,7 @@ SUITES = {
     "pipeline_planner": ("pipeline_planner", "predicted against measured steps of pipelines"),
     "pipeline": ("pipeline", "pipelines against PyTorch's with DDP stages, and what compression wins"),
     "quality": ("quality", "what codecs cost in validation loss"),
-    "quality_pipeline": ("quality", "what the compression of pipelines costs in perplexity"),
+    "quality_pipeline": ("quality_pipeline", "what the compression of pipelines costs in perplexity"),
     "train": ("trainer", "towpath train against a hand-written loop"),
     "checkpoints": ("trainer", "how long a checkpoint stops training, in the background and in the foreground"),
     "soak": ("soak", "a run whose ranks are killed and restarted again and again"),

@@ -106,8 +106,9 @@ PAGES: Mapping[str, Page] = {
     ),
     "quality_pipeline": Page(
         "Quality of pipeline compression",
-        "Validation loss of pipelines with compressed messages.",
+        "Perplexity of pipelines with Optimus-CC's compression, ranks, errors and bytes, at one setting.",
         "python -m benchmarks quality_pipeline",
+        "One process emulates the ranks: it has their stages, encoders and low-rank sums, and leaves out the network.",
     ),
     "collectives": Page(
         "Collectives",
@@ -300,11 +301,11 @@ def _compared_strategies() -> list[Line]:
     return [run for run in runs("strategies") if "failed" not in run]
 
 
-def _quality(picture: str) -> str:
-    """Return a picture of benchmarks/suites/quality.py, which loads torch."""
-    from benchmarks.suites import quality
+def _quality(pipelines: bool) -> str:
+    """Return the picture of a suite that loads torch."""
+    from benchmarks.suites import quality, quality_pipeline
 
-    return getattr(quality, picture)()
+    return quality_pipeline.picture() if pipelines else quality.picture()
 
 
 TABLES = {
@@ -321,8 +322,8 @@ TABLES = {
 
 PICTURES = {
     PICTURES_FOLDER / "speedups.svg": speedups_picture,
-    results.FOLDER / "quality.svg": lambda: _quality("picture"),
-    results.FOLDER / "quality_pipeline.svg": lambda: _quality("pipeline_picture"),
+    results.FOLDER / "quality.svg": lambda: _quality(pipelines=False),
+    results.FOLDER / "quality_pipeline.svg": lambda: _quality(pipelines=True),
 }
 
 
@@ -342,6 +343,11 @@ def page_of(suite: str) -> str:
 
 def _sections(suite: str) -> Iterable[str]:
     """Yield the table of a suite; for strategies, one per cluster and number of micro-steps."""
+    if suite == "quality_pipeline":
+        from benchmarks.suites import quality_pipeline
+
+        yield from quality_pipeline.sections()
+        return
     if suite != "strategies":
         yield measured_table(suite)
         return

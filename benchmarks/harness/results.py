@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,19 @@ def code(root: Path) -> dict[str, Any]:
 
 
 def same_code(line: Mapping[str, Any], now: Mapping[str, Any], version: str) -> bool:
-    """Return whether a result is of the code that runs now: the same clean commit, or without git, the same version."""
-    if now["commit"] is not None:
-        return bool(line.get("commit") == now["commit"] and line.get("clean") and now["clean"])
-    return line.get("commit") is None and line.get("versions", {}).get("towpath") == version
+    """Return whether a result is of the code that runs now: the same clean code, or without git, the same version."""
+    if now["commit"] is None:
+        return line.get("commit") is None and line.get("versions", {}).get("towpath") == version
+    if not (line.get("clean") and now["clean"] and line.get("commit")):
+        return False
+    return line["commit"] == now["commit"] or _same_tree(line["commit"], now["commit"])
+
+
+@cache
+def _same_tree(before: str, after: str) -> bool:
+    """Return whether two commits differ at most in results and in prose, as where results were committed."""
+    paths = (".", ":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)tests", ":(exclude,glob)**/*.md")
+    return _git(ROOT, "diff", "--quiet", before, after, "--", *paths) is not None
 
 
 def host() -> dict[str, Any]:

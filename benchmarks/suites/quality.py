@@ -1,4 +1,4 @@
-"""Measure what codecs, and the compression of pipelines, cost in quality: a small GPT trained in several variants.
+"""Measure what codecs cost in quality: a small GPT trained in several variants.
 
 All ranks read the bytes of the sources of the Python standard library, of which the last tenth is held out. A run is
 one variant with one seed. A variant is judged by its final loss against the baseline with the same seed, in the mean
@@ -12,8 +12,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,10 +23,7 @@ from benchmarks import gpt
 from benchmarks.harness import results
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
-from benchmarks.suites.pipeline import COPIES, STAGES, TOPOLOGY, Sizes, Stage, compression_of, loss_of, mesh_of_nodes
 from towpath import lab
-from towpath.core.transport import Transport
-from towpath.pipeline import Compression, Pipeline
 from towpath.train.report import COLORS, color, standalone_svg
 
 SHAPE = towpath.Topology(2, 2)
@@ -172,125 +168,6 @@ def validation(made: Any, text: Tensor, of_rank: int) -> float:
     return total.item() / torch.distributed.get_world_size()
 
 
-# Pipelines ------------------------------------------------------------------------------------------------------------
-
-PIPELINE_SIZES = Sizes(
-    *(128, 8, 4, gpt.VOCABULARY),
-    batch=1,
-    length=64,
-    micro_batches=16,  # four times as many as stages, as in the paper, so that one message in eight is exposed
-    wait_seconds=0.0,
-    rank=16,
-    gradient_rank=16,
-)
-PIPELINE_PEAK = 4e-3
-PIPELINE_STEPS = 400
-WARM_UP = 52  # steps before gradients of stages are encoded: 13 % of 400, as in the paper
-PIPELINE_SETTING = {"sizes": asdict(PIPELINE_SIZES), "peak": PIPELINE_PEAK, "warm_up": WARM_UP}
-PIPELINE_EVERY, BATCHES, BATCHES_AT_THE_END = 40, 4, 32  # steps between validations; batches per copy
-
-
-def _naive() -> Compression:
-    """Return a compression without error feedback."""
-    ranks = PIPELINE_SIZES.rank, PIPELINE_SIZES.gradient_rank
-    message, gradient = (Transport(codec=f"low-rank:{rank}") for rank in ranks)
-    return Compression(message, gradients=gradient, every_gradient=True, share_of_stages=1.0)
-
-
-def _selective() -> Compression:
-    found = compression_of("cb+fe+sc", PIPELINE_SIZES)
-    return replace(found, gradients=replace(found.gradients, after=WARM_UP))
-
-
-COMPRESSIONS = {
-    "baseline": compression_of("uncompressed", PIPELINE_SIZES),
-    "control": compression_of("uncompressed", PIPELINE_SIZES),
-    "cb": compression_of("cb", PIPELINE_SIZES),
-    "cb+fe": compression_of("cb+fe", PIPELINE_SIZES),
-    "cb+fe+sc": _selective(),
-    "naive": _naive(),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineQualityRun:
-    """A compression with a seed."""
-
-    variant: str
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """The name of the case."""
-        return f"{self.variant}, seed {self.seed}"
-
-    def measure(self, settings: Settings) -> dict[str, Any]:
-        """Train in the lab."""
-        steps = QUICK_STEPS if settings.quick else settings.options.steps
-        with lab.Lab(TOPOLOGY, inter=None) as cluster:
-            found: Result = cluster.call(train_pipeline, self.variant, self.seed, steps, timeout_seconds=3600)[0]
-        checks = [Check("final loss, nats a byte", found.final)]
-        return {"checks": checks, "steps": steps, "setting": PIPELINE_SETTING, **asdict(found)}
-
-
-PIPELINE_RUNS = [PipelineQualityRun(variant, seed) for seed in range(5) for variant in COMPRESSIONS]
-
-
-def train_pipeline(rank: int, world: int, variant: str, seed: int, steps: int) -> Result:
-    """Train with a compression on one rank."""
-    torch.set_num_threads(1)
-    text = gpt.corpus()
-    split = len(text) // 10 * 9
-    mesh = mesh_of_nodes()
-    copy = mesh["dp"].get_local_rank()
-    pipeline = Pipeline(
-        [partial(Stage, PIPELINE_SIZES, index, seed) for index in range(STAGES)],
-        "ddp",
-        mesh=mesh,
-        micro_batches=PIPELINE_SIZES.micro_batches,
-        loss=loss_of,
-        example=torch.zeros(PIPELINE_SIZES.batch, PIPELINE_SIZES.length, dtype=torch.int64),
-        compression=COMPRESSIONS[variant],
-        tied=("tokens", "head"),
-    )
-    parameters = list(pipeline.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=PIPELINE_PEAK, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    data = pipeline_batches(text[:split], 1000 * seed + copy, reverse=variant == "control")
-    curve: list[tuple[int, float]] = []
-    for step in range(steps):
-        if step % PIPELINE_EVERY == 0:
-            curve.append((step, pipeline_validation(pipeline, text[split:], copy, BATCHES)))
-        set_learning_rate(optimizer, PIPELINE_PEAK, step, steps)
-        ids, targets = next(data)
-        pipeline.step(ids, target=targets)
-        pipeline.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    curve.append((steps, pipeline_validation(pipeline, text[split:], copy, BATCHES)))
-    return Result(curve, pipeline_validation(pipeline, text[split:], copy, BATCHES_AT_THE_END))
-
-
-def pipeline_batches(text: Tensor, seed: int, reverse: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same samples in one order of micro-batches, or in the reverse order."""
-    generator = torch.Generator().manual_seed(seed)
-    count = PIPELINE_SIZES.batch * PIPELINE_SIZES.micro_batches
-    while True:
-        starts = torch.randint(len(text) - PIPELINE_SIZES.length - 1, (count,), generator=generator)
-        yield windows(text, starts.flip(0) if reverse else starts, PIPELINE_SIZES.length)
-
-
-def pipeline_validation(pipeline: Pipeline, text: Tensor, copy: int, count: int) -> float:
-    """Return the mean loss on windows of the held-out text, `count` batches per copy."""
-    each = PIPELINE_SIZES.batch * PIPELINE_SIZES.micro_batches
-    starts = torch.linspace(0, len(text) - PIPELINE_SIZES.length - 2, count * each * COPIES).long()[copy::COPIES]
-    total = torch.zeros(())
-    for part in starts.split(each):
-        ids, targets = windows(text, part, PIPELINE_SIZES.length)
-        total += pipeline.evaluate(ids, target=targets) / count
-    torch.distributed.all_reduce(total)
-    return total.item() / torch.distributed.get_world_size()
-
-
 # Judgment -------------------------------------------------------------------------------------------------------------
 
 # Quantiles of Student's t for a two-sided interval of 95 %, by degrees of freedom.
@@ -384,11 +261,10 @@ def _mean_curve(runs: list[dict[str, Any]], variant: str) -> list[tuple[int, flo
     return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
 
 
-def runs_of(suite: str = "quality") -> list[dict[str, Any]]:
+def runs_of() -> list[dict[str, Any]]:
     """Return the last run of each variant and seed in the setting that the suite has now."""
-    setting, steps = (SETTING, STEPS) if suite == "quality" else (PIPELINE_SETTING, PIPELINE_STEPS)
-    read = results.read(results.file_of(suite))
-    here = [run for run in read if run.get("setting") == setting and run["steps"] == steps]
+    read = results.read(results.file_of("quality"))
+    here = [run for run in read if run.get("setting") == SETTING and run["steps"] == STEPS]
     return list(results.last(here).values())
 
 
@@ -401,11 +277,6 @@ def picture() -> str:
     """Return the picture of the suite `quality`."""
     runs = runs_of()
     return curves(runs, [variant.name for variant in VARIANTS], spread_of(rows_of(runs)))
-
-
-def pipeline_picture() -> str:
-    """Return the picture of the suite `quality_pipeline`."""
-    return curves(runs_of("quality_pipeline"), list(COMPRESSIONS))
 
 
 def summary() -> str:
@@ -421,31 +292,6 @@ def summary() -> str:
     return "\n".join([f"{len(runs)} runs of the current setting", *rows])
 
 
-# By which share of the baseline's perplexity each may be worse, in addition to the spread of the control. The naive
-# compression is expected to be worse by so many spreads.
-MOST = {"cb": 0.005, "cb+fe": 0.005, "cb+fe+sc": 0.025}
-NAIVE_SPREADS = 3
-
-
-def pipeline_summary() -> str:
-    """Return each compression's perplexity over that of the baseline."""
-    runs = runs_of("quality_pipeline")
-    rows = judged(runs, list(COMPRESSIONS), "baseline", math.exp)
-    spread = spread_of(rows) or 0.0
-
-    def verdict(row: Judged) -> str:
-        if row.variant in MOST:
-            most = MOST[row.variant] + spread
-            return f"limit ≤ {most:.2%}: {'met' if row.mean <= most else 'exceeded'}"
-        if row.variant == "naive":
-            least = NAIVE_SPREADS * spread
-            return f"expected ≥ {least:.2%}: {'as expected' if row.mean >= least else 'NOT SEEN'}"
-        return "another order of the same sums"
-
-    shown = [f"{row} of the baseline's perplexity ({verdict(row)})" for row in rows]
-    return "\n".join([f"{len(runs)} runs of the current setting", *shown])
-
-
 # Suites ---------------------------------------------------------------------------------------------------------------
 
 QUALITY = """Measure what codecs cost in validation loss, on four ranks of two nodes.
@@ -456,36 +302,14 @@ The baseline is `zero3`. The control reads the data in another order of ranks. `
 judges the variants.
 """
 
-QUALITY_PIPELINE = """Measure what Optimus-CC's compression costs in perplexity, on four stages of two ranks each.
 
-    quality_pipeline [RUN …] [--steps 400] [--seeds 5] [--quick] [--resume]
-
-The baseline is the uncompressed pipeline. The control has the micro-batches of a batch in another order. `naive`
-encodes all gradients of messages and of stages, without error feedback. `python -m benchmarks report quality_pipeline`
-judges the variants.
-"""
-
-
-def _options(steps: int) -> Callable[[argparse.ArgumentParser], None]:
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--steps", type=int, default=steps)
-        parser.add_argument("--seeds", type=int, default=5, help="at most 5")
-
-    return add
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, default=5, help="at most 5")
 
 
 def _of_seeds(runs: Sequence[Any], options: argparse.Namespace) -> Sequence[Any]:
     return [run for run in runs if run.seed < options.seeds]
 
 
-SUITES = (
-    Suite("quality", QUALITY, RUNS, options=_options(STEPS), chosen=_of_seeds, summary=summary),
-    Suite(
-        "quality_pipeline",
-        QUALITY_PIPELINE,
-        PIPELINE_RUNS,
-        options=_options(PIPELINE_STEPS),
-        chosen=_of_seeds,
-        summary=pipeline_summary,
-    ),
-)
+SUITES = (Suite("quality", QUALITY, RUNS, options=_options, chosen=_of_seeds, summary=summary),)

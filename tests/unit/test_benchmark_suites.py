@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from benchmarks.harness.comparison import Comparison, Pool
 from benchmarks.harness.suite import Settings
 from benchmarks.peers import OPTIONS, CandidateSpec, TrainStep
 from benchmarks.selection import LOW_RANK, POWERSGD, QUICK, Candidate, every_name, expanded, lossless
-from benchmarks.suites import planner, strategies
+from benchmarks.suites import planner, quality_pipeline, strategies
 from benchmarks.workload import Workload
 from towpath.bench import reason_of
 from towpath.core.presets import parse_strategy
@@ -525,3 +526,25 @@ class TestScreening:
         settings = Settings(6, False, str, argparse.Namespace(candidates=["mics"], screen=False))
         case = strategies.StrategiesCase("here", Workload(SQUARE), NodeLink())
         assert case.screened(candidates_named("mics"), None, settings) == (None, None)
+
+
+# The quality of pipelines ---------------------------------------------------------------------------------------------
+
+
+def test_every_variant_of_pipeline_quality_trains() -> None:
+    runs = [run for run in quality_pipeline.RUNS if run.seed == 0 and run.name != "bytes"]
+    found = {run.name: run.measure(Settings(1, True, lambda text: None)) for run in runs}
+    final = {name: run["final"] for name, run in found.items()}
+    assert all(math.isfinite(loss) for loss in final.values())
+    assert final["control, seed 0"] == pytest.approx(final["baseline, seed 0"], rel=1e-6)
+    assert final["cb, seed 0"] == pytest.approx(final["cb+fe, seed 0"], rel=1e-6)
+    assert found["cb, seed 0"]["observed"] and not found["baseline, seed 0"]["observed"]
+
+
+def test_parts_of_pipeline_quality_are_all_runs_once() -> None:
+    parts = [
+        quality_pipeline._chosen(quality_pipeline.RUNS, argparse.Namespace(seeds=3, part=f"{i}/2")) for i in (1, 2)
+    ]
+    assert sorted(run.name for part in parts for run in part) == sorted(run.name for run in quality_pipeline.RUNS)
+    with pytest.raises(ConfigError, match="--part is a number and a count, such as 1/2; got '3/2'"):
+        quality_pipeline._chosen(quality_pipeline.RUNS, argparse.Namespace(seeds=3, part="3/2"))
