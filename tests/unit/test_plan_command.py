@@ -165,6 +165,7 @@ def test_where_nothing_fits_the_exit_code_is_1_and_the_message_names_what_would_
         (("plan", "llama-7b", "--cluster", "p5d", "--batch", "64"), "cluster 'p5d': expected a .toml file"),
         (("plan", "llama-7b", "--cluster", "p4d", "--batch", "63"), "batch = 63 sequences cannot be shared out"),
         ((*PLAN, "--allow", "int7"), "unknown codec 'int7'"),
+        ((*PLAN, "--interleaved", "10"), "--interleaved needs codecs of gradients"),
         ((*PLAN, "-o", "/nowhere/plan.toml"), "--output /nowhere/plan.toml: there is no folder /nowhere"),
         ((*PLAN, "-o", "/tmp"), "--output /tmp: that is a folder. Name a file in it."),
         (("simulate", "zero3", *SIDES, "--trace", "/nowhere/t.json"), "there is no folder /nowhere"),

@@ -226,6 +226,8 @@ def plan(
         raise ConfigError("--report draws strategies without pipelines only: leave out --pipeline, or --report.")
     solver = _solver(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, batch)
     weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
+    if interleaved and set(gradients) <= {"none"}:
+        raise ConfigError("--interleaved needs codecs of gradients: add --allow int8,int4, or leave it out.")
     request = replace(
         solver.request,
         weights=weights,

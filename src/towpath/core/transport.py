@@ -261,10 +261,9 @@ class Transport:
             return
         if self.low_rank is not None:
             raise StrategyError(
-                f"{what}: {self.codec} needs full matrices: messages between two ranks, or the sum of gradients that "
-                "are "
-                f"unsharded on every rank (ddp, zero1, paro-nng, paro-nni). Here a {op.value} moves ranges of a "
-                "flat buffer. Take a codec of blocks, such as 'int8'."
+                f"{what}: {self.codec} needs full matrices: messages between two ranks, or one sum in a step "
+                "of gradients that are unsharded on every rank (ddp, zero1, paro-nng, paro-nni). Here ranges of a flat "
+                f"buffer move ({op.value}). Take a codec of blocks, such as 'int8'."
             )
         if self.encoding is None:
             return

@@ -393,6 +393,11 @@ def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
         )
     ranks = next(iter(sizes.values()))
     if any(homes[i] != homes[i // ranks * ranks] for i in range(len(homes))):
+        if len(set(told)) > len(sizes):  # init() has numbered them by their racks
+            raise TopologyError(
+                f"the ranks of a node are in different racks: {sorted({(home, rack) for home, (rack, _) in told})} are "
+                "nodes and their racks. Set TOWPATH_RACK to one name on each node."
+            )
         raise TopologyError(
             f"the ranks of a node are not consecutive: rank by rank they run on {homes}. Start them node by node, "
             "as torchrun does, or pass a topology of your own."

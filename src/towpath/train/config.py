@@ -256,7 +256,8 @@ class StrategyConfig:
         check_limits(self)
         if (self.nodes > 0) != (self.ranks_per_node > 0):
             refuse(self, "nodes", self.nodes, f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
-        if self.nodes_per_rack and self.nodes % self.nodes_per_rack:
+        rack = self.nodes_per_rack
+        if rack and (rack < 0 or self.nodes <= 0 or self.nodes % rack):
             refuse(self, "nodes_per_rack", self.nodes_per_rack, f"a divisor of nodes ({self.nodes}), which it needs")
         for key in _EXTENTS:
             if len(getattr(self, key)) not in (0, 2):
@@ -265,6 +266,8 @@ class StrategyConfig:
             if getattr(self, key):
                 where = "only with strategy.name = auto" if not self.auto else "nothing: auto chooses it"
                 refuse(self, key, getattr(self, key), where)
+        if self.auto and self.interleaved and not self.allow:
+            refuse(self, "interleaved", True, "codecs in strategy.allow with it: without, no gradients are compressed")
         for codec in self.allow:
             try:
                 Codec.parse(codec)
