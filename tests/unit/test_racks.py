@@ -11,13 +11,14 @@ import pytest
 
 from tests.unit.test_route_bytes import bytes_of_message, drawn, messages_of
 from tests.unit.test_sim import UNITS, hardware
+from towpath.core.formats import Codec
 from towpath.core.owner_stepped import OwnedParameter
-from towpath.core.placement import send
+from towpath.core.placement import GroupCollective, send
 from towpath.core.presets import strategy
-from towpath.core.routes import ROUTES, Form
+from towpath.core.routes import ROUTES, Form, Group, Op
 from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
-from towpath.core.transfer import Activation, Matrices, Transfer, owner_messages, piece_bytes
+from towpath.core.transfer import Activation, Matrices, Range, Transfer, owner_messages, piece_bytes
 from towpath.core.transport import Transport
 from towpath.errors import TopologyError
 from towpath.planner.catalog import load_cluster
@@ -59,6 +60,16 @@ def test_what_leaves_a_rack_is_the_sum_of_the_messages(route: str, monkeypatch: 
                     leaving[racks[each.source]] += bytes_of_message(transfer, *each[4:])
             assert [*map(transfer.rack_bytes, range(shape.racks))] == [leaving[r] for r in range(shape.racks)], transfer
             assert transfer.between_racks_bytes == leaving.total()
+
+
+def test_an_encoded_all_reduce_goes_directly_and_comes_back_in_a_ring() -> None:
+    """On one rank per node, two hops are one, and the gather of encoded bytes is the backend's."""
+    topology, codec = Topology(4, 1, 2), Codec.parse("int8:32")
+    move = GroupCollective(Op.ALL_REDUCE, 1, (Group((0, 1, 2, 3), (0, 1, 2, 3)),))
+    payload, transport = Range("", "", 4096, "float32"), Transport("two-hop", codec)
+    transfer = Transfer(TransferKind.GRAD_SYNC, payload, move, transport, topology)
+    cell = transfer.cable_bytes(0) // 6  # three to the other nodes, and three of the ring
+    assert [transfer.rack_bytes(rack) for rack in (0, 1)] == [(2 * 2 + 3) * cell] * 2
 
 
 def test_messages_of_pipelines_and_to_owners_of_matrices_leave_racks() -> None:

@@ -77,6 +77,7 @@ def traffic_of_group(
 def traffic_between_nodes(
     op: Op,
     route: str,
+    gather_route: str,
     grid: Grid,
     gathered: Sequence[int],
     reduced: Sequence[int],
@@ -84,14 +85,14 @@ def traffic_between_nodes(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the bytes that one node of a group sends to another: source, target and bytes.
 
-    The nodes are positions in the grid. The bytes of each source add up to those that `traffic_of_group` returns, and
-    the arguments are the same.
+    The nodes are positions in the grid. The bytes of each source add up to those that `traffic_of_group` returns. The
+    arguments are the same, but for `gather_route`: the route of a gather, or of the second half of an all-reduce.
     """
     if op is not Op.ALL_GATHER:
         links = _links_of_a_gather(effective_route(route, grid, op, form), grid, reduced)
         yield from ((target, source, nbytes) for source, target, nbytes in links)
     if op is not Op.REDUCE_SCATTER:
-        yield from _links_of_a_gather(effective_route(route, grid, Op.ALL_GATHER, form), grid, gathered)
+        yield from _links_of_a_gather(effective_route(gather_route, grid, Op.ALL_GATHER, form), grid, gathered)
 
 
 def _links_of_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -175,6 +176,7 @@ def sent_by_all(
 def sent_out_of_racks(
     move: GroupCollective,
     route: str,
+    gather_route: str,
     topology: Topology,
     parts: int,
     elements: int,
@@ -191,7 +193,8 @@ def sent_out_of_racks(
         racks = [topology.rack_of(node) for node in nodes[:: grid.width]]
         if len(set(racks)) > 1:
             gathered, reduced = ([nbytes[slot] for slot in group.slots] for nbytes in sizes_of_slots)
-            for source, target, nbytes in traffic_between_nodes(move.op, route, grid, gathered, reduced, form):
+            links = traffic_between_nodes(move.op, route, gather_route, grid, gathered, reduced, form)
+            for source, target, nbytes in links:
                 leaving[racks[source]] += nbytes * (racks[source] != racks[target])
     return tuple(leaving)
 

@@ -423,7 +423,11 @@ class Transfer:
         item, codec = item_bytes(self.dtype), self.transport.encoding
         if isinstance(self.payload, Matrices):
             return _owner_traffic(self.move, racks_as_nodes, self.payload.matrices, item, codec).leaving
-        return sent_out_of_racks(self.move, self.route, topology, self.parts, self.elements, item, codec, self.form)
+        # Bytes of an encoded sum are gathered by the configured route, which may be a ring where sums go directly.
+        gather = self.route if codec is None else self.transport.route
+        return sent_out_of_racks(
+            self.move, self.route, gather, topology, self.parts, self.elements, item, codec, self.form
+        )
 
     @property
     def region_bytes(self) -> int:

@@ -419,7 +419,7 @@ def rack_name() -> RackName:
 
     It is `TOWPATH_RACK`, or else the switches above the node that Slurm names with its plugin topology/tree.
     """
-    if name := os.environ.get("TOWPATH_RACK"):
+    if name := os.environ.get("TOWPATH_RACK", "").strip():
         return name, True
     return os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0], False
 
