@@ -542,9 +542,10 @@ def test_every_variant_of_pipeline_quality_trains() -> None:
 
 
 def test_parts_of_pipeline_quality_are_all_runs_once() -> None:
+    given = {"seeds": 3, "quick": False}
     parts = [
-        quality_pipeline._chosen(quality_pipeline.RUNS, argparse.Namespace(seeds=3, part=f"{i}/2")) for i in (1, 2)
+        quality_pipeline._chosen(quality_pipeline.RUNS, argparse.Namespace(**given, part=f"{i}/2")) for i in (1, 2)
     ]
     assert sorted(run.name for part in parts for run in part) == sorted(run.name for run in quality_pipeline.RUNS)
     with pytest.raises(ConfigError, match="--part is a number and a count, such as 1/2; got '3/2'"):
-        quality_pipeline._chosen(quality_pipeline.RUNS, argparse.Namespace(seeds=3, part="3/2"))
+        quality_pipeline._chosen(quality_pipeline.RUNS, argparse.Namespace(**given, part="3/2"))
