@@ -67,6 +67,7 @@ class EmulatedPipeline:
         copies: int = COPIES,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        assert not sizes.wait_seconds, "blocks that wait do not compute"
         self._sizes, self._compression, self._copies = sizes, compression, copies
         self._taken, self._encodes = 0, False
         self.stages = [Stage(sizes, index, seed, stages).to(dtype) for index in range(stages)]
