@@ -1,7 +1,7 @@
 """A pipeline's optimizer steps in one process, with the messages and sums that its ranks would exchange.
 
 Communication is the only thing left out. Stages, encoders of messages and the arithmetic of low rank are those of
-`towpath`. tests/ranks/test_emulated_pipeline.py compares the steps with those of a pipeline on ranks.
+`towpath`. tests/ranks/test_low_rank.py compares the steps with those of a pipeline on ranks.
 """
 
 from __future__ import annotations

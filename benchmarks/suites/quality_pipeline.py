@@ -9,7 +9,7 @@ counts the scheduled bytes of each part of a step. `python -m benchmarks report 
 
 A run is one thread of one process. It computes the optimizer steps of the eight ranks one after the other: the same
 stages, the same messages through the senders of `towpath.pipeline`, and the low-rank sums of gradients
-(tests/ranks/test_emulated_pipeline.py compares it with the pipeline). So `--part 1/2` and `--part 2/2` may run at once.
+(tests/ranks/test_low_rank.py compares it with the pipeline). So `--part 1/2` and `--part 2/2` may run at once.
 """
 
 from __future__ import annotations
