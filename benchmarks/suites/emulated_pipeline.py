@@ -28,7 +28,7 @@ from towpath.pipeline.stage import Encoding, Sender
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What one encoded message of a copy lost, and how that relates to the activations (eq. 14 of the paper).
+    """The error of one encoded message of a copy, and its relation to the activations (eq. 14 of the paper).
 
     `lost` is the norm of the error over that of the gradient. `cosine` is that of the error and the difference of the
     activations of this micro-batch and the next one. The means are over the root mean squares.

@@ -346,7 +346,7 @@ class CompressedCase:
 
     @property
     def name(self) -> str:
-        """What it is called, or the link rate."""
+        """The name of the case, or the link rate."""
         return self.called or self.inter
 
     def measure(self, settings: Settings) -> dict[str, Any]:

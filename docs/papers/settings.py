@@ -1,4 +1,4 @@
-"""What the papers ran: models, clusters and systems, and the simulated step of one of them."""
+"""The settings of the papers: models, clusters and systems, and the simulated step of one of them."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def test_the_simulator_takes_out_of_racks_what_the_schedule_sends(name: str) -> 
         for transfer in chain.from_iterable(schedule(made, UNITS, 1, form=form).transfers for form in Form):
             spine = sum(cost.needs.get(SPINE, 0.0) for cost in phase_costs(TransferShape.of(transfer), on))
             most = max(map(transfer.rack_bytes, range(topology.racks)))
-            # Slices are rounded up to equal lengths, and an all-reduce may reduce directly and gather in a ring.
-            assert spine == pytest.approx(most, rel=0.02, abs=64) or spine >= most, (name, topology, str(transfer))
+            # Slices are rounded up to equal lengths. All of an all-reduce that reduces directly counts as direct.
+            assert 0.98 * most - 64 <= spine <= 1.5 * most + 64, (name, topology, str(transfer))
 
 
 def test_a_message_between_stages_takes_what_both_racks_share() -> None:

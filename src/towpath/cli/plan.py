@@ -134,7 +134,9 @@ Codecs = Annotated[
 ]
 Interleaved = Annotated[
     int | None,
-    typer.Option(metavar="STEPS", parser=whole(2, 10**9), help="Code gradients in the first half of so many steps."),
+    typer.Option(
+        metavar="STEPS", parser=whole(2, 10**9), help="Compress gradients in the first half of so many steps."
+    ),
 ]
 StepOption = Annotated[
     int | None, typer.Option(metavar="N", parser=whole(0, 10**9), help="The optimizer step, if codecs change.")

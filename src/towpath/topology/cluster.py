@@ -64,9 +64,11 @@ class Topology:
             if (type(value) is not int or value < 1) and not (value is None and name == "nodes_per_rack"):
                 raise TopologyError(f"Topology: {name} must be a whole number of at least 1, got {value!r}.")
         if self.nodes_per_rack is not None and self.nodes % self.nodes_per_rack:
+            fewer = self.nodes // self.nodes_per_rack * self.nodes_per_rack
+            choices = f"{fewer} or {fewer + self.nodes_per_rack}" if fewer else f"{self.nodes_per_rack}"
             raise TopologyError(
                 f"Topology: racks of {self.nodes_per_rack} nodes do not divide {self.nodes} nodes. Use equally many "
-                f"nodes of each rack, such as {describe_choices(self.nodes, self.nodes_per_rack)}."
+                f"nodes of each rack, such as {choices} nodes."
             )
         if self.nodes_per_rack == self.nodes:  # equal topologies are equal objects
             object.__setattr__(self, "nodes_per_rack", None)
@@ -124,9 +126,3 @@ class Topology:
     def __str__(self) -> str:
         racks = f" in racks of {self.nodes_per_rack}" if self.nodes_per_rack else ""
         return f"{self.nodes} × {self.ranks_per_node}{racks}"
-
-
-def describe_choices(nodes: int, nodes_per_rack: int) -> str:
-    """Describe the nearest numbers of nodes that racks of `nodes_per_rack` divide."""
-    fewer = nodes // nodes_per_rack * nodes_per_rack
-    return f"{fewer} or {fewer + nodes_per_rack} nodes" if fewer else f"{nodes_per_rack} nodes"
