@@ -134,9 +134,7 @@ Codecs = Annotated[
 ]
 Interleaved = Annotated[
     int | None,
-    typer.Option(
-        metavar="STEPS", parser=whole(2, 10**9), help="Compress gradients in the first half of so many steps."
-    ),
+    typer.Option(metavar="STEPS", parser=whole(2, 10**9), help="Compress gradients in the first half of these steps."),
 ]
 StepOption = Annotated[
     int | None, typer.Option(metavar="N", parser=whole(0, 10**9), help="The optimizer step, if codecs change.")

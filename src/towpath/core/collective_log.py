@@ -90,7 +90,7 @@ def scopes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> tuple[Scop
     ]
     for extent, kinds in (
         (strategy.gathered_over, (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)),
-        (placement.grads if strategy.sync_gradients == "step" else strategy.topology.whole, (TransferKind.REDUCE,)),
+        (strategy.reduced_over, (TransferKind.REDUCE,)),
         (
             placement.optimizer,
             (

@@ -227,6 +227,11 @@ class Strategy:
         return None if self.frozen_codec == "none" else self.placement.params
 
     @property
+    def reduced_over(self) -> Extent:
+        """The ranks over which each micro-step reduces gradients."""
+        return self.placement.grads if self.sync_gradients == "step" else self.topology.whole
+
+    @property
     def gathered_over(self) -> Extent:
         """The smallest extent that contains all ranks that gather a unit's trainable and frozen weights together."""
         params, frozen = self.placement.params, self.frozen_extent or self.placement.params
