@@ -10,7 +10,8 @@ Cases with a link rate compare the pipeline without compression to compressed ba
 synchronization (fe), selective stage compression (sc), and compression of all stages (sc-all). A pipeline on unshaped
 links shows the share of the step that communication takes. Blocks wait, because eight ranks on two cores would wait for
 each other. Cases `peer-…` compare with torch.distributed.pipelining and DDP stages, whose blocks compute and wait.
-Cases `coder…` measure what encoding and decoding a message takes, over the transfer that it saves.
+`large-embeddings-…` has fe alone, where the tied matrix is most of the model. Cases `coder…` measure what encoding and
+decoding a message takes, over the transfer that it saves.
 """
 
 from __future__ import annotations
@@ -333,6 +334,8 @@ OPTIMUS_PARTS = ("cb", EVERY_MESSAGE, "cb+fe", "cb+fe+sc", NAIVE)
 # Selective compression against another rank in all stages (Fig. 13 of the paper).
 SHARES = tuple(f"cb+fe+sc, {share} of stages" for share in (0.25, 0.5))
 RANKS = tuple(f"cb+fe+sc-all, gradient rank {rank}" for rank in (4, 16, 48))
+# The tied matrix has 2.1 million parameters, and all blocks together have 0.8 million.
+LARGE_EMBEDDINGS = replace(OPTIMUS, vocabulary=16384, batch=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,6 +441,7 @@ CASES: list[CompressedCase | PeerCase | CoderCase] = [
     *(PeerCase(inter) for inter in (None, "200mbit", "50mbit")),
     *(CompressedCase(inter, OPTIMUS, OPTIMUS_PARTS, f"optimus-{inter}") for inter in ("50mbit", "20mbit")),
     CompressedCase("50mbit", OPTIMUS, (*SHARES, "cb+fe+sc", *RANKS), "optimus-ranks-50mbit"),
+    CompressedCase("100mbit", LARGE_EMBEDDINGS, ("fe",), "large-embeddings-100mbit"),
 ]
 
 SUITES = (Suite("pipeline", __doc__ or "", CASES),)
