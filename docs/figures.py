@@ -29,6 +29,44 @@ HEADINGS = ("case", "figure", "result", "95 % interval", "commit")
 # Rows of docs/guides/lora.md; all others are in the generated page.
 _LORA = ("fsdp2", "fsdp2 tuned", "torch-ddp tuned", "zero3", "mics", "ddp frozen=1x1")
 _SPEEDUP = ", times as fast"
+# Rows of docs/concepts/papers.md that the lab measured. By suite and case: where the paper prints the figure, what it
+# compares, the printed speed-up, the slower candidate and the faster one.
+_APART, _EVERY_STEP = ", units apart", " sync_gradients=micro-step"
+_TWO_NODES, _COMPRESSED = "mics group=2x2 route=", "Optimus-CC, Table 2"
+_LAB = {
+    ("ablations", "two hops, mics"): [
+        ("MiCS, Fig. 14", "two hops / all ranks in every micro-step", "1.11 to 1.25", f"mics{_EVERY_STEP}", "mics")
+    ],
+    ("ablations", "two hops, paro-iig"): [
+        ("", "the same, `paro-iig`", "–", f"paro-iig{_EVERY_STEP}", "paro-iig"),
+    ],
+    ("ablations", "two hops, paro-nig"): [
+        ("", "the same, `paro-nig`", "–", f"paro-nig{_EVERY_STEP}", "paro-nig"),
+    ],
+    ("ablations", "spanning gather"): [
+        ("MiCS, Fig. 13", "hierarchical / flat", "1.31 to 1.38", f"{_TWO_NODES}flat", f"{_TWO_NODES}hierarchical")
+    ],
+    ("ablations", "group sizes"): [
+        ("MiCS, Fig. 12", "groups of one node / of all nodes", "1.6", "mics group=2x4", "mics"),
+    ],
+    ("ablations", "implementation"): [
+        ("MiCS, Fig. 15", "`zero3` / DeepSpeed's ZeRO-3, tuned", "1.54", "deepspeed tuned stage=3", "zero3")
+    ],
+    ("ablations", "implementation, slow cables"): [
+        ("", "the same, slower links", "–", "deepspeed tuned stage=3", "zero3"),
+    ],
+    ("ablations", "small units, mics"): [
+        ("MiCS, section 4", "small messages sent together / apart", "–", f"mics{_APART}", "mics"),
+    ],
+    ("pipeline", "optimus-50mbit"): [
+        (_COMPRESSED, "cb / uncompressed", "1.07 ¹", "uncompressed", "cb"),
+        ("", "cb + fe / uncompressed", "1.13 ¹", "uncompressed", "cb+fe"),
+        ("", "cb + fe + sc / uncompressed", "1.45 ¹", "uncompressed", "cb+fe+sc"),
+    ],
+    ("pipeline", "large-embeddings-100mbit"): [
+        ("Optimus-CC, Fig. 10", "fe, where the tied matrix is 73 % of the model", "–", "uncompressed", "fe"),
+    ],
+}
 # Words of recorded figures, and those of the pages.
 _WORDS = {
     ": times as fast": ": speed-up over no compression",
@@ -280,6 +318,17 @@ def lora_table() -> str:
     return table(HEADINGS, found)
 
 
+def lab_table() -> str:
+    """Return what the lab measured of the papers' own comparisons: the times of one candidate over those of another."""
+    found: list[Row] = []
+    for (suite, case), lines in _LAB.items():
+        run = next((run for run in runs(suite) if run["case"]["name"] == case and "seconds" in run), None)
+        for place, what, printed, slower, faster in lines if run else ():
+            check = figures.ratio(run["seconds"], slower, faster).recorded()
+            found.append((place, what, printed, *_result(check), results.measured_at(run)))
+    return table(("figure", "what", "printed", "measured", "95 % interval", "commit"), found)
+
+
 def speedups_table() -> str:
     """Return the four rows of README.md."""
     head = ("FSDP2 would communicate", "comparisons", "lossless", "compressed (lossy)")
@@ -315,6 +364,7 @@ TABLES = {
     "lora": lora_table,
     "muon": lambda: measured_table("muon"),
     "ablations": lambda: measured_table("ablations"),
+    "papers-lab": lab_table,
     "comparisons": lambda: "".join(
         f"- [{page.title}](comparisons/{suite}.md): {page.summary}\n" for suite, page in PAGES.items()
     ),
