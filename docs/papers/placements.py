@@ -136,8 +136,8 @@ def _collectives() -> Iterator[Line]:
 
     paro, sheet, p3dn = cluster("dgx-a100-800g", 2, MEASURED_BY_PARO), cluster("dgx-a100-800g", 2), cluster("p3dn", 2)
     runs: tuple[tuple[str, str, float, Route, Cluster, float], ...] = (
-        ("PaRO", "HO-Ring / ring, 2 × 8 A100, 100 GB", 309 / 459, "ho-ring", paro, 100.0),
-        ("PaRO", "the same, 85 GB/s between nodes", 309 / 459, "ho-ring", sheet, 100.0),
+        ("PaRO", "HO-Ring / ring, 2 × 8 A100, 100 GB in all", 309 / 459, "ho-ring", paro, 100 / 16),
+        ("PaRO", "the same, 85 GB/s between nodes", 309 / 459, "ho-ring", sheet, 100 / 16),
         ("MiCS", "hierarchical / vanilla, 2 × 8 V100, 128 MB", 0.721, "hierarchical", p3dn, 0.128),
     )
     for paper, what, printed, route, here, size in runs:

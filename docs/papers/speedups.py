@@ -28,7 +28,7 @@ from towpath.topology.cluster import Extent
 # The share of the peak that the A800's matrix products reach is a figure of Lins itself. This is what the files of the
 # A100 assume.
 REACHED_ELSEWHERE = 0.6
-MEASURED_BY_PARO = 56.0  # GB/s between nodes. The data sheet gives 100, and the other files assume 85 % of that.
+MEASURED_BY_PARO = 56.0  # GB/s between nodes. The paper states 100, and the other files assume 85 % of that.
 ADAPTER = 10.625  # GB/s of one InfiniBand adapter: 85 % of 100 Gbit/s
 
 
