@@ -89,8 +89,8 @@ def _bert(width: int, depth: int, heads: int = 40) -> Transformer:
     return Transformer(32008, width, depth, heads, 4 * width, positions=512)
 
 
-# The models of the papers, and the length of their sequences there. The ZeRO++ paper prints only sizes. Its shapes here
-# are the usual ones of these sizes.
+# The models of the papers, and the length of their sequences. The ZeRO++ paper prints only sizes, and Optimus-CC no
+# lengths, heads or vocabulary. What is not printed is the usual value of that size. PaRO trains llama-65b with 512.
 MODELS: dict[str, tuple[Transformer, int]] = {
     "llama-7b": (_llama(4096, 32, 32, 11008), 4096),
     "llama-13b": (_llama(5120, 40, 40, 13824), 4096),
