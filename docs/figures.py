@@ -47,10 +47,10 @@ _LAB = {
         ("MiCS, Fig. 13", "hierarchical / flat", "1.31 to 1.38", f"{_TWO_NODES}flat", f"{_TWO_NODES}hierarchical")
     ],
     ("ablations", "group sizes"): [
-        ("MiCS, Fig. 12", "groups of one node / of all nodes", "1.6", "mics group=2x4", "mics"),
+        ("MiCS, Fig. 12", "groups of one node / of all nodes", "1.6 ²", "mics group=2x4", "mics"),
     ],
     ("ablations", "implementation"): [
-        ("MiCS, Fig. 15", "`zero3` / DeepSpeed's ZeRO-3, tuned", "1.54", "deepspeed tuned stage=3", "zero3")
+        ("MiCS, Fig. 15", "`zero3` / DeepSpeed's ZeRO-3, tuned", "1.54 ²", "deepspeed tuned stage=3", "zero3")
     ],
     ("ablations", "implementation, slow cables"): [
         ("", "the same, slower links", "–", "deepspeed tuned stage=3", "zero3"),
