@@ -225,27 +225,12 @@ def plan(
     if stages.pipelines and report is not None:
         raise ConfigError("--report draws strategies without pipelines only: leave out --pipeline, or --report.")
     solver = _solver(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, batch)
-    weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
-    if interleaved and set(gradients) <= {"none"}:
-        raise ConfigError("--interleaved needs codecs of gradients: add --allow int8,int4, or leave it out.")
-    request = replace(
-        solver.request,
-        weights=weights,
-        gradients=gradients,
-        checkpointing=checkpointing,
-        offload=offload,
-        interleaved=interleaved or 0,
-    )
+    request = replace(solver.request, checkpointing=checkpointing, offload=offload, **_codecs(allow, interleaved))
     if stages.pipelines and offload is not None:
         raise ConfigError("--offload is planned without pipelines only: leave out --pipeline, or --offload.")
     solver = Solver(solver.model, solver.cluster, replace(request, micro_batches=tuple(micro_batch or ())))
     began = time.monotonic()
-    with progress_bar("Planning") as say:
-        found = solver.solve(best=top if report is None else max(top, _IN_REPORT), most=max(top, MOST), say=say)
-    if stages.pipelines:
-        found = _with_pipelines(found, solver, model, length, stages, top)
-    if isinstance(found, Infeasible):
-        raise PlanError(_what_would_fit(found, solver, [] if stages.pipelines else ["a pipeline (--pipeline 4)"]))
+    found = _ranking(solver, model, length, stages, top, top if report is None else max(top, _IN_REPORT))
     if report is not None:
         _write_report(report, found, solver)
         found = replace(found, ranked=found.ranked[:top])
@@ -254,6 +239,27 @@ def plan(
         print(json.dumps(_facts(found, solver), indent=2))
         return
     _show(found, solver, time.monotonic() - began, output, report)
+
+
+def _codecs(allow: str, interleaved: int | None) -> dict[str, Any]:
+    """Return the fields of a request that --allow and --interleaved describe."""
+    weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
+    if interleaved and set(gradients) <= {"none"}:
+        raise ConfigError("--interleaved needs codecs of gradients: add --allow int8,int4, or leave it out.")
+    return {"weights": weights, "gradients": gradients, "interleaved": interleaved or 0}
+
+
+def _ranking(
+    solver: Solver, name: str, length: int | None, stages: PipelineOptions, top: int, without_stages: int
+) -> Ranking:
+    """Return the best strategies: `top` of them with pipelines, else `without_stages`. Raise if nothing fits."""
+    with progress_bar("Planning") as say:
+        found = solver.solve(best=without_stages, most=max(top, MOST), say=say)
+    if stages.pipelines:
+        found = _with_pipelines(found, solver, name, length, stages, top)
+    if isinstance(found, Infeasible):
+        raise PlanError(_what_would_fit(found, solver, [] if stages.pipelines else ["a pipeline (--pipeline 4)"]))
+    return found
 
 
 def _write_report(report: Path, found: Ranking, solver: Solver) -> None:
