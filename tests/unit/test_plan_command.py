@@ -20,6 +20,7 @@ from tests.ranks.strategies import seldom
 from towpath.cli import main, plan_report
 from towpath.cli import plan as plan_command
 from towpath.cli import probe as probe_command
+from towpath.cli import simulate as simulate_command
 from towpath.core.strategy import Strategy
 from towpath.train.config import Config
 from towpath.train.report import svg
@@ -135,7 +136,8 @@ def test_what_takes_long_tells_how_much_is_done(monkeypatch: pytest.MonkeyPatch)
     def bar(about: str) -> Generator[Callable[[int, int], None]]:
         yield lambda done, total: said.append(f"{about} {0 <= done <= total}")
 
-    monkeypatch.setattr(plan_command, "progress_bar", bar)
+    for command in (plan_command, simulate_command):
+        monkeypatch.setattr(command, "progress_bar", bar)
     told_wide("simulate", "zero3", *SMALL, "--jitter", "0.1")
     told_wide("explain", "zero3", "mics", *SMALL)
     told_wide(*PLAN)
@@ -171,6 +173,7 @@ def test_where_nothing_fits_the_exit_code_is_1_and_the_message_names_what_would_
         (("simulate", "zero3", *SIDES, "--trace", "/nowhere/t.json"), "there is no folder /nowhere"),
         ((*PLAN, "--optimizer", "muon"), "optimizer 'muon': expected one of adamw"),
         (("simulate", "zero3", *SIDES, "--straggler", "3"), "expected RANK:TIMES"),
+        (("simulate", "zero++ gradients_until=5", *SIDES, "--jitter", "0.1"), "Add --step 0 or 5."),
         (("simulate", "zero3", *SIDES, "--straggler", "64:2"), "a rank below 64"),
         (("simulate", "zero4", *SIDES), "unknown strategy 'zero4'; did you mean"),
         (("simulate", "missing.toml", *SIDES), "cannot read missing.toml"),
@@ -223,6 +226,17 @@ def test_a_simulated_step_is_a_trace_like_the_engines(tmp_path: Path) -> None:
     rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"compute", "waiting", "between nodes"} <= rows
     assert {"gather of blocks.0", "forward of blocks.0", "backward of blocks.0"} <= {e["name"] for e in events}
+
+
+def test_each_phase_of_codecs_that_change_is_simulated() -> None:
+    recipe = ("simulate", "zero++ interleaved=9", *SMALL)
+    found = json.loads(told_wide(*recipe, "--json"))
+    alone = [json.loads(told_wide(*recipe, "--step", step, "--json"))["seconds"] for step in ("0", "4")]
+    assert [(each["first_step"], each["seconds"]) for each in found["phases"]] == [(0, alone[0]), (4, alone[1])]
+    assert found["mean_seconds"] == pytest.approx((4 * alone[0] + 5 * alone[1]) / 9)
+    words = told("simulate", "zero++ interleaved=9", *SMALL)
+    assert re.search(r"From step 4: [\d,]+ tokens/s.*\nThe mean over 9 steps: [\d.]+ m?s a step\.", words)
+    assert "change at step 4. Here all are in use" in told("explain", "zero++ interleaved=9", *SMALL)
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

@@ -175,6 +175,8 @@ def test_one_pipeline_is_simulated_and_traced_rank_by_rank(tmp_path: Path) -> No
     events = json.loads(trace.read_text())["traceEvents"]
     names = {each["args"]["name"] for each in events if each["name"] == "process_name"}
     assert len(names) == 4 and all("8 stages on 4, ZBVZeroBubble, zero1" in name for name in names)
+    switched = ["simulate", "qgz gradients_until=5", *asked[2:-1], "2", "--micro-steps", "4"]
+    assert "From step 5: " in CliRunner().invoke(app, switched).output
     assert {"weight gradients", "input gradients"} <= {each["name"].partition(" of ")[0] for each in events}
 
 

@@ -23,8 +23,9 @@ import typer
 import towpath
 from towpath.cli import checkpoint, data, lab_run
 from towpath.cli.bench import bench
-from towpath.cli.plan import explain, plan, simulate
+from towpath.cli.plan import plan
 from towpath.cli.probe import probe
+from towpath.cli.simulate import explain, simulate
 from towpath.cli.terminal import Commands, Output
 from towpath.cli.train import demo, train
 from towpath.errors import PlanError, TowpathError, TrainError

@@ -1,12 +1,12 @@
-"""`towpath plan`, `explain` and `simulate`: find the fastest strategy for a model on a cluster, without training."""
+"""`towpath plan`: find the fastest strategy for a model on a cluster, without training."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +15,8 @@ import typer
 from rich.console import Console
 
 from towpath.cli.terminal import above_zero, table_of, whole
-from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, plain_walk
-from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.files import check_output_file, write_output_file
 from towpath.planner import tables
@@ -26,8 +24,7 @@ from towpath.planner.catalog import describe_model, load_cluster, model_shape
 from towpath.planner.cluster import GIB
 from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
-from towpath.planner.solver import MOST, Batching, Infeasible, Prediction, Ranking, Solver
-from towpath.sim.timeline import Delay, RankVariation, expected_delay
+from towpath.planner.solver import MOST, Infeasible, Ranking, Solver
 from towpath.train.progress import progress_bar
 
 # The number of strategies whose time and memory a report shows.
@@ -47,9 +44,7 @@ class OffloadName(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-_PER_RANK = whole(1, 1_000_000)
-# A trace, and ranks of different speeds, need each micro-step. Otherwise the third stands for all later ones.
-_MOST_REPLAYED = 1_000
+PER_RANK = whole(1, 1_000_000)
 _PRECISIONS = {PrecisionName.BF16: BF16, PrecisionName.FP32: Precision()}
 # PyTorch plans the schedules with several stages on a rank.
 _SCHEDULES_WITHOUT_TORCH = ("GPipe", "1F1B")
@@ -69,7 +64,6 @@ ClusterName = Annotated[
         help="A shipped cluster (p4d, ethernet-10g, …), a .toml file, or a profile of `towpath probe`.",
     ),
 ]
-ModelOption = Annotated[str, typer.Option("--model", metavar="MODEL", help="A model, as for `towpath plan`.")]
 Nodes = Annotated[
     int | None,
     typer.Option(
@@ -100,9 +94,8 @@ PrecisionOption = Annotated[
 ]
 OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}.")]
 MicroBatch = Annotated[
-    int, typer.Option(metavar="N", parser=_PER_RANK, help="Sequences that a rank computes at the same time.")
+    int, typer.Option(metavar="N", parser=PER_RANK, help="Sequences that a rank computes at the same time.")
 ]
-MicroSteps = Annotated[int, typer.Option(metavar="N", parser=_PER_RANK, help="Micro-batches in one optimizer step.")]
 OffloadOption = Annotated[
     OffloadName | None,
     typer.Option(
@@ -118,7 +111,7 @@ MicroBatches = Annotated[
     list[int] | None,
     typer.Option(
         metavar="N",
-        parser=_PER_RANK,
+        parser=PER_RANK,
         help="Sequences that a rank computes at the same time. Can be repeated.",
         show_default="all that fit",
     ),
@@ -135,9 +128,6 @@ Codecs = Annotated[
 Interleaved = Annotated[
     int | None,
     typer.Option(metavar="STEPS", parser=whole(2, 10**9), help="Compress gradients in the first half of these steps."),
-]
-StepOption = Annotated[
-    int | None, typer.Option(metavar="N", parser=whole(0, 10**9), help="The optimizer step, if codecs change.")
 ]
 Top = Annotated[int, typer.Option(metavar="N", parser=whole(1, 10_000), help="How many strategies to show.")]
 OutputFile = Annotated[
@@ -175,14 +165,6 @@ Compressions = Annotated[
 ]
 ReportFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write an HTML page of plots: which strategy when.")
-]
-TraceFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")]
-Jitter = Annotated[
-    float, typer.Option(metavar="SHARE", help="Standard deviation of the compute time, as a share of it, on all ranks.")
-]
-Stragglers = Annotated[
-    list[str] | None,
-    typer.Option(metavar="RANK:TIMES", help="A rank that computes TIMES as long. Can be repeated."),
 ]
 
 
@@ -224,7 +206,7 @@ def plan(
     stages = PipelineOptions(pipeline or (), tensor or (), schedule or (), compression or ())
     if stages.pipelines and report is not None:
         raise ConfigError("--report draws strategies without pipelines only: leave out --pipeline, or --report.")
-    solver = _solver(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, batch)
+    solver = solver_of(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, batch)
     request = replace(solver.request, checkpointing=checkpointing, offload=offload, **_codecs(allow, interleaved))
     if stages.pipelines and offload is not None:
         raise ConfigError("--offload is planned without pipelines only: leave out --pipeline, or --offload.")
@@ -267,7 +249,7 @@ def _write_report(report: Path, found: Ranking, solver: Solver) -> None:
     from towpath.cli.plan_report import write_plan_report
 
     with progress_bar("Drawing") as say:
-        write_plan_report(report, found, solver, _heading(solver), say)
+        write_plan_report(report, found, solver, heading(solver), say)
 
 
 def _facts(found: Ranking, solver: Solver) -> dict[str, Any]:
@@ -286,23 +268,9 @@ def _facts(found: Ranking, solver: Solver) -> dict[str, Any]:
     }
 
 
-def _variation(jitter: float, straggler: Sequence[str], world: int) -> RankVariation:
-    """Return the variation that --jitter and --straggler describe. `straggler` has texts such as 3:1.5."""
-    stragglers: dict[int, float] = {}
-    for text in straggler:
-        rank, _, times = text.partition(":")
-        try:
-            stragglers[int(rank)] = float(times)
-        except ValueError:
-            raise ConfigError(f"--straggler {text}: expected RANK:TIMES, such as 3:1.5.") from None
-    variation = RankVariation(jitter, stragglers)
-    variation.check(world)
-    return variation
-
-
 def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | None, report: Path | None) -> None:
     console = Console(width=100, highlight=False)
-    console.print(_heading(solver))
+    console.print(heading(solver))
     table = table_of(*tables.HEADINGS, numbers=3)
     for number, priced in enumerate(found.ranked, 1):
         table.add_row(*tables.row(number, priced, solver))
@@ -331,134 +299,7 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
         print(f"Plots: {report}")
 
 
-def explain(
-    first: Annotated[str, typer.Argument(metavar="A", help="A preset ('mics group=4x2'), or a .toml file.")],
-    model: ModelOption,
-    cluster: ClusterName,
-    second: Annotated[str | None, typer.Argument(metavar="B", help="A second strategy to compare with.")] = None,
-    micro_batch: MicroBatch = 1,
-    micro_steps: MicroSteps = 1,
-    checkpointing: Checkpointing = False,
-    nodes: Nodes = None,
-    ranks_per_node: RanksPerNode = None,
-    length: Length = None,
-    memory: Memory = None,
-    precision: PrecisionOption = PrecisionName.BF16,
-    optimizer: OptimizerOption = "adamw",
-    offload: OffloadOption = None,
-    step: StepOption = None,
-    as_json: AsJson = False,
-) -> None:
-    """Explain the step time of a strategy by its transfers, or what decides between two strategies.
-
-    Example: `towpath explain zero3 mics --model bert-10b --cluster p3dn --micro-batch 8 --micro-steps 4`
-
-    Exit code: 0, or 2 for a mistake.
-    """
-    solver = _solver(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, 1)
-    batching = Batching(micro_batch, micro_steps, checkpointing)
-    names = [first] if second is None else [first, second]
-    sides: list[Prediction] = []
-    with progress_bar("Explaining") as say:
-        for name in names:
-            sides.append(solver.predict(_strategy(name, solver, offload, step), batching))
-            say(len(sides), len(names))
-    if as_json:
-        facts = {"verdict": tables.explain(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
-        print(json.dumps(facts, indent=2))
-        return
-    _show_step(sides, solver, tables.explain(sides, solver))
-
-
-def simulate(
-    strategy: Annotated[str, typer.Argument(metavar="STRATEGY", help="A preset ('mics group=4x2'), or a .toml file.")],
-    model: ModelOption,
-    cluster: ClusterName,
-    micro_batch: MicroBatch = 1,
-    micro_steps: MicroSteps = 1,
-    checkpointing: Checkpointing = False,
-    nodes: Nodes = None,
-    ranks_per_node: RanksPerNode = None,
-    length: Length = None,
-    memory: Memory = None,
-    precision: PrecisionOption = PrecisionName.BF16,
-    optimizer: OptimizerOption = "adamw",
-    offload: OffloadOption = None,
-    step: StepOption = None,
-    trace: TraceFile = None,
-    jitter: Jitter = 0.0,
-    straggler: Stragglers = None,
-    pipeline: Annotated[
-        int, typer.Option(metavar="N", parser=whole(1, 100_000), help="Ranks of a pipeline. 1 is no pipeline.")
-    ] = 1,
-    tensor: Annotated[
-        int, typer.Option(metavar="N", parser=whole(1, 10_000), help="Ranks that share each layer of a stage.")
-    ] = 1,
-    schedule: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(SCHEDULES)}.")] = "1F1B",
-    compression: Annotated[str, typer.Option(metavar="NAME", help="Of a pipeline: optimus-cb, …")] = "none",
-    as_json: AsJson = False,
-) -> None:
-    """Simulate one optimizer step on a described cluster of up to thousands of ranks.
-
-    Example: `towpath simulate zero3 --model llama-13b --cluster dgx-a100-200g --nodes 64 --jitter 0.05`
-
-    Exit code: 0, or 2 for a mistake.
-    """
-    solver = _solver(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, 1)
-    batching = Batching(micro_batch, micro_steps, checkpointing)
-    check_output_file("--trace", trace)
-    if micro_steps > _MOST_REPLAYED and (trace is not None or jitter or straggler):
-        raise ConfigError(
-            f"--micro-steps {micro_steps}: --trace, --jitter and --straggler simulate each micro-batch. Expected at "
-            f"most {_MOST_REPLAYED:,} with them."
-        )
-    if pipeline > 1:
-        if jitter or straggler or offload:
-            raise ConfigError("--jitter, --straggler and --offload need no stages: leave out --pipeline, or them.")
-        PipelineOptions((pipeline,), (tensor,), (schedule,), (compression,))
-        layout = Layout(pipeline, schedule, strategy, compression, tensor)
-        predicted = _simulate_pipeline(solver, model, length, layout, batching, trace)
-        _show_simulated(predicted, solver, None, trace, as_json)
-        return
-    made = _strategy(strategy, solver, offload, step)
-    uneven, late = _variation(jitter, straggler or (), made.topology.world), None
-    with progress_bar("Simulating") as say:
-        if trace is not None:
-            _write_trace(trace, solver, made, batching, say)
-        priced = solver.predict(made, batching)
-        if uneven != RankVariation():
-            events = solver.timeline(made, batching, say).thread_events
-            late = expected_delay(events, uneven, made.topology.world, say=say)
-    _show_simulated(priced, solver, late, trace, as_json)
-
-
-def _show_simulated(priced: Prediction, solver: Solver, late: Delay | None, trace: Path | None, as_json: bool) -> None:
-    if as_json:
-        found = tables.as_json(priced, solver)
-        print(json.dumps(found if late is None else found | {"late_seconds": asdict(late)}, indent=2))
-        return
-    speed, share = tables.tokens_per_second(priced, solver), tables.mfu(priced, solver)
-    _show_step([priced], solver, f"{speed:,.0f} tokens/s, {share:.1%} of the peak.")
-    if late is not None:
-        mean, most = (tables.seconds(priced.seconds + more) for more in (late.mean, late.most))
-        print(f"With ranks of different speeds: {mean} a step on average, {most} at most.")
-    if trace is not None:
-        print(f"The step, for https://ui.perfetto.dev: {trace}")
-
-
-def _show_step(sides: Sequence[Prediction], solver: Solver, conclusion: str) -> None:
-    """Print the step of each strategy, side by side."""
-    console = Console(width=100, highlight=False)
-    console.print(_heading(solver))
-    table = table_of("one optimizer step", *(tables.title(p) for p in sides), numbers=1)
-    table.add_row("P, G, OS", *(tables.extents(p.strategy) for p in sides))
-    for cells in tables.compare(sides, solver):
-        table.add_row(*cells)
-    console.print(table)
-    console.print(conclusion)
-
-
-def _solver(
+def solver_of(
     model: str,
     cluster: str,
     ranks: tuple[int | None, int | None],
@@ -468,32 +309,15 @@ def _solver(
     optimizer: str,
     batch: int,
 ) -> Solver:
+    """Return the solver of a model on a cluster, as the options of a command describe them. `batch` is sequences."""
     found = load_cluster(cluster, *ranks)
     limit = found.memory if memory is None else max(1, int(memory * GIB))
     request = Request(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
     return Solver(describe_model(model, length), found, request)
 
 
-def _strategy(name: str, solver: Solver, offload: OffloadName | None, step: int | None) -> Strategy:
-    """Return the strategy of optimizer step `step`, or with None the strategy with all of its codecs in use."""
-    if not name.endswith(".toml"):
-        made = presets.parse_strategy(name, solver.cluster.topology, offload.value if offload else None)
-        return made if step is None else made.at(step)
-    try:
-        made = Strategy.from_toml(Path(name).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"strategy: cannot read {name}: {reason}. Check the path, or name a preset.") from None
-    if made.topology != solver.cluster.topology:
-        raise ConfigError(
-            f"strategy {name} is for {made.topology} ranks, and the cluster has {solver.cluster.topology}. Pass "
-            "--nodes and --ranks-per-node, or plan anew."
-        )
-    made = made if offload is None else replace(made, offload=offload)
-    return made if step is None else made.at(step)
-
-
-def _heading(solver: Solver) -> str:
+def heading(solver: Solver) -> str:
+    """Return two lines that describe the model and the cluster."""
     model, found, topology = solver.model, solver.cluster, solver.cluster.topology
     links = found.hardware
     racks = ""
@@ -520,15 +344,6 @@ def _what_would_fit(found: Infeasible, solver: Solver, more_hints: Sequence[str]
         f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
         f"too many, most of it {part} ({memory[part] / GIB:.1f} GiB). What would help: {', or '.join(hints)}."
     )
-
-
-def _write_trace(
-    path: Path, solver: Solver, strategy: Strategy, batching: Batching, say: Callable[[int, int], None]
-) -> None:
-    from towpath.tracing import simulated_intervals, write_trace  # imports torch
-
-    intervals = simulated_intervals(solver.timeline(strategy, batching, say).events)
-    write_trace(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
@@ -561,7 +376,7 @@ def _with_pipelines(
 ) -> Ranking | Infeasible:
     """Plan the model with pipelines, and return the `best` of these and of `found`."""
     schedules = options.schedules or ("1F1B",)
-    pipelines = _pipelines(solver, name, length, schedules)
+    pipelines = pipelines_of(solver, name, length, schedules)
     with progress_bar("Planning stages") as say:
         staged = pipelines.solve(
             options.pipelines, schedules, options.compressions or ("none",), options.tensors or (1,), best, say
@@ -574,22 +389,8 @@ def _with_pipelines(
     return replace(found, ranked=tuple(ranked[:best]))
 
 
-def _simulate_pipeline(
-    solver: Solver, name: str, length: int | None, layout: Layout, batching: Batching, trace: Path | None
-) -> PipelinePrediction:
-    """Simulate one step of a pipeline. The trace shows one replica of each of its ranks."""
-    pipelines = _pipelines(solver, name, length, (layout.schedule,))
-    pipelines.check(layout, batching)
-    if trace is not None:
-        from towpath.tracing import simulated_intervals, write_trace  # imports torch
-
-        timeline = pipelines.replay(layout, batching)
-        ranks = {rank: simulated_intervals(each.events) for rank, each in enumerate(timeline.ranks)}
-        write_trace(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
-    return pipelines.predict(layout, batching)
-
-
-def _pipelines(solver: Solver, name: str, length: int | None, schedules: Sequence[str]) -> Pipelines:
+def pipelines_of(solver: Solver, name: str, length: int | None, schedules: Sequence[str]) -> Pipelines:
+    """Return what predicts pipelines of the model on the cluster of `solver`."""
     if all(schedule in _SCHEDULES_WITHOUT_TORCH for schedule in schedules):
         walks = plain_walk
     else:

@@ -255,6 +255,11 @@ class Strategy:
         """True if the optimizer steps in host memory."""
         return self.offload == "optimizer"
 
+    @property
+    def changes(self) -> list[int]:
+        """The optimizer steps at which a transport changes, in ascending order."""
+        return sorted({step for kind in WITH_TRANSPORT for step in self.transport(kind).changes})
+
     def at(self, step: int) -> Strategy:
         """Return the strategy of optimizer step `step`, counted from 0.
 

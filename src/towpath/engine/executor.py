@@ -116,7 +116,7 @@ class Engine:
         # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
-        self._changes = {step for kind in TransferKind for step in strategy.transport(kind).changes}
+        self._changes = strategy.changes
         self.muted = False  # whether this rank's gradients count as zero (see `ShardedModule.join`)
         # A pipeline may halve a backward pass. In the first half `_held_back` lists the forward passes whose weight
         # gradients are still to be computed. In the second half `_only_weight_gradients` is true.

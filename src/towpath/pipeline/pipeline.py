@@ -185,8 +185,7 @@ class Pipeline(Observable):
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss, scale_grads=False)
         groups = [Groups(mesh[name].get_group()) for name in mesh.mesh_dim_names or () if name != "dp"]
         # The steps at which a codec of a strategy begins or ends. Those of presets are always used.
-        transports = [s.transport(t) for s in strategies if isinstance(s, Strategy) for t in TransferKind]
-        changes = self._compression.changes.union(*(transport.changes for transport in transports))
+        changes = self._compression.changes.union(*(s.changes for s in strategies if isinstance(s, Strategy)))
 
         def plan(step: int, accumulated: int) -> JobSchedule:
             return self.schedule(None, step, accumulated)

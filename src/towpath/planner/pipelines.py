@@ -203,7 +203,7 @@ class Pipelines:
             seen: dict[Placement, Layout] = {}
             for strategy in STRATEGIES:  # on one node, or with one copy, several names mean the same placement
                 layout = Layout(pipeline, schedule, strategy, compression, tensor)
-                seen.setdefault(self._plain_strategy(layout).placement, layout)
+                seen.setdefault(self.strategy(layout).placement, layout)
             layout = Layout(pipeline, schedule, "ddp", compression, tensor)
             for (size, count), checkpointing in product(self.request.shares(self.copies(layout)), again):
                 if not asked_of_micro_batches(schedule, pipeline, count):
@@ -230,7 +230,7 @@ class Pipelines:
             if sum(self._memory(replace(layout, strategy=made), batching).values()) > self.request.memory:
                 continue
             known = seen.get(candidate.placement)
-            if known is None or replace(self._plain_strategy(known), name=made.name) != made:
+            if known is None or replace(self.strategy(known), name=made.name) != made:
                 yield made
             if (found := found + 1) == MOST_OTHERS:
                 return
@@ -270,7 +270,7 @@ class Pipelines:
             PlanError: If the ranks or the micro-batches cannot be divided so.
             StrategyError: If there is no such strategy.
         """
-        self._plain_strategy(layout)
+        self.strategy(layout)
         if needed := asked_of_micro_batches(layout.schedule, layout.pipeline, batching.micro_steps):
             raise PlanError(
                 f"{layout.schedule} of {layout.pipeline} ranks asks for {needed}; got {batching.micro_steps}."
@@ -297,6 +297,26 @@ class Pipelines:
             )
         return topology.world // together
 
+    def strategy(self, layout: Layout) -> Strategy:
+        """Return the strategy of all stages, before the compression adds codecs to some of them.
+
+        Args:
+            layout: How the model is distributed.
+
+        Raises:
+            PlanError: If the layout's `Strategy` is for another topology than that of the copies of a stage.
+            StrategyError: If there is no preset of the layout's name.
+        """
+        topology = self._stage_topology(layout)
+        if isinstance(layout.strategy, Strategy):
+            if layout.strategy.topology != topology:
+                raise PlanError(
+                    f"strategy {layout.strategy.name} is for {layout.strategy.topology} ranks. The copies of a stage "
+                    f"are on {topology}."
+                )
+            return layout.strategy
+        return presets.parse_strategy(layout.strategy, topology)
+
     # One layout -----------------------------------------------------------------------------------------------------
 
     def predict(self, layout: Layout, batching: Batching) -> PipelinePrediction:
@@ -318,7 +338,7 @@ class Pipelines:
             shorter = self.replay(layout, replace(batching, micro_steps=few)).combined()
             found = found.with_more((batching.micro_steps - many) / (many - few), shorter)
         return PipelinePrediction(
-            self._plain_strategy(layout),
+            self.strategy(layout),
             batching,
             found.seconds,
             found.computed,
@@ -351,20 +371,8 @@ class Pipelines:
         return PipelineReplay(stages, walk, self.cluster.hardware, layout.plain_compression, tied).run()
 
     def _walk(self, layout: Layout, batching: Batching) -> tuple[Order, Walk]:
-        unsharded = self._plain_strategy(layout).placement.params.size == 1
+        unsharded = self.strategy(layout).placement.params.size == 1
         return self._walks(layout.schedule, layout.pipeline, batching.micro_steps, unsharded)
-
-    def _plain_strategy(self, layout: Layout) -> Strategy:
-        """Return the strategy of all stages, before the compression adds codecs to some of them."""
-        topology = self._stage_topology(layout)
-        if isinstance(layout.strategy, Strategy):
-            if layout.strategy.topology != topology:
-                raise PlanError(
-                    f"strategy {layout.strategy.name} is for {layout.strategy.topology} ranks. The copies of a stage "
-                    f"are on {topology}."
-                )
-            return layout.strategy
-        return presets.parse_strategy(layout.strategy, topology)
 
     def _ranks(self, layout: Layout, home: int) -> tuple[int, ...]:
         each = self.copies(layout) * layout.tensor
@@ -378,7 +386,7 @@ class Pipelines:
         staged, homes = self._staged(layout.stages), owners(order)
         stages: list[SimulatedStage] = []
         for index in range(layout.stages):
-            strategy = layout.plain_compression.strategy_of(self._plain_strategy(layout), index, layout.stages)
+            strategy = layout.plain_compression.strategy_of(self.strategy(layout), index, layout.stages)
             model = _tensor_share(staged.stages[index], layout.tensor)
             shape = ((batching.micro_batch, model.length, staged.width), self.request.compute_dtype)
             stages.append(
