@@ -83,8 +83,8 @@ VARIANTS = [
 
 
 @dataclass(frozen=True, slots=True)
-class QualityRun:
-    """A variant with a seed."""
+class VariantRun:
+    """A variant with a seed. A suite says how it is trained."""
 
     variant: str
     seed: int
@@ -93,6 +93,12 @@ class QualityRun:
     def name(self) -> str:
         """The name of the case."""
         return f"{self.variant}, seed {self.seed}"
+
+
+class QualityRun(VariantRun):
+    """A variant with a seed, trained on ranks of the lab."""
+
+    __slots__ = ()
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Train in the lab."""

@@ -49,7 +49,7 @@ from benchmarks.suites.pipeline import (
     loss_of,
     mesh_of_nodes,
 )
-from benchmarks.suites.quality import Judged, judged, set_learning_rate, spread_of, windows
+from benchmarks.suites.quality import Judged, VariantRun, judged, set_learning_rate, spread_of, windows
 from towpath import lab
 from towpath.errors import ConfigError
 from towpath.pipeline import Compression, Pipeline
@@ -113,17 +113,10 @@ def tokens(vocabulary: int) -> Tensor:
     return found[kept]
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineQualityRun:
-    """A variant with a seed."""
+class PipelineQualityRun(VariantRun):
+    """A variant with a seed, trained in an emulated pipeline."""
 
-    variant: str
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """The name of the case."""
-        return f"{self.variant}, seed {self.seed}"
+    __slots__ = ()
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Train, and observe what messages lose in the steps that end with a validation."""
