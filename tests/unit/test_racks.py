@@ -80,6 +80,11 @@ def test_messages_of_pipelines_and_to_owners_of_matrices_leave_racks() -> None:
     )
     assert [inside.rack_bytes(0), inside.rack_bytes(1)] == [0, 0] != [across.rack_bytes(0), across.rack_bytes(1)]
     assert across.between_racks_bytes == across.inter_bytes
+    for wrong in (-1, 2):
+        with pytest.raises(TopologyError, match=f"rack {wrong}: the cluster has 2. Expected a number from 0 to 1"):
+            across.rack_bytes(wrong)
+    with pytest.raises(TopologyError, match="node 4: the cluster has 4"):
+        across.cable_bytes(4)
 
     whole = [OwnedParameter("weight", (50, 100), 0, 0, 0)]
     made = schedule(strategy("zero1", topology), UNITS, 1, whole=whole)

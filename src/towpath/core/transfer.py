@@ -37,6 +37,7 @@ from towpath.core.routes import (
 )
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
+from towpath.errors import TopologyError
 from towpath.topology.cluster import Topology
 
 # --- payload ----------------------------------------------------------------------------------------------------------
@@ -378,11 +379,13 @@ class Transfer:
         return self._traffic.inside
 
     def cable_bytes(self, node: int) -> int:
-        """Return how many bytes `node` sends to other nodes."""
+        """Return how many bytes `node` sends to other nodes. Raise TopologyError if there is no such node."""
+        _check_number("node", node, self.topology.nodes)
         return self._traffic.leaving[node]
 
     def rack_bytes(self, rack: int) -> int:
-        """Return how many bytes the nodes of `rack` send to other racks."""
+        """Return how many bytes the nodes of `rack` send to other racks. Raise TopologyError if there is none."""
+        _check_number("rack", rack, self.topology.racks)
         return self._leaving_racks[rack]
 
     @property
@@ -503,6 +506,12 @@ class Transfer:
         if isinstance(self.payload, Matrices):
             return f"{self.kind.value} of {self.payload}, {self.move.op.value} among {self.move.members} ranks"
         return f"{self.kind.value} of {self.payload}, {self.move.op.value} over {self.move.members} ranks"
+
+
+def _check_number(what: str, number: int, count: int) -> None:
+    """Raise unless the cluster has a node or rack of this number."""
+    if not 0 <= number < count:
+        raise TopologyError(f"{what} {number}: the cluster has {count}. Expected a number from 0 to {count - 1}.")
 
 
 class SentBytes:
