@@ -567,6 +567,7 @@ def test_what_a_run_says_and_writes(world: Worlds, config: Callable[..., Config]
     for step in mine.log.trace:
         found = json.loads(Path(mine.log.folder, f"trace-step-{step:06}.json").read_text())["traceEvents"]
         assert {event["pid"] for event in found} == {0, 1, 2, 3}
+        assert "rank 2 (node 1)" in [e["args"]["name"] for e in found if e["name"] == "process_name"]
         for track, key in (("between nodes", "inter_bytes"), ("inside nodes", "intra_bytes")):
             sent = sum(e["args"]["bytes"] for e in found if e["pid"] == 0 and e.get("cat") == track)
             assert sent == rows_of(mine)[step - 1][key] > 0
@@ -574,9 +575,11 @@ def test_what_a_run_says_and_writes(world: Worlds, config: Callable[..., Config]
 
 def test_runs_that_share_a_folder_are_told_apart(world: Worlds, config: Callable[..., Config]) -> None:
     for seed in (1, 2):
-        world(2).run(_train, config(train={"steps": 2, "seed": seed}, strategy=_on(2, 1)))
+        world(2).run(_train, config(train={"steps": 2, "seed": seed}, strategy=_on(2, 1) | {"nodes_per_rack": seed}))
     starts = rows_of(config(), "start")
     assert [(row["step"], row["config"]["train"]["seed"]) for row in starts] == [(0, 1), (0, 2)]
+    clusters = [[row.get(key) for key in ("nodes", "ranks_per_node", "nodes_per_rack")] for row in starts]
+    assert clusters == [[2, 1, 1], [2, 1, None]]
     lines = Path(config().log.folder, "metrics.jsonl").read_text().splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
     assert kinds == ["start", "train", "train", "validation"] * 2

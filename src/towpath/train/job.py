@@ -18,7 +18,7 @@ from towpath.topology.init import alone, device_of_rank, first_line, init
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """This rank and the others. `topology`: the nodes and ranks as the launcher placed them."""
+    """This rank and the others. `topology`: the nodes and ranks, numbered as by `towpath.init()`."""
 
     groups: Groups
     topology: Topology

@@ -23,6 +23,7 @@ from rich.text import Text
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError
 from towpath.observing import Stats, Sums, Trace, TransferStats, stats, sums, traced
+from towpath.topology.cluster import Topology
 from towpath.tracing import trace, write_trace
 from towpath.train.config import DTYPES, Config, LogConfig, ParallelConfig
 from towpath.train.job import Job
@@ -85,13 +86,16 @@ class MetricsLogger:
         self._timers, self._step_flops, self._first_step, self._step = timers, step_flops, first_step, first_step
         # The engine counts one of the groups of ranks that share layers. A pipeline counts all of them.
         self._groups = 1 if parallel.pipeline > 1 else parallel.tensor
+        # A stage's strategy describes only the copies of the stage. Otherwise the strategy describes the whole job.
+        alone = parallel.pipeline * parallel.tensor == 1
+        self._topology = config.strategy.topology(job.topology) if alone else job.topology
         self._tokens = config.train.batch * config.train.length
         self._leads = job.rank == 0
         dtype: torch.dtype = getattr(torch, DTYPES[config.train.precision])
         self._peak_flops = peak_flops(job.device, dtype) * job.world
         self._progress = StepProgress(config.train.steps, quiet=not self._leads)
         with job.fail_together():
-            self._writers = _open_writers(config, job, first_step) if self._leads else []
+            self._writers = _open_writers(config, self._topology, first_step) if self._leads else []
         self._exit = ExitStack()
         self._stats_before, self._sums = self._stats(), self._current_sums()
         self._outside_steps = Sums()  # the transfers of evaluations
@@ -183,7 +187,7 @@ class MetricsLogger:
         path = Path(self._log.folder, f"trace-step-{step:06}.json")
         text = f"step {step}: trace in {path}; open it at https://ui.perfetto.dev"
         try:
-            write_trace(path, found, {rank: f"rank {rank} (node {self._job.topology.node_of(rank)})" for rank in found})
+            write_trace(path, found, {rank: f"rank {rank} (node {self._topology.node_of(rank)})" for rank in found})
         except OSError as error:  # no reason to end the training, in which other ranks would wait
             text = f"step {step}: the trace cannot be written: {error}"
         self._progress.note(text)
@@ -209,10 +213,10 @@ def check_log(log: LogConfig) -> None:
         raise ConfigError(f"log.folder: {folder} cannot be written to. Choose another.")
 
 
-def _open_writers(config: Config, job: Job, first_step: int) -> list[Writer]:
+def _open_writers(config: Config, topology: Topology, first_step: int) -> list[Writer]:
     log, folder = config.log, Path(config.log.folder)
     lines = JsonLines(folder / "metrics.jsonl")
-    cluster = {"nodes": job.topology.nodes, "ranks_per_node": job.topology.ranks_per_node}
+    cluster = {name: value for name, value in asdict(topology).items() if value is not None}
     lines.start(first_step, cluster, asdict(config))
     writers: list[Writer] = [lines]
     try:
