@@ -21,7 +21,7 @@
     message = 2
 
     [racks]                         # if nodes of different racks share fewer links
-    nodes = 32                      # of each rack
+    nodes = 32                      # of each full rack; a larger number of nodes must be a multiple of it
     gigabits = 3200                 # per second, for each rack and direction
 
     [host]                          # the host's memory, for offloaded states
