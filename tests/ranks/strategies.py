@@ -38,7 +38,8 @@ def strategy_of(label: str, topology: Topology) -> towpath.Strategy:
     extents = [Extent(*map(int, word.split("x"))) for word in words.split("|") if word]
     options: dict[str, Any] = {"route": route} if route else {}
     options.update(zip(("group",) if name == "mics" else ("params", "grads", "optimizer"), extents, strict=False))
-    options.update(option.split("=") for option in coded)
+    values = [option.split("=") for option in coded]
+    options.update((key, int(value) if value.isdecimal() else value) for key, value in values)
     if "x" in options.get("frozen", ""):
         options["frozen"] = Extent(*map(int, options["frozen"].split("x")))
     return towpath.strategy(name, topology, **options)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -136,7 +138,8 @@ def _carry(root: Path, label: str) -> None:
     run.train(range(2))
     checkpoint.save(root, 2, run.state())
     expected = run.train(range(2, 4))
-    resumed = Run.of(label, SHAPE).spoil()
+    # Neither racks nor a switch at another step change what a rank keeps.
+    resumed = Run.of(f"{label} gradients_until=9", replace(SHAPE, nodes_per_rack=1)).spoil()
     loaded = checkpoint.load(root, resumed.state())
     assert loaded is not None and loaded.notes == ()
     assert resumed.train(range(2, 4)) == expected
@@ -144,7 +147,7 @@ def _carry(root: Path, label: str) -> None:
     other = Run.of("mics:2x1 gradients=int8:32 feedback=both", SHAPE)
     other.train(range(1))  # it has something to forget
     loaded = checkpoint.load(root, other.state())
-    assert loaded is not None and "codec feedback starts at zero" in loaded.notes[0]
+    assert loaded is not None and re.search("feedback starts at zero.* To carry it over, resume with", loaded.notes[0])
     kept = [t for t in towpath.stats(other.model).memory_bytes.items() if t[0] == "feedback"]
     assert kept[0][1] > 0
     units = other.model.towpath_engine.units

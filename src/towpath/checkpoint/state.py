@@ -314,7 +314,8 @@ class Restore:
         carried = any(".codec." in name and name.startswith("rank.") for name in self._manifest.tensors)
         if contents.engines and carried:
             self.notes.append(
-                "codec feedback starts at zero: what was carried belongs to other units, another strategy or cluster"
+                "codec feedback starts at zero: the checkpoint's is of another strategy, of other units or of another "
+                "number of nodes or ranks. To carry it over, resume with those of the checkpoint"
             )
 
     def _add_new(self, path: str) -> None:

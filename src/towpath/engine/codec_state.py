@@ -1,19 +1,20 @@
 """The codec state of one rank: the error feedback and random seeds that codecs keep between steps.
 
-Checkpoints save it. Only a run of the same strategy on the same cluster can load it, because other runs have other
-slices.
+Checkpoints save it. Only a run of the same strategy on as many nodes and ranks can load it, because other runs have
+other slices. Racks, and the steps in which a codec is used, may differ.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective
-from towpath.core.strategy import SAVED_NAMES, TransferKind
+from towpath.core.strategy import SAVED_NAMES, WITH_TRANSPORT, TransferKind
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 
@@ -50,7 +51,11 @@ def reset_codec_state(engine: Engine) -> None:
 
 def fingerprint(engine: Engine) -> str:
     """Return a digest that is equal for runs that can load each other's codec state."""
-    strategy = engine.strategy.to_toml()
+    # Racks only say which machine is which rank, and steps only when a codec is used. Each rank keeps the same slices.
+    made = engine.strategy
+    always = {kind.value: replace(made.transport(kind), until=0, after=0) for kind in WITH_TRANSPORT}
+    made = replace(made, topology=replace(made.topology, nodes_per_rack=None), **always)
+    strategy = made.to_toml()
     for kind, saved in SAVED_NAMES.items():
         strategy = strategy.replace(f"[{kind.value}]", f"[{saved}]")
     lines = [strategy, str(engine.precision), str(engine.comm.device.type)]
