@@ -122,6 +122,8 @@ def test_what_cannot_be_is_refused() -> None:
     refused("until is a number of optimizer steps", gradients="int4", gradients_until=-1)
     with pytest.raises(StrategyError, match="feedback='first' without a codec"):
         towpath.Transport("two-hop", feedback="first")
+    with pytest.raises(StrategyError, match=r"plain_route='ring' is for steps without the codec.*pass until="):
+        towpath.Transport("two-hop", "int8", plain_route="ring")
     with pytest.raises(StrategyError, match="served is for a codec that is not in use"):
         towpath.Transport("two-hop", served=True)
     with pytest.raises(StrategyError, match="codec is a Codec, its text, or 'none'; got 8"):
@@ -145,12 +147,14 @@ def test_gradients_may_be_encoded_for_the_first_steps_only() -> None:
     strategy = towpath.strategy("zero++", TWO, gradients_until=100)
     assert towpath.strategy("zero++", TWO, interleaved=200) == strategy
     assert parse_strategy("zero++ interleaved=200", TWO) == strategy
-    assert str(strategy.reduce) == "two-hop, int4:256, until step 100"
+    assert str(strategy.reduce) == "two-hop, int4:256, until step 100, otherwise ho-ring"
     assert Strategy.from_toml(strategy.to_toml()) == strategy
     assert strategy.at(99) == strategy
     assert transports(strategy.at(100)) == {"gather": "ho-ring, int8:256"}
     after = strategy.at(100)
-    assert str(after.reduce) == "two-hop" and after.reduce.encoding is None
+    assert after.reduce.route == towpath.strategy("zero++", TWO, gradients="none").reduce.route == "ho-ring"
+    assert str(after.reduce) == "ho-ring" and after.reduce.encoding is None
+    assert towpath.strategy("zero++", TWO, gradients_until=9, route="one-hop").reduce.plain_route is None
     assert Strategy.from_toml(after.to_toml()) == after
     # Nothing moves to another place in the middle of a run: 1,000 elements are four blocks of 256, or 63 times 16.
     lengths = [towpath.schedule(s, [1000], 1).plans[0].buckets[0].numel for s in (strategy, after)]

@@ -388,6 +388,10 @@ def test_an_interleaved_step_is_the_mean_of_both_halves() -> None:
         priced = found.predict(strategy, batching)
         assert (halves[0].strategy == halves[1].strategy) == (candidate.gradients == "none")
         assert priced.seconds == pytest.approx((halves[0].seconds + halves[1].seconds) / 2)
+        assert priced.peak_bytes == max(half.peak_bytes for half in halves)
+        plain = always.strategy(replace(candidate, gradients="none"))
+        assert strategy.at(9).reduce.route == plain.reduce.route
+        assert strategy.at(9).grad_sync.route == plain.grad_sync.route
         assert found.bound(candidate)[0] <= priced.seconds * (1 + 1e-9)
 
 

@@ -159,9 +159,9 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
             - `gradients_until`: The optimizer step until which the codec of gradients is used. 0 means permanently.
             - `interleaved`: The number of optimizer steps of the run, to use the codec of gradients only in the first
               half of it (ZeRO++, section 5.4).
-            - `route`: The route of all transfers. The encoded gradients of qgz and zero++ follow it only if it is an
-              all-to-all route. By default ddp, zero1 to zero3 and hpz use 'flat'. The others use the best lossless
-              route where a group spans nodes.
+            - `route`: The route of all transfers. Encoded gradients follow it only if it is an all-to-all route. By
+              default ddp, zero1 to zero3 and hpz use 'flat'. The others use the best lossless route where a group
+              spans nodes.
             - `frozen`: The Extent of frozen parameters, or 'as-trained'. By default each node has a copy where memory
               allows.
             - `frozen_codec`: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
@@ -193,13 +193,9 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     made = Strategy(topology, placer(topology, **rest), name, offload=offload, sync_gradients=sync_gradients)
     chosen = _default_transports(made) if route is None else {k.value: Transport(route) for k in WITH_TRANSPORT}
     for kind, transport in encoded.items():
-        if not _crosses(getattr(made.moves, kind.value), topology):
-            continue
-        taken = chosen.get(kind.value, Transport()).route
-        if kind in WEIGHTS or transport.low_rank is not None:
-            chosen[kind.value] = replace(transport, route=taken if route or taken != "flat" else BEST_ROUTE)
-        else:
-            chosen[kind.value] = replace(transport, route=taken if taken in ALL_TO_ALL else "two-hop")
+        if _crosses(getattr(made.moves, kind.value), topology):
+            taken = chosen.get(kind.value, Transport()).route
+            chosen[kind.value] = _routed(kind, transport, taken, is_named=route is not None)
     return replace(made, **(chosen | transports | frozen))
 
 
@@ -319,6 +315,14 @@ def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[Tr
                 f"Take one of {', '.join(ALL_TO_ALL)}, or name the transports one by one (gather=, reduce=, …)."
             )
     return transports
+
+
+def _routed(kind: TransferKind, transport: Transport, taken: Route, is_named: bool) -> Transport:
+    """Return an encoded transport with its route, where one that is not encoded takes the route `taken`."""
+    if kind in WEIGHTS or transport.low_rank is not None:
+        return replace(transport, route=taken if is_named or taken != "flat" else BEST_ROUTE)
+    encoded: Route = taken if taken in ALL_TO_ALL else "two-hop"
+    return replace(transport, route=encoded, plain_route=taken if transport.changes and taken != encoded else None)
 
 
 def _crosses(moves: tuple[GroupCollective, ...], topology: Topology) -> bool:

@@ -314,7 +314,8 @@ class Strategy:
             transport = self.transport(kind)
             values = {f.name: getattr(transport, f.name) for f in fields(Transport)}
             lines.append(f"[{kind.value}]")
-            lines += [f"{name} = {written(v if isinstance(v, int) else str(v))}" for name, v in values.items()]
+            told = {name: v if isinstance(v, int) else str(v) for name, v in values.items() if v is not None}
+            lines += [f"{name} = {written(value)}" for name, value in told.items()]
         return "\n".join(lines) + "\n"
 
     @staticmethod

@@ -153,6 +153,8 @@ class Transport:
             low rank it is 'first', and the sender keeps them.
         until: The codec is used until this optimizer step, counted from 0. With 0 it is used permanently.
         after: The codec is used from this optimizer step on. Before `after` and from `until` on, nothing is encoded.
+        plain_route: The route of these steps. None means `route`. Reductions can be encoded on few routes, and another
+            one may be faster without a codec.
         served: True if the codec is not in use in this step. Parameters stay aligned to its blocks.
     """
 
@@ -161,11 +163,13 @@ class Transport:
     feedback: Feedback = "none"
     until: int = 0
     after: int = 0
+    plain_route: Route | None = None
     served: bool = False
 
     def __post_init__(self) -> None:
-        if self.route not in ROUTES:
-            raise StrategyError(f"Transport: unknown route {self.route!r}; known are {', '.join(ROUTES)}.")
+        for route in (self.route, self.plain_route or self.route):
+            if route not in ROUTES:
+                raise StrategyError(f"Transport: unknown route {route!r}; known are {', '.join(ROUTES)}.")
         if isinstance(self.codec, str) and self.codec != "none":
             codec = LowRank if self.codec.startswith(LOW_RANK) else Codec
             object.__setattr__(self, "codec", codec.parse(self.codec))
@@ -192,11 +196,18 @@ class Transport:
                 raise StrategyError(f"Transport: {name}={steps} without a codec: there is nothing to switch on or off.")
         if 0 < self.until <= self.after:
             raise StrategyError(f"Transport: after={self.after} and until={self.until}: the codec would never be used.")
+        if self.plain_route is not None and not self.changes:
+            raise StrategyError(
+                f"Transport: plain_route={self.plain_route!r} is for steps without the codec, and there are none: pass "
+                "until= or after=, or leave it out."
+            )
 
     def at(self, step: int) -> Transport:
         """Return the transport of optimizer step `step`, counted from 0."""
         serves = self.after <= step and not 0 < self.until <= step
-        return self if serves or self.codec == "none" else Transport(self.route, self.codec, served=True)
+        if serves or self.codec == "none":
+            return self
+        return Transport(self.plain_route or self.route, self.codec, served=True)
 
     @property
     def changes(self) -> set[int]:
@@ -249,8 +260,9 @@ class Transport:
             StrategyError: If it cannot, for example if every member of a ring would decode and encode again.
         """
         if op is Op.SEND:
-            if self.route != "flat":
-                raise StrategyError(f"{what}: a message from one rank to another has no route; got {self.route!r}.")
+            for route in (self.route, self.plain_route or "flat"):
+                if route != "flat":
+                    raise StrategyError(f"{what}: a message from one rank to another has no route; got {route!r}.")
             if self.feedback not in ("none", "first"):
                 raise StrategyError(
                     f"{what}: the sender alone rounds: feedback is 'none' or 'first'; got {self.feedback!r}."
@@ -289,4 +301,6 @@ class Transport:
         codec = "" if self.encoding is None and self.low_rank is None else f", {self.codec}"
         kept = "" if self.feedback == "none" else f", feedback at {self.feedback}"
         since = f", after {self.after} steps" if self.after else ""
-        return self.route + codec + kept + since + (f", until step {self.until}" if self.until else "")
+        until = f", until step {self.until}" if self.until else ""
+        plain = f", otherwise {self.plain_route}" if self.plain_route else ""
+        return self.route + codec + kept + since + until + plain

@@ -239,7 +239,10 @@ def build(
             "the host's memory. Leave out offload=, or the mesh."
         )
     plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
-    comm.share(strategy, plans)
+    # Communicators serve all steps of the run, and so does what ranks compare of them.
+    later = map(strategy.at, strategy.changes)
+    others = [plan_unit(phase, layout.spec, precision, comm.form) for phase in later for layout in layouts]
+    comm.share(strategy, [*plans, *others])
     source = FromModel(groups, mesh, comm.device) if values is None else FromValues(values, comm.rank, comm.device)
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
     shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())

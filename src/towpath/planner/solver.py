@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -58,6 +58,9 @@ _REPLAYED = 3
 MOST = 60
 # The number of bounds between two reports of progress.
 _BOUNDS_PER_REPORT = 256
+
+# A strategy, and the plans of all units.
+_Phase = tuple[Strategy, list[UnitPlan]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +248,19 @@ class Solver:
         transports: dict[str, Any] = {}
         for kind in WITH_TRANSPORT:
             if shapes := move_shapes(candidate.placement, self._topology)[kind]:
-                transports[kind.value] = min(
-                    self._transports(kind, shapes, candidate),
-                    key=lambda transport, kind=kind, shapes=shapes: self._cost(kind, shapes, transport, numel).alone,
-                )
+                fastest = self._fastest(kind, shapes, candidate, numel)
+                if fastest.changes:
+                    plain = self._fastest(kind, shapes, replace(candidate, gradients="none"), numel)
+                    fastest = replace(fastest, plain_route=plain.route)
+                transports[kind.value] = fastest
         name = name_of(candidate.placement, self._topology)
         return Strategy(self._topology, candidate.placement, name, **transports, offload=self.request.offload)
+
+    def _fastest(self, kind: TransferKind, shapes: Sequence[MoveShape], candidate: Candidate, numel: int) -> Transport:
+        return min(
+            self._transports(kind, shapes, candidate),
+            key=lambda transport: self._cost(kind, shapes, transport, numel).alone,
+        )
 
     def _transports(self, kind: TransferKind, shapes: Sequence[MoveShape], candidate: Candidate) -> Iterator[Transport]:
         crosses = any(s.grid.nodes > 1 for s in shapes)
@@ -378,17 +388,19 @@ class Solver:
         Returns:
             The bytes that a rank holds at most, by part.
         """
-        return self._memory(self._plans(self._with_frozen_placed(strategy, batching)), batching)
+        return self._memory(self._phases(self._with_frozen_placed(strategy, batching)), batching)
 
-    def _memory(self, plans: Sequence[UnitPlan], batching: Batching) -> dict[str, int]:
-        return engine_bytes(plans, self.request.optimizer) | {"activations": self._activations(batching)}
+    def _memory(self, phases: Iterable[_Phase], batching: Batching) -> dict[str, int]:
+        """Return what a rank holds at most, by part, in the phase that needs most."""
+        held = (engine_bytes(plans, self.request.optimizer) for _, plans in phases)
+        return max(held, key=lambda parts: sum(parts.values())) | {"activations": self._activations(batching)}
 
     def _with_frozen_placed(self, strategy: Strategy, batching: Batching) -> Strategy:
         """Place frozen parameters if the strategy does not: in each node if that fits, else like trainable ones."""
         if not depends_on_memory(strategy, [unit.spec for unit in self.model.units]):
             return strategy
         inside = replace(strategy, frozen=Extent(self._topology.ranks_per_node))
-        fits = sum(self._memory(self._plans(inside), batching).values()) <= self.request.memory
+        fits = sum(self._memory(self._phases(inside), batching).values()) <= self.request.memory
         return inside if fits else replace(strategy, frozen=AS_TRAINED)
 
     # The search -----------------------------------------------------------------------------------------------------
@@ -435,7 +447,7 @@ class Solver:
             number = min(worth, key=expected)
             bound, *_, candidate = waiting.pop(number)
             strategy = self._with_frozen_placed(self.strategy(candidate), candidate.batching)
-            if sum(self._memory(self._plans(strategy), candidate.batching).values()) > self.request.memory:
+            if sum(self._memory(self._phases(strategy), candidate.batching).values()) > self.request.memory:
                 fitting -= 1
                 continue
             found.append(self.predict(strategy, candidate.batching))
@@ -483,12 +495,12 @@ class Solver:
             need more memory than there is.
         """
         strategy = self._with_frozen_placed(strategy, batching)
-        plans, micro_steps = self._plans(strategy), batching.micro_steps
+        phases, micro_steps = self._phases(strategy), batching.micro_steps
+        (_, plans), *second_half = phases
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
         timeline = self._replayed(strategy, plans, seconds, micro_steps)
-        second_half = strategy.at(self.request.interleaved - 1) if self.request.interleaved else strategy
-        if second_half != strategy:
-            other = self._replayed(second_half, self._plans(second_half), seconds, micro_steps)
+        for plain, plain_plans in second_half:
+            other = self._replayed(plain, plain_plans, seconds, micro_steps)
             timeline = timeline.with_more(-0.5, other)  # the mean of both
         return Prediction(
             strategy,
@@ -497,7 +509,7 @@ class Solver:
             micro_steps * seconds.micro_step,
             timeline.exposed,
             timeline.in_flight,
-            self._memory(plans, batching),
+            self._memory(phases, batching),
             timeline.inter_bytes,
             timeline.intra_bytes,
             host_memory=host_bytes(plans, self.request.optimizer),
@@ -534,6 +546,11 @@ class Solver:
         plans = [plan_unit(strategy, u.spec, self.request.precision, self._hardware.form) for u in self.model.units]
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
         return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps, say=say).run()
+
+    def _phases(self, strategy: Strategy) -> list[_Phase]:
+        """Return the phases of a run: one, or two halves that differ if the request is interleaved."""
+        last = strategy.at(self.request.interleaved - 1) if self.request.interleaved else strategy
+        return [(phase, self._plans(phase)) for phase in dict.fromkeys((strategy, last))]
 
     def _plans(self, strategy: Strategy) -> list[UnitPlan]:
         """Return the plan of each unit. Equal units share one plan."""
