@@ -17,9 +17,10 @@ DRAWN = "200mbit, 2 × 2, small, 1 micro-steps"
 
 
 def last_runs() -> list[dict[str, Any]]:
-    """Return the last run of each environment whose timelines were kept."""
+    """Return the last run of each environment whose timelines were kept, priced by messages as is the default there."""
     lines = results.read(results.file_of("planner"))
-    return list(results.last(line for line in lines if "timelines" in line).values())
+    found = results.last(line for line in lines if "timelines" in line).values()
+    return [line | line.get("by_messages", {}) for line in found]
 
 
 def table() -> str:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any, cast
 
 from towpath.core.formats import FLOATING, codec_names
-from towpath.core.routes import Grid, Op, Route
+from towpath.core.routes import Form, Grid, Op, Route
 from towpath.core.strategy import MoveShape
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, PlanError
@@ -189,12 +189,14 @@ class Profile:
         others |= {point.what for point in self.points if point.what.startswith("launched") or " by " in point.what}
         return [point for point in self.points if point.what not in others]
 
-    def cluster(self, *, measured_collectives: bool = True) -> Cluster:
+    def cluster(self, *, measured_collectives: bool | None = None) -> Cluster:
         """Return the description of the cluster, as the planner takes it.
 
         Args:
             measured_collectives: Whether measured collectives correct what the simulator derives from single messages.
-                Without them, plans are priced by messages alone, as with the description of a cluster.
+                Without them, plans are priced by messages alone, as with the description of a cluster. By default they
+                count where the backend's own collectives execute transfers, as with NCCL. Over gloo, messages predict
+                steps a little better.
         """
         inter = self._link("inter") if self.has("inter, one") else self._link("intra")
         intra = self._link("intra") if self.has("intra, one") else inter
@@ -223,6 +225,8 @@ class Profile:
             host=self._host_work(intra, inter),
             launching=self._launching(),
         )
+        if measured_collectives is None:
+            measured_collectives = hardware.form is Form.COLLECTIVES
         if measured_collectives and (ratios := self._ratios(hardware)):
             hardware = replace(hardware, measured=MeasuredCollectives(self.topology, ratios))
         peak, name = tuple(measured.items()), f"{self.host}, probed on {self.date}"
