@@ -2,6 +2,7 @@
 // the caller vouches for: the module depends on no version of torch.
 
 #include "codec.hpp"
+#include "exact.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -17,20 +18,31 @@ using namespace towpath;
 
 namespace {
 
+struct Level {
+    const Kernels *codecs;
+    const exact::Kernels *exact;
+};
+
 // Best first.
-std::vector<const Kernels *> runnable() {
-    std::vector<const Kernels *> levels;
+std::vector<Level> runnable() {
+    std::vector<Level> levels;
 #ifdef TOWPATH_X86_LEVELS
     __builtin_cpu_init();
     bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
     bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
               __builtin_cpu_supports("avx512vl");
-    if (v4) levels.push_back(&x86_64_v4);
-    if (v3) levels.push_back(&x86_64_v3);
+    if (v4) levels.push_back({&x86_64_v4, &exact::x86_64_v4});
+    if (v3) levels.push_back({&x86_64_v3, &exact::x86_64_v3});
 #endif
-    levels.push_back(&baseline);
+    levels.push_back({&baseline, &exact::baseline});
     return levels;
+}
+
+Level level_of(const std::string &name) {
+    for (Level each : runnable())
+        if (name == each.codecs->name) return each;
+    throw std::invalid_argument("not a level that this processor runs: " + name);
 }
 
 template <class T>
@@ -57,9 +69,7 @@ class Coder {
                                        {"e5m2", Code::e5m2},
                                        {"bf16", Code::bf16}});
         codec = {code, code == Code::bf16 ? 0 : block, hadamard, stochastic};
-        for (const Kernels *each : runnable())
-            if (level == each->name) kernels = each;
-        if (!kernels) throw std::invalid_argument("not a level that this processor runs: " + level);
+        kernels = level_of(level).codecs;
     }
 
     void encode(uintptr_t x, const std::string &dtype, int64_t elements, uintptr_t out, uint32_t seed) const {
@@ -89,6 +99,33 @@ class Coder {
     }
 };
 
+class ExactCoder {
+  public:
+    ExactCoder(const std::string &dtype, const std::string &level)
+        : dtype(dtype_of(dtype)), kernels(level_of(level).exact) {}
+
+    uint64_t digest(uintptr_t from, int64_t bytes, int64_t first) const {
+        nb::gil_scoped_release others_run;
+        return kernels->digest(reinterpret_cast<const uint8_t *>(from), bytes, first);
+    }
+
+    int64_t encode(uintptr_t old, uintptr_t values, int64_t elements, uintptr_t out) const {
+        nb::gil_scoped_release others_run;
+        return kernels->encode(dtype, reinterpret_cast<const uint8_t *>(old),
+                               reinterpret_cast<const uint8_t *>(values), elements, reinterpret_cast<uint8_t *>(out));
+    }
+
+    bool decode(bool difference, uintptr_t from, int64_t bytes, uintptr_t values, int64_t elements) const {
+        nb::gil_scoped_release others_run;
+        return kernels->decode(dtype, difference, reinterpret_cast<const uint8_t *>(from), bytes,
+                               reinterpret_cast<uint8_t *>(values), elements);
+    }
+
+  private:
+    Dtype dtype;
+    const exact::Kernels *kernels;
+};
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -100,9 +137,15 @@ NB_MODULE(_native, module) {
         .def("decode_sum", &Coder::decode_sum, nb::arg("rows"), nb::arg("elements"), nb::arg("out"), nb::arg("dtype"))
         .def("decode_sum_encode", &Coder::decode_sum_encode, nb::arg("rows"), nb::arg("elements"), nb::arg("out"),
              nb::arg("seed"));
+    nb::class_<ExactCoder>(module, "ExactCoder")
+        .def(nb::init<const std::string &, const std::string &>(), nb::arg("dtype"), nb::arg("level"))
+        .def("digest", &ExactCoder::digest, nb::arg("start"), nb::arg("nbytes"), nb::arg("first"))
+        .def("encode", &ExactCoder::encode, nb::arg("old"), nb::arg("values"), nb::arg("elements"), nb::arg("out"))
+        .def("decode", &ExactCoder::decode, nb::arg("difference"), nb::arg("start"), nb::arg("nbytes"),
+             nb::arg("values"), nb::arg("elements"));
     module.def("levels", [] {
         std::vector<std::string> names;
-        for (const Kernels *each : runnable()) names.push_back(each->name);
+        for (Level each : runnable()) names.push_back(each.codecs->name);
         return names;
     });
 }

@@ -1,0 +1,141 @@
+"""Exact codecs: fewer bytes on the wire, and the same bits after decoding. For bfloat16, float16 and float32.
+
+    message.py    the header of a message, and what is checked     reference.py       plain torch: the specification
+    native.py     C++, on the CPU                                  triton_kernels.py  Triton, on GPUs
+
+Two codecs use what a receiver knows. Every bit pattern is restored, NaN payloads and -0 included.
+
+- **Differences** are for weights whose old value the receiver holds. An optimizer's step is about as large for small
+  weights as for large ones, so the old exponent tells how many bits the step takes.
+- **Values** are for gradients. In a block of similar magnitude few exponents are common, and they take two bits.
+
+A message has a header, a table with an entry for each block of 512 elements, and the payloads of the blocks. All
+back ends write the same bytes, so that any of them decodes any message. `reference.py` describes the payloads. A block
+that would not shrink is sent as it is, so a message is never longer than its values, its header and its table.
+
+A message says which values its differences are relative to, and has a checksum. A decoder verifies both before it
+changes a value. On a CPU it raises `MessageError`. On a GPU it returns the outcome, a tensor that `raise_failed` reads,
+because a host that waited for each message would stall the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from towpath.codecs.exact import message as messages
+from towpath.codecs.exact import reference
+from towpath.codecs.exact.message import HEADER_BYTES, MessageError, Problem, message_bound
+
+__all__ = [
+    "MessageError",
+    "decode_difference",
+    "decode_values",
+    "digest",
+    "encode_difference",
+    "encode_values",
+    "message_bound",
+    "message_bytes",
+    "raise_failed",
+]
+
+
+def encode_difference(old: torch.Tensor, new: torch.Tensor, out: torch.Tensor) -> int | None:
+    """Encode the change from `old` to `new`.
+
+    Args:
+        old: The values that every receiver holds.
+        new: As many values of the same dtype. Both are contiguous.
+        out: `message_bound` bytes (uint8), or more. On a GPU they start at a multiple of 8 bytes.
+
+    Returns:
+        The bytes of the message on a CPU. None on a GPU, where `message_bytes` reads them.
+    """
+    return _encode(old, new, out)
+
+
+def encode_values(values: torch.Tensor, out: torch.Tensor) -> int | None:
+    """Encode `values` for receivers that hold nothing. Arguments and result are those of `encode_difference`."""
+    return _encode(None, values, out)
+
+
+def decode_difference(message: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
+    """Decode a message of `encode_difference` in place.
+
+    Args:
+        message: The bytes that arrived. There may be more of them than the message has.
+        values: The old values, which become the new ones.
+
+    Returns:
+        None on a CPU. On a GPU, the outcome for `raise_failed`; if it is a failed check, `values` did not change.
+
+    Raises:
+        MessageError: On a CPU, if the message is damaged or too short, or if it is relative to other values.
+    """
+    return _decode(message, values, difference=True)
+
+
+def decode_values(message: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
+    """Decode a message of `encode_values` into `out`. Result and errors are those of `decode_difference`."""
+    return _decode(message, out, difference=False)
+
+
+def message_bytes(encoded: Sequence[torch.Tensor]) -> list[int]:
+    """Return the bytes of messages as their headers state them. All sizes are read with one wait for the GPU."""
+    if not encoded:
+        return []
+    return torch.stack([message[16:24].view(torch.int64) for message in encoded]).flatten().tolist()
+
+
+def raise_failed(outcomes: Sequence[torch.Tensor | None]) -> None:
+    """Raise `MessageError` if one of the outcomes of decoding is a failure. It waits for the GPU once."""
+    on_device = [outcome for outcome in outcomes if outcome is not None]
+    if on_device:
+        for index, code in enumerate(torch.stack(on_device).flatten().tolist()):
+            if code:
+                raise MessageError(f"message {index} of {len(on_device)}: {Problem(code).text}")
+
+
+def digest(values: torch.Tensor) -> torch.Tensor:
+    """Return 64 bits (int64, on the device of `values`) that depend on all bits of `values` and on their order."""
+    if values.device.type == "cuda":
+        return _gpu().digest(values)
+    found = _host(values.device.type).digest(values, 0)
+    return torch.tensor(found - (found >> 63 << 64), device=values.device)
+
+
+def _encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int | None:
+    messages.check_arguments(values, old, out)
+    assert out.numel() >= message_bound(values.numel(), values.dtype), (out.shape, values.shape)
+    if values.device.type == "cuda":
+        return _gpu().encode(old, values, out)
+    return messages.encode(_host(values.device.type), old, values, out)
+
+
+def _decode(message: torch.Tensor, values: torch.Tensor, difference: bool) -> torch.Tensor | None:
+    messages.check_arguments(values, None, message)
+    if values.device.type == "cuda":
+        return _gpu().decode(message, values, difference)
+    return messages.decode(_host(values.device.type), message, values, difference)
+
+
+@cache
+def _host(device_type: str) -> messages.Kernels:
+    """Return the kernels whose results the host sees at once."""
+    if device_type == "cpu":
+        try:
+            from towpath.codecs.exact import native
+        except ImportError:  # `kernels_for` logs it, and what to do
+            return reference
+        return native.best()
+    return reference
+
+
+@cache
+def _gpu() -> ModuleType:
+    from towpath.codecs.exact import triton_kernels
+
+    return triton_kernels

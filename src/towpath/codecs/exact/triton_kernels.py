@@ -1,0 +1,581 @@
+"""The exact codecs in Triton, for GPUs. They equal `reference` to the bit, and the host waits for nothing.
+
+A program works on a few blocks, as tensors [blocks, groups, 64]. The same bit of 64 elements becomes a word of 64 bits,
+[blocks, groups], and all that follows works on words, as the C++ kernels do: `_extract` keeps the bits of the elements
+that send one, and `_put` appends them to the block's payload with atomic operations on words of 32 bits.
+
+Encoding is a launch that chooses parameters and computes lengths, a prefix sum, and a launch that writes the payloads.
+Then the sizes, the digest and the checksum are written into the header. Decoding verifies these first. A program of a
+message that fails a check writes nothing. Loads of payloads stay in the message, whatever its table says.
+"""
+
+# Triton compiles these functions from their source, so Python types mean nothing to it. Triton is also not installed on
+# every machine that checks the types.
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from towpath.codecs.exact import message as messages
+from towpath.codecs.exact import reference
+from towpath.codecs.exact.message import Problem
+
+_BLOCKS = 4  # of a program
+_WORDS = 1024  # of a program that computes a digest
+
+_BLOCK = tl.constexpr(messages.BLOCK)
+_GROUPS = tl.constexpr(messages.BLOCK // 64)
+_HEADER = tl.constexpr(messages.HEADER_BYTES)
+_ESCAPE = tl.constexpr(reference.ESCAPE)
+_QUIET = tl.constexpr(reference.QUIET)
+_SYMBOLS = tl.constexpr(reference.SYMBOLS)
+_LARGEST = tl.constexpr(reference.LARGEST_PARAMETER)
+_OTHER, _SHORT, _DAMAGED = (tl.constexpr(int(p)) for p in (Problem.OTHER, Problem.SHORT, Problem.DAMAGED))
+_STALE, _INVALID = tl.constexpr(int(Problem.STALE)), tl.constexpr(int(Problem.INVALID))
+_KEY = tl.constexpr(0x9E3779B97F4A7C15)
+_FULL = tl.constexpr(0xFFFFFFFFFFFFFFFF)
+_FIRSTS = tl.constexpr(0x0101010101010101)
+_SEVENS = tl.constexpr(0x7F7F7F7F7F7F7F7F)
+
+
+def digest(values: torch.Tensor) -> torch.Tensor:
+    """Return the digest as `reference.digest` computes it, as a tensor."""
+    found = torch.zeros(1, dtype=torch.int64, device=values.device)
+    _add_digest(values, found)
+    return found[0]
+
+
+def encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> None:
+    """Write a message into `out`, as `message.encode` does."""
+    n = values.numel()
+    if not n:
+        messages.encode(reference, old, values, out)
+        return
+    words, table, grid, constants = _shape(values, out, old is not None)
+    out[: messages.message_bound(n, values.dtype)].zero_()  # payloads are written with an atomic or
+    before, now = None if old is None else _integers(old), _integers(values)
+    _plan_kernel[grid](before, now, table, n, **constants)
+    ends = torch.cumsum(table & 0xFFFF, 0)
+    _write_kernel[grid](before, now, table, ends, words, out, n, **constants)
+    first, _ = messages.header_words(n, values.dtype, old is not None)
+    header = out[: messages.HEADER_BYTES].view(torch.int64)
+    _header_kernel[(1,)](header, ends, first, n, messages.HEADER_BYTES + table.nbytes, len(ends))
+    if old is not None:
+        _add_digest(old, header[3:])
+    _add_checksum(words, header[4:])
+
+
+def decode(message: torch.Tensor, values: torch.Tensor, difference: bool) -> torch.Tensor:
+    """Decode a message into `values`, as `message.decode` does. Return the number of the problem, or 0."""
+    n = values.numel()
+    outcome = torch.zeros((), dtype=torch.int32, device=values.device)
+    if len(message) < messages.HEADER_BYTES + messages.table_bytes(n):
+        return outcome.fill_(Problem.SHORT)
+    if not n:
+        messages.decode(reference, message, values, difference)
+        return outcome
+    words, table, grid, constants = _shape(values, message, difference)
+    sums = torch.zeros(2, dtype=torch.int64, device=values.device)
+    if difference:
+        _add_digest(values, sums)
+    _add_checksum(words, sums[1:])
+    header = message[: messages.HEADER_BYTES].view(torch.int64)
+    first, _ = messages.header_words(n, values.dtype, difference)
+    start = messages.HEADER_BYTES + table.nbytes
+    _check_kernel[(1,)](header, sums, outcome, first, n, start, len(message))
+    ends = torch.cumsum(table & 0xFFFF, 0)
+    _decode_kernel[grid](words, message, table, ends, _integers(values), outcome, n, **constants)
+    return outcome
+
+
+def _shape(values: torch.Tensor, message: torch.Tensor, difference: bool) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Return the message as words, its table, the grid, and compile-time constants."""
+    if message.data_ptr() % 8:
+        raise ValueError(f"exact messages start at a multiple of 8 bytes on a GPU; got {message.data_ptr()}.")
+    form = reference.FORMATS[values.dtype]
+    words = message[: len(message) // 8 * 8].view(torch.int32)
+    table = words[messages.HEADER_BYTES // 4 :][: messages.table_bytes(values.numel()) // 4]
+    constants = {"difference": difference, "bits": form.bits, "mantissa": form.mantissa, "blocks": _BLOCKS}
+    return words, table, (triton.cdiv(len(table), _BLOCKS),), constants
+
+
+def _integers(values: torch.Tensor) -> torch.Tensor:
+    return values.view(reference.FORMATS[values.dtype].integer)
+
+
+def _add_digest(values: torch.Tensor, found: torch.Tensor) -> None:
+    if values.numel():
+        grid = (triton.cdiv(values.nbytes, 8 * _WORDS),)
+        _digest_kernel[grid](_integers(values), None, found, values.numel(), values.itemsize, _WORDS)
+
+
+def _add_checksum(words: torch.Tensor, found: torch.Tensor) -> None:
+    _digest_kernel[(triton.cdiv(len(words), 2 * _WORDS),)](words, words, found, len(words), 4, _WORDS)
+
+
+# ---- Headers ----
+
+
+@triton.jit(do_not_specialize=["n"])
+def _digest_kernel(data, header, found, n, item: tl.constexpr, words: tl.constexpr):
+    """Add the digest of n items, or the checksum of a message with its header."""
+    number = tl.program_id(0).to(tl.int64) * words + tl.arange(0, words)
+    items: tl.constexpr = 8 // item
+    lane = tl.arange(0, items)[None, :]
+    index = number[:, None] * items + lane
+    length = n
+    if header is not None:
+        length = tl.minimum(tl.load((header + 4).to(tl.pointer_type(tl.int64))), 4 * n.to(tl.int64)) // 4
+    loaded = tl.load(data + index, mask=index < length, other=0).to(tl.uint64) & ((1 << (8 * item)) - 1)
+    word = tl.sum(loaded << (8 * item * lane).to(tl.uint64), axis=1)
+    mixed = word + (number + 1).to(tl.uint64) * _KEY
+    product = (mixed & 0xFFFFFFFF) * (mixed >> 32)
+    counted = number * items < length
+    if header is not None:
+        counted = counted & (number != 4)  # where the checksum itself is
+    tl.atomic_add(found, tl.sum(tl.where(counted, product, 0), axis=0).to(tl.int64, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["first", "n", "start", "blocks"])
+def _header_kernel(header, ends, first, n, start, blocks):
+    """Store all of a header but the digest and the checksum."""
+    tl.store(header, first.to(tl.int64))
+    tl.store(header + 1, n.to(tl.int64))
+    tl.store(header + 2, (tl.load(ends + blocks - 1) + start + 7) // 8 * 8)
+
+
+@triton.jit(do_not_specialize=["first", "n", "start", "arrived"])
+def _check_kernel(header, sums, outcome, first, n, start, arrived):
+    """Store the first problem of a header, or 0."""
+    nbytes = tl.load(header + 2)
+    same = (tl.load(header) == first) & (tl.load(header + 1) == n)
+    fits = (nbytes >= start) & (nbytes <= arrived) & (nbytes % 8 == 0)
+    intact = tl.load(header + 4) == tl.load(sums + 1)
+    fresh = tl.load(header + 3) == tl.load(sums)
+    problem = tl.where(intact, tl.where(fresh, 0, _STALE), _DAMAGED)
+    tl.store(outcome, tl.where(same, tl.where(fits, problem, _SHORT), _OTHER))
+
+
+# ---- Encoding ----
+
+
+@triton.jit(do_not_specialize=["n"])
+def _plan_kernel(
+    old, values, table, n,
+    difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
+    """Store the entries of a table: the length and the parameter of each block."""
+    block, valid, count = _place(n, blocks)
+    code, exponent = _codes(old, values, block, valid, difference, bits, mantissa)
+    parameter = _chosen(code, exponent, valid, count, difference)
+    at = _encoded(
+        None, None, tl.zeros([blocks], tl.int64), valid, count, code, exponent, parameter, count > 0,
+        False, difference, bits, mantissa,
+    )  # fmt: skip
+    length, raw = ((at + 7) // 8).to(tl.int32), count * (bits // 8)
+    changed = tl.max(tl.max((code != 0).to(tl.int32), axis=2), axis=1) > 0
+    length = tl.where(changed, tl.minimum(length, raw), 0)
+    entry = length | (tl.where((length > 0) & (length < raw), parameter, 0) << 16)
+    tl.store(table + block, entry, mask=count > 0)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _write_kernel(
+    old, values, table, ends, words, message, n,
+    difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
+    """Write the payloads."""
+    block, valid, count = _place(n, blocks)
+    code, exponent = _codes(old, values, block, valid, difference, bits, mantissa)
+    entry = tl.load(table + block, mask=count > 0, other=0)
+    length, raw = entry & 0xFFFF, count * (bits // 8)
+    start = _HEADER + 4 * ((n + _BLOCK - 1) // _BLOCK)
+    start += tl.load(ends + block, mask=count > 0, other=0) - length
+    _encoded(
+        words, message, 8 * start, valid, count, code, exponent, (entry >> 16) & 255, (length > 0) & (length < raw),
+        True, difference, bits, mantissa,
+    )  # fmt: skip
+    new = tl.load(values + _index(block), mask=valid, other=0).to(tl.uint32)
+    for byte in tl.static_range(bits // 8):
+        at = start[:, None, None] + _inside() * (bits // 8) + byte
+        tl.store(message + at, ((new >> (8 * byte)) & 255).to(tl.uint8), mask=valid & (length == raw)[:, None, None])
+
+
+@triton.jit
+def _place(n, blocks: tl.constexpr):
+    """Return the numbers of this program's blocks, their elements [blocks, groups, 64] as a mask, and as counts."""
+    block = tl.program_id(0).to(tl.int64) * blocks + tl.arange(0, blocks)
+    count = tl.minimum(tl.maximum(n - block * _BLOCK, 0), _BLOCK).to(tl.int32)
+    return block, _inside() < count[:, None, None], count
+
+
+@triton.jit
+def _inside():
+    """Return the place of each element in its block."""
+    return tl.arange(0, _GROUPS)[None, :, None] * 64 + tl.arange(0, 64)[None, None, :]
+
+
+@triton.jit
+def _index(block):
+    return block[:, None, None] * _BLOCK + _inside()
+
+
+@triton.jit
+def _ordered(x, bits: tl.constexpr):
+    return tl.where(x >> (bits - 1) == 1, x ^ ((1 << (bits - 1)) - 1), x)
+
+
+@triton.jit
+def _loaded(values, block, valid, bits: tl.constexpr):
+    """Return the bits of the elements as unsigned integers."""
+    found = tl.load(values + _index(block), mask=valid, other=0).to(tl.uint32)
+    if bits == 16:
+        found = found & 0xFFFF
+    return found
+
+
+@triton.jit
+def _cut(x, bits: tl.constexpr):
+    if bits == 16:
+        x = x & 0xFFFF
+    return x
+
+
+@triton.jit
+def _codes(
+    old, values, block, valid, difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr
+):  # fmt: skip
+    """Return the codes, and the exponents of the old values or of the values."""
+    new = _loaded(values, block, valid, bits)
+    known = new
+    if difference:
+        known = _loaded(old, block, valid, bits)
+        distance = _cut(_ordered(new, bits) - _ordered(known, bits), bits)
+        code = _cut((distance << 1) ^ (0 - (distance >> (bits - 1))), bits)
+    else:
+        code = _cut((new << 1) | (new >> (bits - 1)), bits)
+    return code, ((known >> mantissa) & ((1 << (bits - 1 - mantissa)) - 1)).to(tl.int32)
+
+
+@triton.jit
+def _total(flags):
+    return tl.sum(tl.sum(flags.to(tl.int32), axis=2), axis=1)
+
+
+@triton.jit
+def _chosen(code, exponent, valid, count, difference: tl.constexpr):
+    """Return the least parameter that is enough, by halving."""
+    low, high = count * 0, count * 0 + _LARGEST
+    for _ in range(8):
+        middle = (low + high) // 2
+        each = middle[:, None, None]
+        if difference:
+            width = tl.minimum(tl.maximum(each - exponent, 0), 31)
+            needing = ((code >> width.to(tl.uint32)) != 0) & (each - exponent < 32)
+            enough = 2 * _total(valid & (exponent <= each + 1)) >= 3 * _total(valid & needing)
+        else:
+            enough = 8 * _total(valid & (exponent > each)) <= count
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough | (middle == _LARGEST), low, middle + 1)
+    return low
+
+
+@triton.jit
+def _widths(exponent, step, bits: tl.constexpr):
+    return tl.minimum(tl.maximum(step[:, None, None] - exponent, 0), bits - 1)
+
+
+@triton.jit
+def _quiet(exponent, step, valid):
+    return _word(valid & (exponent >= step[:, None, None] + _QUIET))
+
+
+@triton.jit
+def _encoded(
+    words, message, at, valid, count, code, exponent, parameter, enabled,
+    writing: tl.constexpr, difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr,
+):  # fmt: skip
+    """Write the payloads from the bits `at` of the message on, or only count. Return where they end."""
+    valid_word = _word(valid)
+    if difference:
+        width = _widths(exponent, parameter, bits)
+        quotient = code >> width.to(tl.uint32)
+        head = tl.minimum(quotient, _ESCAPE).to(tl.int32)
+        width = tl.where(head == _ESCAPE, 0, width)
+        quiet = _quiet(exponent, parameter, valid)
+        there, hit = _occupied(quiet), _occupied(_word(head > 0) & quiet)
+        at = _put(words, at, hit, there, enabled, writing)
+        mask = (valid_word & (quiet ^ _FULL)) | (quiet & (hit * 255))
+        at = _put_unary(words, at, head, mask, 0, enabled, writing)
+        at = _put_escaped(words, at, code, valid & (head == _ESCAPE), bits, enabled, writing)
+        low: tl.constexpr = 0
+    else:
+        low: tl.constexpr = (mantissa + 1) // 8 * 8
+        width = exponent * 0 + (mantissa + 1)
+        for byte in tl.static_range(low // 8):
+            if writing:
+                place = (at // 8)[:, None, None] + _inside()
+                stored = ((code >> (8 * byte)) & 255).to(tl.uint8)
+                tl.store(message + place, stored, mask=valid & enabled[:, None, None])
+            at += 8 * count
+        below = parameter[:, None, None] - exponent
+        head = tl.minimum(tl.where(below > 4, below + 1, below), _ESCAPE)
+        head = tl.where(below == -1, 5, tl.where(below < -1, _ESCAPE, head))
+        rest = _word(head >= _SYMBOLS)
+        at = _put(words, at, _word((head & 1) == 1) | rest, valid_word, enabled, writing)
+        at = _put(words, at, _word((head & 2) == 2) | rest, valid_word, enabled, writing)
+        at = _put_unary(words, at, head, rest & valid_word, _SYMBOLS, enabled, writing)
+        escaped = valid & (head == _ESCAPE)
+        at = _put_escaped(words, at, exponent.to(tl.uint32), escaped, bits - 1 - mantissa, enabled, writing)
+    for bit in range(low, bits):
+        mask = _word(width > bit) & valid_word
+        at = _put(words, at, _word(((code >> bit) & 1) == 1), mask, enabled, writing)
+    return at
+
+
+@triton.jit
+def _put_unary(words, at, head, mask, start: tl.constexpr, enabled, writing: tl.constexpr):
+    for limit in range(start, _ESCAPE):
+        larger = _word(head > limit) & mask
+        at = _put(words, at, larger, mask, enabled, writing)
+        mask = larger
+    return at
+
+
+@triton.jit
+def _put(words, at, word, mask, enabled, writing: tl.constexpr):
+    """Append the bits of `mask`. Return where they end."""
+    count = _ones(mask)
+    if writing:
+        start = at[:, None] + tl.cumsum(count, axis=1) - count
+        bits, shift = _extract(word, mask), (start & 31).to(tl.uint64)
+        _or(words, start // 32, bits << shift, enabled[:, None])
+        _or(words, start // 32 + 1, (bits >> (32 - shift)), enabled[:, None])
+        _or(words, start // 32 + 2, (bits >> (63 - shift)) >> 1, enabled[:, None])
+    return at + tl.sum(count, axis=1)
+
+
+@triton.jit
+def _or(words, index, bits, enabled):
+    lower = (bits & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
+    tl.atomic_or(words + index, lower, mask=enabled & (lower != 0), sem="relaxed")
+
+
+@triton.jit
+def _put_escaped(words, at, quotient, escaped, bits: tl.constexpr, enabled, writing: tl.constexpr):
+    """Append whole quotients."""
+    flags = tl.reshape(escaped, [at.shape[0], _BLOCK]).to(tl.int32)
+    if writing:
+        start = at[:, None] + (tl.cumsum(flags, axis=1) - flags) * bits
+        number = tl.reshape(quotient, [at.shape[0], _BLOCK]).to(tl.uint64) << (start & 31).to(tl.uint64)
+        sent = (flags > 0) & enabled[:, None]
+        _or(words, start // 32, number, sent)
+        _or(words, start // 32 + 1, number >> 32, sent)
+    return at + tl.sum(flags, axis=1) * bits
+
+
+# ---- Decoding ----
+
+
+@triton.jit(do_not_specialize=["n"])
+def _decode_kernel(
+    words, message, table, ends, values, outcome, n,
+    difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr, blocks: tl.constexpr,
+):  # fmt: skip
+    """Decode the payloads, if the message has no problem."""
+    block, valid, count = _place(n, blocks)
+    entry = tl.load(table + block, mask=count > 0, other=0)
+    length, raw, parameter = entry & 0xFFFF, count * (bits // 8), (entry >> 16) & 255
+    nbytes = tl.load((words + 4).to(tl.pointer_type(tl.int64)))
+    last = (n + _BLOCK - 1) // _BLOCK - 1
+    end = tl.load(ends + block, mask=count > 0, other=0) + _HEADER + 4 * (last + 1)
+    start, problem = end - length, tl.load(outcome)
+    # Nothing follows the last payload but what fills up a word.
+    possible = (length <= raw) & (end <= nbytes) & ((block != last) | (nbytes - end < 8))
+    coded = possible & (length > 0) & (length < raw) & (problem == 0)
+    known = _loaded(values, block, valid, bits)
+    limit = tl.where(coded, nbytes // 4, 0)
+    new, at = _decoded(words, message, 8 * start, valid, count, known, parameter, limit, difference, bits, mantissa)
+    possible = possible & ((length == 0) | (length == raw) | ((at + 7) // 8 == end))
+    valid = valid & (possible & (problem == 0))[:, None, None]
+    is_raw = (length == raw)[:, None, None]
+    as_sent = known * 0
+    for byte in tl.static_range(bits // 8):
+        place = start[:, None, None] + _inside() * (bits // 8) + byte
+        as_sent |= tl.load(message + place, mask=valid & is_raw, other=0).to(tl.uint32) << (8 * byte)
+    unsent = known if difference else as_sent
+    new = tl.where(is_raw, as_sent, tl.where((length == 0)[:, None, None], unsent, new))
+    stored = new.to(tl.uint16).to(tl.int16, bitcast=True) if bits == 16 else new.to(tl.int32, bitcast=True)
+    tl.store(values + _index(block), stored, mask=valid)
+    found = _INVALID * (1 - tl.min(possible.to(tl.int32), axis=0))
+    tl.atomic_max(outcome, tl.where(problem == 0, found, 0))
+
+
+@triton.jit
+def _decoded(
+    words, message, at, valid, count, known, parameter, limit,
+    difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr,
+):  # fmt: skip
+    """Return the bits of the elements, and where the payloads end."""
+    valid_word, code = _word(valid), known * 0
+    if difference:
+        exponent = ((known >> mantissa) & ((1 << (bits - 1 - mantissa)) - 1)).to(tl.int32)
+        width, quiet = _widths(exponent, parameter, bits), _quiet(exponent, parameter, valid)
+        hit, at = _take(words, at, _occupied(quiet), limit)
+        mask = (valid_word & (quiet ^ _FULL)) | (quiet & (hit * 255))
+        head, at = _take_unary(words, at, exponent * 0, mask, 0, limit)
+        escaped = valid & (head == _ESCAPE)
+        quotient, at = _take_escaped(words, at, head.to(tl.uint32), escaped, bits, limit)
+        width = tl.where(head == _ESCAPE, 0, width)
+        low: tl.constexpr = 0
+    else:
+        low: tl.constexpr = (mantissa + 1) // 8 * 8
+        width = (known * 0).to(tl.int32) + (mantissa + 1)
+        for byte in tl.static_range(low // 8):
+            place = (at // 8)[:, None, None] + _inside()
+            inside = valid & (place < 4 * limit[:, None, None])
+            code |= tl.load(message + place, mask=inside, other=0).to(tl.uint32) << (8 * byte)
+            at += 8 * count
+        first, at = _take(words, at, valid_word, limit)
+        second, at = _take(words, at, valid_word, limit)
+        head, at = _take_unary(words, at, _lanes(first) + 2 * _lanes(second), first & second, _SYMBOLS, limit)
+        below = tl.where(head == 5, -1, tl.where(head > 5, head - 1, head))
+        exponent = ((parameter[:, None, None] - below) & 255).to(tl.uint32)
+        escaped = valid & (head == _ESCAPE)
+        quotient, at = _take_escaped(words, at, exponent, escaped, bits - 1 - mantissa, limit)
+    for bit in range(low, bits):
+        word, at = _take(words, at, _word(width > bit) & valid_word, limit)
+        code |= _lanes(word).to(tl.uint32) << bit
+    code = _cut(code | (quotient << width.to(tl.uint32)), bits)
+    if difference:
+        distance = (code >> 1) ^ (0 - (code & 1))
+        found = _ordered(_cut(_ordered(known, bits) + distance, bits), bits)
+    else:
+        found = (code >> 1) | ((code & 1) << (bits - 1))
+    return found, at
+
+
+@triton.jit
+def _take(words, at, mask, limit):
+    """Return the next bits at the places of `mask`, and where they end. After `limit` words there are zeros."""
+    count = _ones(mask)
+    start = at[:, None] + tl.cumsum(count, axis=1) - count
+    index, shift = start // 32, (start & 31).to(tl.uint64)
+    found = _word_at(words, index, limit) >> shift
+    found |= _word_at(words, index + 1, limit) << (32 - shift)
+    found |= (_word_at(words, index + 2, limit) << (63 - shift)) << 1
+    return _deposit(found, mask), at + tl.sum(count, axis=1)
+
+
+@triton.jit
+def _word_at(words, index, limit):
+    found = tl.load(words + index, mask=(index >= 0) & (index < limit[:, None]), other=0)
+    return found.to(tl.uint32, bitcast=True).to(tl.uint64)
+
+
+@triton.jit
+def _take_unary(words, at, head, mask, start: tl.constexpr, limit):
+    for _ in range(start, _ESCAPE):
+        mask, at = _take(words, at, mask, limit)
+        head += _lanes(mask)
+    return head, at
+
+
+@triton.jit
+def _take_escaped(words, at, quotient, escaped, bits: tl.constexpr, limit):
+    flags = tl.reshape(escaped, [at.shape[0], _BLOCK]).to(tl.int32)
+    start = at[:, None] + (tl.cumsum(flags, axis=1) - flags) * bits
+    index, shift = start // 32, (start & 31).to(tl.uint64)
+    number = (_word_at(words, index, limit) | (_word_at(words, index + 1, limit) << 32)) >> shift
+    number = (number & ((1 << bits) - 1)).to(tl.uint32)
+    quotient = tl.where(escaped, tl.reshape(number, quotient.shape), quotient)
+    return quotient, at + tl.sum(flags, axis=1) * bits
+
+
+# ---- Words of 64 bits ----
+
+
+@triton.jit
+def _word(flags):
+    """Return a word [blocks, groups] with the flags [blocks, groups, 64] as its bits."""
+    lane = tl.arange(0, 64).to(tl.uint64)[None, None, :]
+    return tl.sum(flags.to(tl.uint64) << lane, axis=2)
+
+
+@triton.jit
+def _lanes(word):
+    """Return the bits of a word as integers."""
+    lane = tl.arange(0, 64).to(tl.uint64)[None, None, :]
+    return ((word[:, :, None] >> lane) & 1).to(tl.int32)
+
+
+@triton.jit
+def _ones(x):
+    """Return the number of ones."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * _FIRSTS) >> 56).to(tl.int32)
+
+
+@triton.jit
+def _occupied(x):
+    """Return the lowest bit of each byte that is not zero."""
+    return ((((x & _SEVENS) + _SEVENS) | x) >> 7) & _FIRSTS
+
+
+@triton.jit
+def _moved(mask, zeros, shift: tl.constexpr):
+    """Return the bits of `mask` that move by `shift`, the mask after it, and the zeros that are left to pass.
+
+    Hacker's Delight, 7-4: a bit passes as many zeros as are below it. Those are counted in `zeros`, bit by bit.
+    """
+    odd = zeros ^ (zeros << 1)
+    odd ^= odd << 2
+    odd ^= odd << 4
+    odd ^= odd << 8
+    odd ^= odd << 16
+    odd ^= odd << 32
+    moving = odd & mask
+    return moving, (mask ^ moving) | (moving >> shift), zeros & (odd ^ _FULL)
+
+
+@triton.jit
+def _extract(word, mask):
+    """Return the bits of `mask` next to each other, as the instruction pext does."""
+    word &= mask
+    zeros = (mask ^ _FULL) << 1
+    for stage in tl.static_range(6):
+        moving, mask, zeros = _moved(mask, zeros, 1 << stage)
+        moved = word & moving
+        word = (word ^ moved) | (moved >> (1 << stage))
+    return word
+
+
+@triton.jit
+def _deposit(word, mask):
+    """Return the lowest bits of `word` at the places of `mask`, as the instruction pdep does."""
+    zeros = (mask ^ _FULL) << 1
+    moving1, mask1, zeros = _moved(mask, zeros, 1)
+    moving2, mask2, zeros = _moved(mask1, zeros, 2)
+    moving4, mask4, zeros = _moved(mask2, zeros, 4)
+    moving8, mask8, zeros = _moved(mask4, zeros, 8)
+    moving16, mask16, zeros = _moved(mask8, zeros, 16)
+    moving32, _, zeros = _moved(mask16, zeros, 32)
+    word = _chosen_bits(word, word << 32, moving32)
+    word = _chosen_bits(word, word << 16, moving16)
+    word = _chosen_bits(word, word << 8, moving8)
+    word = _chosen_bits(word, word << 4, moving4)
+    word = _chosen_bits(word, word << 2, moving2)
+    return _chosen_bits(word, word << 1, moving1) & mask
+
+
+@triton.jit
+def _chosen_bits(word, other, mask):
+    return (word & (mask ^ _FULL)) | (other & mask)

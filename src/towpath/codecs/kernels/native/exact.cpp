@@ -1,0 +1,712 @@
+// The exact codecs, equal to codecs/exact/reference.py to the bit. Compiled once for each processor level.
+//
+// A block of 512 elements is worked on in the first cache level, as 8 groups of 64. Codes, widths and quotients are kept
+// as arrays of bytes, so that one instruction takes the same bit of 64 elements. `pext` keeps the bits of the elements
+// that send one, and `pdep` puts them back. Loops without intrinsics are for the compiler to vectorize. As in
+// kernels.cpp, nothing of the standard library is instantiated.
+
+#include "exact.hpp"
+
+#include <cstring>
+#if defined __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace towpath::exact {
+namespace {
+
+constexpr int64_t BLOCK = 512, GROUPS = BLOCK / 64, ENTRY = 4;
+constexpr uint8_t ESCAPE = 10;  // the quotient's code that stands for all larger ones: all bits of the element follow
+constexpr int QUIET = 2;        // from so many binary orders above the step on, eight elements share a bit
+constexpr int SYMBOLS = 3;      // the most common exponents of values, which have codes of two bits
+constexpr uint64_t ONES = 0x0101010101010101, TOPS = ONES << 7;
+
+template <class Unsigned, class Signed_, int MANTISSA_>
+struct Format {
+    using Word = Unsigned;
+    using Signed = Signed_;
+    static constexpr int BYTES = sizeof(Word), BITS = 8 * BYTES, MANTISSA = MANTISSA_;
+    static constexpr int TOP = (1 << (BITS - 1 - MANTISSA)) - 1;  // the largest exponent
+    static constexpr Word MAGNITUDE = static_cast<Word>(~Word{0}) >> 1;
+    // The most that a block can take if all planes are full, and what a read may touch after it.
+    static constexpr int64_t MOST = (4 + ESCAPE + BITS) * BLOCK / 8 + 16;
+};
+using BFloat16 = Format<uint16_t, int16_t, 7>;
+using Float16 = Format<uint16_t, int16_t, 10>;
+using Float32 = Format<uint32_t, int32_t, 23>;
+
+inline uint64_t load(const uint8_t *from) {
+    uint64_t word;
+    memcpy(&word, from, sizeof word);
+    return word;
+}
+
+inline void store(uint64_t word, uint8_t *to) { memcpy(to, &word, sizeof word); }
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int ones(uint64_t word) { return __builtin_popcountll(word); }
+
+// ---- 64 elements at a time ----
+
+#if defined __AVX512BW__
+
+inline uint64_t bit_of(const uint8_t *bytes, int bit) {
+    return _mm512_test_epi8_mask(_mm512_load_si512(bytes), _mm512_set1_epi8(static_cast<char>(1 << bit)));
+}
+
+inline uint64_t above(const uint8_t *bytes, int limit) {
+    return _mm512_cmpgt_epu8_mask(_mm512_load_si512(bytes), _mm512_set1_epi8(static_cast<char>(limit)));
+}
+
+inline void add(uint64_t bits, int value, uint8_t *bytes) {
+    __m512i x = _mm512_load_si512(bytes);
+    _mm512_store_si512(bytes, _mm512_mask_add_epi8(x, bits, x, _mm512_set1_epi8(static_cast<char>(value))));
+}
+
+// Where a byte is not zero, the length of its number in bits and `before` bits more.
+inline void lengths(const uint8_t *bytes, int before, uint8_t *to) {
+    const __m512i upper = _mm512_set4_epi32(0x08080808, 0x08080808, 0x07070707, 0x06060500);
+    const __m512i lower = _mm512_set4_epi32(0x04040404, 0x04040404, 0x03030303, 0x02020100);
+    const __m512i nibble = _mm512_set1_epi8(15);
+    __m512i x = _mm512_load_si512(bytes), high = _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble);
+    __m512i length = _mm512_max_epu8(_mm512_shuffle_epi8(upper, high),
+                                     _mm512_shuffle_epi8(lower, _mm512_and_si512(x, nibble)));
+    length = _mm512_add_epi8(length, _mm512_set1_epi8(static_cast<char>(before)));
+    _mm512_mask_storeu_epi8(to, _mm512_test_epi8_mask(x, x), length);
+}
+
+#elif defined __AVX2__
+
+inline uint64_t tops_of(__m256i first, __m256i second) {
+    return static_cast<uint32_t>(_mm256_movemask_epi8(first)) |
+           static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_epi8(second))) << 32;
+}
+
+inline __m256i half(const uint8_t *bytes, int which) {
+    return _mm256_load_si256(reinterpret_cast<const __m256i *>(bytes) + which);
+}
+
+inline uint64_t bit_of(const uint8_t *bytes, int bit) {
+    __m128i shift = _mm_cvtsi32_si128(7 - bit);
+    return tops_of(_mm256_sll_epi16(half(bytes, 0), shift), _mm256_sll_epi16(half(bytes, 1), shift));
+}
+
+inline uint64_t above(const uint8_t *bytes, int limit) {
+    if (limit >= 255) return 0;
+    __m256i least = _mm256_set1_epi8(static_cast<char>(limit + 1));
+    __m256i first = half(bytes, 0), second = half(bytes, 1);
+    return tops_of(_mm256_cmpeq_epi8(_mm256_max_epu8(first, least), first),
+                   _mm256_cmpeq_epi8(_mm256_max_epu8(second, least), second));
+}
+
+inline void add(uint64_t bits, int value, uint8_t *bytes) {
+    const __m256i each = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+    const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
+                                            2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    for (int i = 0; i < 2; i++) {
+        __m256i word = _mm256_set1_epi32(static_cast<int>(bits >> (32 * i)));
+        __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(word, spread), each), each);
+        __m256i term = _mm256_and_si256(set, _mm256_set1_epi8(static_cast<char>(value)));
+        _mm256_store_si256(reinterpret_cast<__m256i *>(bytes) + i, _mm256_add_epi8(half(bytes, i), term));
+    }
+}
+
+inline void lengths(const uint8_t *bytes, int before, uint8_t *to) {
+    const __m256i upper = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 5, 6, 6, 7, 7, 7, 7, 8, 8, 8, 8, 8, 8, 8, 8));
+    const __m256i lower = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4));
+    const __m256i nibble = _mm256_set1_epi8(15);
+    for (int i = 0; i < 2; i++) {
+        __m256i x = half(bytes, i), high = _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble);
+        __m256i length = _mm256_max_epu8(_mm256_shuffle_epi8(upper, high),
+                                         _mm256_shuffle_epi8(lower, _mm256_and_si256(x, nibble)));
+        length = _mm256_add_epi8(length, _mm256_set1_epi8(static_cast<char>(before)));
+        __m256i none = _mm256_cmpeq_epi8(x, _mm256_setzero_si256());
+        _mm256_store_si256(reinterpret_cast<__m256i *>(to) + i, _mm256_blendv_epi8(length, half(to, i), none));
+    }
+}
+
+#else
+
+// The lowest bit of each byte, next to each other.
+inline uint64_t gathered(uint64_t lowest) { return (lowest * 0x0102040810204080) >> 56; }
+
+inline uint64_t bit_of(const uint8_t *bytes, int bit) {
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; i++) bits |= gathered((load(bytes + 8 * i) >> bit) & ONES) << (8 * i);
+    return bits;
+}
+
+inline uint64_t above(const uint8_t *bytes, int limit) {
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; i++) {
+        uint64_t x = load(bytes + 8 * i), lower = (x & ~TOPS) + (127 - (limit & 127)) * ONES;
+        bits |= gathered(((limit < 128 ? lower | x : lower & x) >> 7) & ONES) << (8 * i);
+    }
+    return bits;
+}
+
+inline void add(uint64_t bits, int value, uint8_t *bytes) {
+    for (int i = 0; i < 8; i++) {
+        uint64_t each = ((bits >> (8 * i)) & 255) * ONES & 0x8040201008040201;
+        uint64_t lowest = (((each & ~TOPS) + ~TOPS) | each) >> 7 & ONES;
+        // Bytes do not carry into each other: an element gets each bit of its code once.
+        store(load(bytes + 8 * i) + lowest * static_cast<unsigned>(value), bytes + 8 * i);
+    }
+}
+
+inline void lengths(const uint8_t *bytes, int before, uint8_t *to) {
+    for (int i = 0; i < 64; i++)
+        if (bytes[i]) to[i] = static_cast<uint8_t>(before + 32 - __builtin_clz(bytes[i]));
+}
+
+#endif
+
+// Shifts by another number of bits for each element. AVX2 has none for 16 bits.
+#if defined __AVX2__ && !defined __AVX512BW__
+inline uint16_t shifted_right(uint16_t x, uint16_t by) {
+    x = by & 8 ? x >> 8 : x;
+    x = by & 4 ? x >> 4 : x;
+    x = by & 2 ? x >> 2 : x;
+    return by & 1 ? x >> 1 : x;
+}
+inline uint16_t shifted_left(uint16_t x, uint16_t by) {
+    x = by & 8 ? static_cast<uint16_t>(x << 8) : x;
+    x = by & 4 ? static_cast<uint16_t>(x << 4) : x;
+    x = by & 2 ? static_cast<uint16_t>(x << 2) : x;
+    return by & 1 ? static_cast<uint16_t>(x << 1) : x;
+}
+#else
+inline uint16_t shifted_right(uint16_t x, uint16_t by) { return static_cast<uint16_t>(x >> by); }
+inline uint16_t shifted_left(uint16_t x, uint16_t by) { return static_cast<uint16_t>(x << by); }
+#endif
+inline uint32_t shifted_right(uint32_t x, uint16_t by) { return x >> by; }
+inline uint32_t shifted_left(uint32_t x, uint16_t by) { return x << by; }
+
+#if defined __BMI2__
+
+inline uint64_t extract(uint64_t word, uint64_t mask) { return _pext_u64(word, mask); }
+inline uint64_t deposit(uint64_t word, uint64_t mask) { return _pdep_u64(word, mask); }
+
+#else
+
+inline uint64_t extract(uint64_t word, uint64_t mask) {
+    if (mask == ~uint64_t{0}) return word;
+    uint64_t found = 0;
+    for (int at = 0; mask; mask &= mask - 1, at++) found |= ((word >> __builtin_ctzll(mask)) & 1) << at;
+    return found;
+}
+
+inline uint64_t deposit(uint64_t word, uint64_t mask) {
+    if (mask == ~uint64_t{0}) return word;
+    uint64_t found = 0;
+    for (; mask; mask &= mask - 1, word >>= 1) found |= (mask & -mask) * (word & 1);
+    return found;
+}
+
+#endif
+
+// The lowest bit of each byte that is not zero.
+inline uint64_t occupied(uint64_t word) { return ((((word & ~TOPS) + ~TOPS) | word) >> 7) & ONES; }
+
+// ---- Bits one after another ----
+
+class Writer {
+  public:
+    explicit Writer(uint8_t *to) : to(to) {}
+
+    // `word` has no bits from `count` on.
+    void put(uint64_t word, int count) {
+        uint64_t fill = bits & 63;
+        last |= word << fill;
+        store(last, to + bits / 64 * 8);
+        bits += count;
+        if (fill + count >= 64) last = (word >> 1) >> (63 - fill);
+    }
+
+    // Whole bytes, while there have been no others.
+    void put(const uint8_t *from, int64_t count) {
+        memcpy(to + bits / 8, from, count);
+        bits += 8 * static_cast<uint64_t>(count);
+        last = 0;
+        if (bits % 64) memcpy(&last, to + bits / 64 * 8, bits % 64 / 8);
+    }
+
+    int64_t bytes() {
+        store(last, to + bits / 64 * 8);
+        return static_cast<int64_t>((bits + 7) / 8);
+    }
+
+  private:
+    uint8_t *to;
+    uint64_t last = 0;
+    uint64_t bits = 0;
+};
+
+class Reader {
+  public:
+    explicit Reader(const uint8_t *from) : from(from) {}
+
+    // The next `count` bits; those above them are not zero.
+    uint64_t take(int count) {
+        const uint8_t *at = from + bits / 8;
+        uint64_t skip = bits & 7;
+        bits += count;
+        return load(at) >> skip | (load(at + 8) << 1) << (63 - skip);
+    }
+
+    void take(uint8_t *to, int64_t count) {
+        memcpy(to, from + bits / 8, count);
+        bits += 8 * static_cast<uint64_t>(count);
+    }
+
+    int64_t bytes() const { return static_cast<int64_t>((bits + 7) / 8); }
+
+  private:
+    const uint8_t *from;
+    uint64_t bits = 0;
+};
+
+// ---- A block ----
+
+template <class F>
+struct Block {
+    using Word = typename F::Word;
+    alignas(64) Word now[BLOCK], old[BLOCK], code[BLOCK], quotient[BLOCK];
+    alignas(64) uint8_t bytes[F::BYTES][BLOCK];  // of the codes
+    alignas(64) uint8_t exponent[BLOCK], need[BLOCK], head[BLOCK], width[BLOCK];
+    uint64_t valid[GROUPS];  // which elements there are
+    int64_t count;
+
+    void set_count(int64_t elements) {
+        count = elements;
+        for (int64_t g = 0; g < GROUPS; g++) {
+            int64_t left = count - 64 * g;
+            valid[g] = left >= 64 ? ~uint64_t{0} : left > 0 ? (uint64_t{1} << left) - 1 : 0;
+        }
+    }
+
+    int64_t raw() const { return count * F::BYTES; }
+
+    void take(const uint8_t *from, Word *to) {
+        memcpy(to, from, raw());
+        memset(to + count, 0, sizeof code - raw());
+    }
+
+    int count_above(const uint8_t *which, int limit) const {
+        int found = 0;
+        for (int64_t g = 0; g < GROUPS; g++) found += ones(above(which + 64 * g, limit) & valid[g]);
+        return found;
+    }
+};
+
+template <class F>
+void take_exponents(const typename F::Word *__restrict x, uint8_t *__restrict exponent) {
+    for (int64_t i = 0; i < BLOCK; i++) exponent[i] = static_cast<uint8_t>((x[i] >> F::MANTISSA) & F::TOP);
+}
+
+// For each head above `from` one more bit, until all elements of `mask` are done.
+Writer write_unary(Writer out, const uint8_t *head, int from, uint64_t *mask) {
+    for (int limit = from; limit < ESCAPE; limit++) {
+        uint64_t any = 0;
+        for (int64_t g = 0; g < GROUPS; g++) {
+            uint64_t bits = above(head + 64 * g, limit) & mask[g];
+            out.put(extract(bits, mask[g]), ones(mask[g]));
+            any |= mask[g] = bits;
+        }
+        if (!any) break;
+    }
+    return out;
+}
+
+Reader read_unary(Reader in, uint8_t *head, int from, uint64_t *mask) {
+    for (int limit = from; limit < ESCAPE; limit++) {
+        uint64_t any = 0;
+        for (int64_t g = 0; g < GROUPS; g++) {
+            uint64_t bits = deposit(in.take(ones(mask[g])), mask[g]);
+            add(bits, 1, head + 64 * g);
+            any |= mask[g] = bits;
+        }
+        if (!any) break;
+    }
+    return in;
+}
+
+// Quotients that have no code of their own, with `bits` bits.
+template <class F>
+Writer write_escaped(Writer out, const Block<F> &block, int bits) {
+    for (int64_t g = 0; g < GROUPS; g++)
+        for (uint64_t left = above(block.head + 64 * g, ESCAPE - 1) & block.valid[g]; left; left &= left - 1)
+            out.put(block.quotient[64 * g + __builtin_ctzll(left)], bits);
+    return out;
+}
+
+template <class F>
+Reader read_escaped(Reader in, Block<F> &block, int bits) {
+    for (int64_t g = 0; g < GROUPS; g++)
+        for (uint64_t left = above(block.head + 64 * g, ESCAPE - 1) & block.valid[g]; left; left &= left - 1) {
+            uint64_t quotient = in.take(bits) & ((uint64_t{1} << bits) - 1);
+            block.quotient[64 * g + __builtin_ctzll(left)] = static_cast<typename F::Word>(quotient);
+        }
+    return in;
+}
+
+// The bits of the codes below their widths, from bit `from` on.
+template <class F>
+Writer write_low(Writer out, const Block<F> &block, int from) {
+    for (int bit = from; bit < F::BITS; bit++) {
+        uint64_t any = 0;
+        for (int64_t g = 0; g < GROUPS; g++) {
+            uint64_t mask = above(block.width + 64 * g, bit) & block.valid[g];
+            out.put(extract(bit_of(block.bytes[bit / 8] + 64 * g, bit % 8), mask), ones(mask));
+            any |= mask;
+        }
+        if (!any) break;
+    }
+    return out;
+}
+
+template <class F>
+Reader read_low(Reader in, Block<F> &block, int from) {
+    for (int bit = from; bit < F::BITS; bit++) {
+        uint64_t any = 0;
+        for (int64_t g = 0; g < GROUPS; g++) {
+            uint64_t mask = above(block.width + 64 * g, bit) & block.valid[g];
+            add(deposit(in.take(ones(mask)), mask), 1 << bit % 8, block.bytes[bit / 8] + 64 * g);
+            any |= mask;
+        }
+        if (!any) break;
+    }
+    return in;
+}
+
+template <class F>
+void split(Block<F> &block) {
+    for (int k = 0; k < F::BYTES; k++)
+        for (int64_t i = 0; i < BLOCK; i++) block.bytes[k][i] = static_cast<uint8_t>(block.code[i] >> (8 * k));
+}
+
+// The codes from their quotients and their low bits.
+template <class F>
+void join(Block<F> &block) {
+    for (int64_t i = 0; i < BLOCK; i++) {
+        auto code = shifted_left(block.quotient[i], block.width[i]);
+        for (int k = 0; k < F::BYTES; k++) code |= static_cast<typename F::Word>(block.bytes[k][i]) << (8 * k);
+        block.code[i] = code;
+    }
+}
+
+// ---- Differences: the code is the zigzag of the distance in representable numbers ----
+
+template <class F>
+struct Difference {
+    using Word = typename F::Word;
+    using Signed = typename F::Signed;
+    static constexpr int QUOTIENT_BITS = F::BITS;
+    static constexpr uint8_t WIDEST = F::BITS - 1;
+
+    // Rises with the value, and is its own inverse.
+    static Word ordered(Word x) { return x ^ (static_cast<Signed>(x) >> (F::BITS - 1) & F::MAGNITUDE); }
+
+    // Set the codes. Return whether one of them is not zero.
+    static bool prepare(Block<F> &block) {
+        Word any = 0;
+        for (int64_t i = 0; i < BLOCK; i++) {
+            Word step = ordered(block.now[i]) - ordered(block.old[i]);
+            Word code = static_cast<Word>(step << 1) ^ (static_cast<Signed>(step) >> (F::BITS - 1));
+            block.code[i] = code;
+            any |= code;
+        }
+        return any;
+    }
+
+    // The least step from which on a larger one costs more bits than it saves (reference.py).
+    static int choose(Block<F> &block, int before) {
+        split(block);
+        take_exponents<F>(block.old, block.exponent);
+        memset(block.need, 0, sizeof block.need);
+        for (int k = 0; k < F::BYTES; k++)
+            for (int64_t g = 0; g < GROUPS; g++) lengths(block.bytes[k] + 64 * g, 8 * k, block.need + 64 * g);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            uint8_t need = static_cast<uint8_t>(block.need[i] + block.exponent[i]);
+            block.need[i] = block.need[i] ? need < block.exponent[i] ? 255 : need : 0;
+        }
+        auto enough = [&](int step) {
+            int longer = static_cast<int>(block.count) - block.count_above(block.exponent, step + 1);
+            return 2 * longer >= 3 * block.count_above(block.need, step);
+        };
+        int step = before;
+        if (enough(step)) while (step > 0 && enough(step - 1)) step--;
+        else while (step < 254 && !enough(step)) step++;
+        return step;
+    }
+
+    static void set_widths(Block<F> &block, int step) {
+        const uint8_t limit = static_cast<uint8_t>(step);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            uint8_t below = block.exponent[i] < limit ? block.exponent[i] : limit;
+            uint8_t width = static_cast<uint8_t>(limit - below);
+            block.width[i] = width > WIDEST ? WIDEST : width;
+        }
+    }
+
+    // The elements far above the step. Eight neighbors share a bit that says whether one of them changed.
+    static uint64_t quiet(const Block<F> &block, int64_t g, int step) {
+        int limit = static_cast<int>(smaller(step + QUIET - 1, 255));
+        return above(block.exponent + 64 * g, limit) & block.valid[g];
+    }
+
+    static Writer write(Writer out, Block<F> &block, int step) {
+        set_widths(block, step);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            Word quotient = shifted_right(block.code[i], block.width[i]);
+            bool escaped = quotient >= ESCAPE;
+            block.head[i] = escaped ? ESCAPE : static_cast<uint8_t>(quotient);
+            block.quotient[i] = block.code[i];
+            block.width[i] = escaped ? 0 : block.width[i];
+        }
+        uint64_t mask[GROUPS];
+        for (int64_t g = 0; g < GROUPS; g++) {
+            uint64_t silent = quiet(block, g, step), there = occupied(silent);
+            uint64_t hit = occupied(above(block.head + 64 * g, 0) & silent);
+            out.put(extract(hit, there), ones(there));
+            mask[g] = (block.valid[g] & ~silent) | (silent & hit * 255);
+        }
+        out = write_unary(out, block.head, 0, mask);
+        out = write_escaped(out, block, QUOTIENT_BITS);
+        return write_low(out, block, 0);
+    }
+
+    static Reader read(Reader in, Block<F> &block, int step) {
+        take_exponents<F>(block.old, block.exponent);
+        set_widths(block, step);
+        memset(block.head, 0, sizeof block.head);
+        uint64_t mask[GROUPS];
+        for (int64_t g = 0; g < GROUPS; g++) {
+            uint64_t silent = quiet(block, g, step), there = occupied(silent);
+            uint64_t hit = deposit(in.take(ones(there)), there);
+            mask[g] = (block.valid[g] & ~silent) | (silent & hit * 255);
+        }
+        in = read_unary(in, block.head, 0, mask);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            block.quotient[i] = block.head[i];
+            block.width[i] = block.head[i] == ESCAPE ? 0 : block.width[i];
+        }
+        in = read_escaped(in, block, QUOTIENT_BITS);
+        memset(block.bytes, 0, sizeof block.bytes);
+        in = read_low(in, block, 0);
+        join(block);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            Word code = block.code[i], step = static_cast<Word>(code >> 1) ^ static_cast<Word>(-(code & 1));
+            block.now[i] = ordered(ordered(block.old[i]) + step);
+        }
+        return in;
+    }
+};
+
+// ---- Values: the code has the exponent on top, then the mantissa, then the sign ----
+
+template <class F>
+struct Value {
+    using Word = typename F::Word;
+    static constexpr int WIDTH = F::MANTISSA + 1, QUOTIENT_BITS = F::BITS - WIDTH, WHOLE = WIDTH / 8;
+
+    static bool prepare(Block<F> &block) {
+        Word any = 0;
+        for (int64_t i = 0; i < BLOCK; i++) {
+            Word x = block.now[i];
+            any |= x;
+            block.code[i] = static_cast<Word>(x << 1) | static_cast<Word>(x >> (F::BITS - 1));
+        }
+        return any;
+    }
+
+    // The least exponent that at most an eighth of the elements exceeds. NaN of the largest one still have a code.
+    static int choose(Block<F> &block, int before) {
+        split(block);
+        take_exponents<F>(block.now, block.exponent);
+        auto enough = [&](int top) { return 8 * block.count_above(block.exponent, top) <= block.count; };
+        int top = before;
+        if (enough(top)) while (top > 0 && enough(top - 1)) top--;
+        else while (top < 254 && !enough(top)) top++;
+        return top;
+    }
+
+    static Writer write(Writer out, Block<F> &block, int top) {
+        const uint8_t least = static_cast<uint8_t>(top);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            uint8_t exponent = block.exponent[i], below = static_cast<uint8_t>(least - exponent);
+            uint8_t head = below < 5 ? below : below < ESCAPE - 1 ? static_cast<uint8_t>(below + 1) : ESCAPE;
+            block.head[i] = exponent == static_cast<uint8_t>(least + 1) ? 5 : head;
+            block.quotient[i] = exponent;
+        }
+        memset(block.width, WIDTH, sizeof block.width);
+        for (int k = 0; k < WHOLE; k++) out.put(block.bytes[k], block.count);
+        uint64_t rest[GROUPS];
+        for (int bit = 0; bit < 2; bit++)
+            for (int64_t g = 0; g < GROUPS; g++) {
+                const uint8_t *head = block.head + 64 * g;
+                rest[g] = above(head, SYMBOLS - 1) & block.valid[g];
+                out.put((bit_of(head, bit) | rest[g]) & block.valid[g], ones(block.valid[g]));
+            }
+        out = write_unary(out, block.head, SYMBOLS, rest);
+        out = write_escaped(out, block, QUOTIENT_BITS);
+        return write_low(out, block, 8 * WHOLE);
+    }
+
+    static Reader read(Reader in, Block<F> &block, int top) {
+        memset(block.head, 0, sizeof block.head);
+        memset(block.bytes, 0, sizeof block.bytes);
+        memset(block.width, WIDTH, sizeof block.width);
+        for (int k = 0; k < WHOLE; k++) in.take(block.bytes[k], block.count);
+        uint64_t rest[GROUPS] = {};
+        for (int bit = 0; bit < 2; bit++)
+            for (int64_t g = 0; g < GROUPS; g++) {
+                uint64_t bits = in.take(ones(block.valid[g])) & block.valid[g];
+                add(bits, 1 << bit, block.head + 64 * g);
+                rest[g] = bit ? bits & rest[g] : bits;
+            }
+        in = read_unary(in, block.head, SYMBOLS, rest);
+        const uint8_t least = static_cast<uint8_t>(top);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            uint8_t head = block.head[i], below = head < 5 ? head : static_cast<uint8_t>(head - 1);
+            below = head == 5 ? 255 : below;
+            block.quotient[i] = static_cast<uint8_t>(least - below);
+        }
+        in = read_escaped(in, block, QUOTIENT_BITS);
+        in = read_low(in, block, 8 * WHOLE);
+        join(block);
+        for (int64_t i = 0; i < BLOCK; i++) {
+            Word code = block.code[i];
+            block.now[i] = static_cast<Word>(code >> 1) | static_cast<Word>(code << (F::BITS - 1));
+        }
+        return in;
+    }
+};
+
+// ---- Messages ----
+
+template <class F, template <class> class Codec>
+int64_t encode_blocks(const uint8_t *old, const uint8_t *values, int64_t elements, uint8_t *out) {
+    alignas(64) uint8_t scratch[F::MOST];
+    Block<F> block;
+    memset(&block, 0, sizeof block);
+    int64_t blocks = (elements + BLOCK - 1) / BLOCK;
+    uint8_t *to = out + ENTRY * blocks;
+    int parameter = F::TOP / 2;
+    for (int64_t b = 0; b < blocks; b++) {
+        block.set_count(smaller(BLOCK, elements - b * BLOCK));
+        int64_t at = b * BLOCK * F::BYTES, raw = block.raw(), length = 0;
+        block.take(values + at, block.now);
+        if (old) block.take(old + at, block.old);
+        if (Codec<F>::prepare(block)) {
+            parameter = Codec<F>::choose(block, parameter);
+            length = smaller(Codec<F>::write(Writer(scratch), block, parameter).bytes(), raw);
+            memcpy(to, length < raw ? scratch : values + at, length);
+        }
+        uint32_t entry = static_cast<uint32_t>(length | (length && length < raw ? parameter << 16 : 0));
+        memcpy(out + ENTRY * b, &entry, sizeof entry);
+        to += length;
+    }
+    return to - out;
+}
+
+template <class F, template <class> class Codec>
+bool decode_blocks(const uint8_t *from, int64_t bytes, uint8_t *values, int64_t elements, bool difference) {
+    alignas(64) uint8_t scratch[F::MOST];
+    Block<F> block;
+    memset(&block, 0, sizeof block);
+    memset(scratch, 0, sizeof scratch);
+    int64_t blocks = (elements + BLOCK - 1) / BLOCK, offset = ENTRY * blocks;
+    if (offset > bytes) return false;
+    for (int64_t b = 0; b < blocks; b++) {
+        uint32_t entry;
+        memcpy(&entry, from + ENTRY * b, sizeof entry);
+        block.set_count(smaller(BLOCK, elements - b * BLOCK));
+        int64_t raw = block.raw(), length = entry & 0xffff;
+        uint8_t *to = values + b * BLOCK * F::BYTES;
+        if (length > raw || length > bytes - offset) return false;
+        if (length == raw) {
+            memcpy(to, from + offset, raw);
+        } else if (length == 0) {
+            if (!difference) memset(to, 0, raw);
+        } else {
+            // A read in this copy does not pass its end, whatever bits a message has.
+            memcpy(scratch, from + offset, length);
+            if (difference) block.take(to, block.old);
+            Reader in = Codec<F>::read(Reader(scratch), block, entry >> 16 & 0xff);
+            if (in.bytes() != length) return false;
+            memcpy(to, block.now, raw);
+        }
+        offset += length;
+    }
+    return bytes - offset < 8;  // the rest fills up a word
+}
+
+template <class F>
+int64_t encode_as(const uint8_t *old, const uint8_t *values, int64_t elements, uint8_t *out) {
+    return old ? encode_blocks<F, Difference>(old, values, elements, out)
+               : encode_blocks<F, Value>(old, values, elements, out);
+}
+
+int64_t encode(Dtype dtype, const uint8_t *old, const uint8_t *values, int64_t elements, uint8_t *out) {
+    switch (dtype) {
+        case Dtype::bfloat16: return encode_as<BFloat16>(old, values, elements, out);
+        case Dtype::float16: return encode_as<Float16>(old, values, elements, out);
+        default: return encode_as<Float32>(old, values, elements, out);
+    }
+}
+
+template <class F>
+bool decode_as(bool difference, const uint8_t *from, int64_t bytes, uint8_t *values, int64_t elements) {
+    return difference ? decode_blocks<F, Difference>(from, bytes, values, elements, true)
+                      : decode_blocks<F, Value>(from, bytes, values, elements, false);
+}
+
+bool decode(Dtype dtype, bool difference, const uint8_t *from, int64_t bytes, uint8_t *values, int64_t elements) {
+    switch (dtype) {
+        case Dtype::bfloat16: return decode_as<BFloat16>(difference, from, bytes, values, elements);
+        case Dtype::float16: return decode_as<Float16>(difference, from, bytes, values, elements);
+        default: return decode_as<Float32>(difference, from, bytes, values, elements);
+    }
+}
+
+constexpr uint64_t KEY = 0x9e3779b97f4a7c15;
+
+inline uint64_t mixed(uint64_t word, uint64_t number) {
+    uint64_t x = word + number * KEY;
+    return (x & 0xffffffff) * (x >> 32);
+}
+
+// The sum over all words of the product of the halves of (word + number * KEY).
+uint64_t digest(const uint8_t *from, int64_t bytes, int64_t first) {
+    int64_t words = bytes / 8, i = 0;
+    uint64_t sum = 0, number = static_cast<uint64_t>(first) + 1;
+#if defined __AVX2__
+    __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+    __m256i key = _mm256_setr_epi64x(number * KEY, (number + 1) * KEY, (number + 2) * KEY, (number + 3) * KEY);
+    const __m256i step = _mm256_set1_epi64x(static_cast<int64_t>(4 * KEY));
+    for (; i + 8 <= words; i += 8)
+        for (int half = 0; half < 2; half++) {
+            const uint8_t *at = from + 8 * i + 32 * half;
+            __m256i x = _mm256_add_epi64(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)), key);
+            key = _mm256_add_epi64(key, step);
+            sums[half] = _mm256_add_epi64(sums[half], _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)));
+        }
+    alignas(32) uint64_t parts[4];
+    _mm256_store_si256(reinterpret_cast<__m256i *>(parts), _mm256_add_epi64(sums[0], sums[1]));
+    sum = parts[0] + parts[1] + parts[2] + parts[3];
+#endif
+    for (; i < words; i++) sum += mixed(load(from + 8 * i), number + static_cast<uint64_t>(i));
+    if (bytes % 8) {
+        uint64_t word = 0;
+        memcpy(&word, from + 8 * words, bytes % 8);
+        sum += mixed(word, number + static_cast<uint64_t>(words));
+    }
+    return sum;
+}
+
+}  // namespace
+
+const Kernels TOWPATH_LEVEL = {TOWPATH_LEVEL_NAME, digest, encode, decode};
+
+}  // namespace towpath::exact
