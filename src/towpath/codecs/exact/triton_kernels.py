@@ -264,6 +264,12 @@ def _codes(
 
 
 @triton.jit
+def _largest(x):
+    """Return the largest one of all, to end a loop early. Loops of constant length would be unrolled."""
+    return tl.max(tl.reshape(x, [x.numel]), axis=0)
+
+
+@triton.jit
 def _total(flags):
     return tl.sum(tl.sum(flags.to(tl.int32), axis=2), axis=1)
 
@@ -333,7 +339,7 @@ def _encoded(
         at = _put_unary(words, at, head, rest & valid_word, _SYMBOLS, enabled, writing)
         escaped = valid & (head == _ESCAPE)
         at = _put_escaped(words, at, exponent.to(tl.uint32), escaped, bits - 1 - mantissa, enabled, writing)
-    for bit in range(low, bits):
+    for bit in range(low, _largest(width)):
         mask = _word(width > bit) & valid_word
         at = _put(words, at, _word(((code >> bit) & 1) == 1), mask, enabled, writing)
     return at
@@ -341,7 +347,7 @@ def _encoded(
 
 @triton.jit
 def _put_unary(words, at, head, mask, start: tl.constexpr, enabled, writing: tl.constexpr):
-    for limit in range(start, _ESCAPE):
+    for limit in range(start, tl.minimum(_largest(head) + 1, _ESCAPE)):
         larger = _word(head > limit) & mask
         at = _put(words, at, larger, mask, enabled, writing)
         mask = larger
@@ -370,14 +376,23 @@ def _or(words, index, bits, enabled):
 @triton.jit
 def _put_escaped(words, at, quotient, escaped, bits: tl.constexpr, enabled, writing: tl.constexpr):
     """Append whole quotients."""
-    flags = tl.reshape(escaped, [at.shape[0], _BLOCK]).to(tl.int32)
+    start, end = _escaped_at(at, escaped, bits)
     if writing:
-        start = at[:, None] + (tl.cumsum(flags, axis=1) - flags) * bits
-        number = tl.reshape(quotient, [at.shape[0], _BLOCK]).to(tl.uint64) << (start & 31).to(tl.uint64)
-        sent = (flags > 0) & enabled[:, None]
+        number, sent = quotient.to(tl.uint64) << (start & 31).to(tl.uint64), escaped & enabled[:, None, None]
         _or(words, start // 32, number, sent)
         _or(words, start // 32 + 1, number >> 32, sent)
-    return at + tl.sum(flags, axis=1) * bits
+    return end
+
+
+@triton.jit
+def _escaped_at(at, escaped, bits: tl.constexpr):
+    """Return where the quotient of each escaped element starts, and where they end."""
+    word = _word(escaped)
+    count = _ones(word)
+    before = (tl.cumsum(count, axis=1) - count)[:, :, None]
+    lane = tl.arange(0, 64).to(tl.uint64)[None, None, :]
+    rank = before + _ones(word[:, :, None] & (((lane * 0 + 1) << lane) - 1))
+    return at[:, None, None] + rank * bits, at + tl.sum(count, axis=1) * bits
 
 
 # ---- Decoding ----
@@ -449,7 +464,7 @@ def _decoded(
         exponent = ((parameter[:, None, None] - below) & 255).to(tl.uint32)
         escaped = valid & (head == _ESCAPE)
         quotient, at = _take_escaped(words, at, exponent, escaped, bits - 1 - mantissa, limit)
-    for bit in range(low, bits):
+    for bit in range(low, _largest(width)):
         word, at = _take(words, at, _word(width > bit) & valid_word, limit)
         code |= _lanes(word).to(tl.uint32) << bit
     code = _cut(code | (quotient << width.to(tl.uint32)), bits)
@@ -467,35 +482,36 @@ def _take(words, at, mask, limit):
     count = _ones(mask)
     start = at[:, None] + tl.cumsum(count, axis=1) - count
     index, shift = start // 32, (start & 31).to(tl.uint64)
-    found = _word_at(words, index, limit) >> shift
-    found |= _word_at(words, index + 1, limit) << (32 - shift)
-    found |= (_word_at(words, index + 2, limit) << (63 - shift)) << 1
+    each = limit[:, None]
+    found = _word_at(words, index, each) >> shift
+    found |= _word_at(words, index + 1, each) << (32 - shift)
+    found |= (_word_at(words, index + 2, each) << (63 - shift)) << 1
     return _deposit(found, mask), at + tl.sum(count, axis=1)
 
 
 @triton.jit
 def _word_at(words, index, limit):
-    found = tl.load(words + index, mask=(index >= 0) & (index < limit[:, None]), other=0)
+    found = tl.load(words + index, mask=(index >= 0) & (index < limit), other=0)
     return found.to(tl.uint32, bitcast=True).to(tl.uint64)
 
 
 @triton.jit
 def _take_unary(words, at, head, mask, start: tl.constexpr, limit):
-    for _ in range(start, _ESCAPE):
+    reached = start
+    while (reached < _ESCAPE) & (_largest(mask) > 0):
         mask, at = _take(words, at, mask, limit)
         head += _lanes(mask)
+        reached += 1
     return head, at
 
 
 @triton.jit
 def _take_escaped(words, at, quotient, escaped, bits: tl.constexpr, limit):
-    flags = tl.reshape(escaped, [at.shape[0], _BLOCK]).to(tl.int32)
-    start = at[:, None] + (tl.cumsum(flags, axis=1) - flags) * bits
-    index, shift = start // 32, (start & 31).to(tl.uint64)
-    number = (_word_at(words, index, limit) | (_word_at(words, index + 1, limit) << 32)) >> shift
-    number = (number & ((1 << bits) - 1)).to(tl.uint32)
-    quotient = tl.where(escaped, tl.reshape(number, quotient.shape), quotient)
-    return quotient, at + tl.sum(flags, axis=1) * bits
+    start, end = _escaped_at(at, escaped, bits)
+    index, each = start // 32, limit[:, None, None]
+    number = _word_at(words, index, each) | (_word_at(words, index + 1, each) << 32)
+    number = (number >> (start & 31).to(tl.uint64)) & ((1 << bits) - 1)
+    return tl.where(escaped, number.to(tl.uint32), quotient), end
 
 
 # ---- Words of 64 bits ----
