@@ -28,7 +28,7 @@ import torch
 
 from towpath.codecs.exact import message as messages
 from towpath.codecs.exact import reference
-from towpath.codecs.exact.message import HEADER_BYTES, MessageError, Problem, message_bound
+from towpath.codecs.exact.message import MessageError, Problem, message_bound
 
 __all__ = [
     "MessageError",

@@ -1,16 +1,20 @@
 """The header of an exact message: what it is, how long it is, and what must hold before a value changes.
 
-    byte   0   b"TPX1", little-endian like all that follows
-           4   0 for values, 1 for differences
-           5   the dtype: 0 bfloat16, 1 float16, 2 float32
-           6   two bytes of zero
-           8   the number of elements
-          16   the bytes of the message, a multiple of 8. The last ones may be zeros.
-          24   the digest of the old values, or 0
-          32   the checksum: the digest of the message without these 8 bytes
-          40   the table: for each block the length of its payload (16 bits) and its parameter (16 bits)
-               the payloads, one after another. One of length 0 stands for zeros: no value, or no difference. One of
-               the values' length is the values themselves.
+The bytes of a message, in which all numbers are little-endian:
+
+     0   b"TPX1"
+     4   0 for values, 1 for differences
+     5   the dtype: 0 for bfloat16, 1 for float16, 2 for float32
+     6   two bytes of zero
+     8   the number of elements
+    16   the bytes of the message, a multiple of 8. Zeros fill it up.
+    24   the digest of the old values, or 0
+    32   the checksum: the digest of the message without these 8 bytes
+    40   the table: for each block the length of its payload (16 bits) and its parameter (16 bits)
+         the payloads, one after another
+
+A payload of length 0 stands for zeros: no value, or no difference. One as long as its values has the values themselves.
+All others are described in `reference.py`.
 """
 
 from __future__ import annotations
@@ -57,8 +61,8 @@ _TEXTS = {
     Problem.OTHER: "the bytes are not the expected exact message. Run the same version of Towpath, with the same "
     "strategy and model, on all ranks.",
     Problem.SHORT: "the exact message is longer than what arrived. Receive message_bound() bytes.",
-    Problem.DAMAGED: "the checksum of an exact message is wrong, so its bytes changed on the way or in memory. Load the "
-    "last checkpoint, and check the network and the memory of both nodes if it happens again.",
+    Problem.DAMAGED: "the checksum of an exact message is wrong, so its bytes changed on the way or in memory. Load "
+    "the last checkpoint, and check the network and the memory of both nodes if it happens again.",
     Problem.STALE: "the exact difference is relative to other values than this rank holds, so replicas have diverged. "
     "Load a checkpoint on all ranks. If you write parameters by hand, write the same values on all ranks.",
     Problem.INVALID: "the exact message has a correct checksum but impossible content. Run the same version of Towpath "

@@ -93,8 +93,10 @@ def encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) ->
         before = None if old is None else form.bits_of(old.flatten()[start : start + BLOCK])
         if torch.equal(bits, torch.zeros_like(bits) if before is None else before):
             parameter, payload = 0, new[:0].view(torch.uint8)
+        elif before is None:
+            parameter, payload = _encode_values(form, bits)
         else:
-            parameter, payload = _encode_values(form, bits) if before is None else _encode_difference(form, before, bits)
+            parameter, payload = _encode_difference(form, before, bits)
         if len(payload) >= new.nbytes:
             parameter, payload = 0, new.view(torch.uint8)
         entry = torch.tensor([len(payload) | parameter << 16], dtype=torch.int64)

@@ -26,8 +26,9 @@ from towpath.codecs.exact import message as messages
 from towpath.codecs.exact import reference
 from towpath.codecs.exact.message import Problem
 
-_BLOCKS = 4  # of a program
+_BLOCKS = 1  # of a program
 _WORDS = 1024  # of a program that computes a digest
+_LAUNCH = {"num_warps": 4}
 
 _BLOCK = tl.constexpr(messages.BLOCK)
 _GROUPS = tl.constexpr(messages.BLOCK // 64)
@@ -102,7 +103,7 @@ def _shape(values: torch.Tensor, message: torch.Tensor, difference: bool) -> tup
     words = message[: len(message) // 8 * 8].view(torch.int32)
     table = words[messages.HEADER_BYTES // 4 :][: messages.table_bytes(values.numel()) // 4]
     constants = {"difference": difference, "bits": form.bits, "mantissa": form.mantissa, "blocks": _BLOCKS}
-    return words, table, (triton.cdiv(len(table), _BLOCKS),), constants
+    return words, table, (triton.cdiv(len(table), _BLOCKS),), constants | _LAUNCH
 
 
 def _integers(values: torch.Tensor) -> torch.Tensor:
