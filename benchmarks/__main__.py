@@ -26,6 +26,7 @@ SUITES = {
     "timeline": ("overlap", "the share of communication that runs while the device computes"),
     "collectives": ("collectives", "our routes against the flat one"),
     "kernels": ("kernels", "the codecs' kernels against a copy of memory and the reference implementation"),
+    "exact_kernels": ("exact_kernels", "the exact codecs against a copy of memory and zstd"),
     "memory": ("memory", "peak memory of starting a model of a billion parameters, and of a memory limit"),
     "planner": ("planner", "predicted against measured steps, and the cost of the planner's choice"),
     "pipeline_planner": ("pipeline_planner", "predicted against measured steps of pipelines"),

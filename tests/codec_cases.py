@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from towpath.codecs.exact import message
+from towpath.codecs.exact import reference as exact_reference
 from towpath.codecs.kernels import pieces as loops
 from towpath.codecs.kernels import reference
 from towpath.codecs.kernels.pieces import Piece, Pieces
@@ -197,3 +199,50 @@ def check_8_bit_floats(kernels: ModuleType, text: str, device: str = "cpu") -> N
     reference.decode(codec, codes, expected)
     kernels.decode(codec, codes, got)
     assert same(got, expected)
+
+
+def check_exact(kernels: ModuleType, dtype: torch.dtype, difference: bool, device: str = "cpu") -> None:
+    """Messages of the exact codecs: the oracle's bytes, what is decoded, and the outcomes of bad messages.
+
+    Two blocks: one that shrinks, with any bits in it, and one that does not, and that is not full.
+    """
+    generator = torch.Generator().manual_seed(0)
+    n = 700
+    noise = [torch.randint(0, 256, (n * dtype.itemsize,), generator=generator).to(torch.uint8) for _ in range(2)]
+    old = torch.randn(n, generator=generator) * 0.02
+    new = old - 1e-4 * torch.randn(n, generator=generator)
+    strange = torch.rand(n, generator=generator) < 0.03
+    strange[512:] = True
+    old, new = (torch.where(strange, bits.view(dtype), x.to(dtype)) for x, bits in zip((old, new), noise, strict=True))
+    before = old if difference else None
+    expected = torch.zeros(message.message_bound(n, dtype), dtype=torch.uint8)
+    used = message.encode(exact_reference, before, new, expected)
+
+    out = torch.full_like(expected, 77, device=device)
+    kernels.encode(None if before is None else before.to(device), new.to(device), out)
+    assert torch.equal(out[:used].cpu(), expected[:used])
+    stale = old.clone()
+    stale.view(torch.uint8)[300] ^= 1
+    damaged, forged = out.clone(), out.clone()
+    damaged[used - 9] ^= 4
+    forged[message.HEADER_BYTES] ^= 8
+    forged[32:40] = 0
+    body = [forged[:32].cpu(), forged[message.HEADER_BYTES : used].cpu()]
+    checksum = sum(exact_reference.digest(part, first) for part, first in zip(body, (0, 5), strict=True)) % 2**64
+    forged[32:40] = torch.tensor(list(checksum.to_bytes(8, "little")), dtype=torch.uint8)
+    for sent, held, problem in (
+        (out, old, 0),
+        (out[: used - 8], old, message.Problem.SHORT),
+        (damaged, old, message.Problem.DAMAGED),
+        (out, old[1:], message.Problem.OTHER),
+        *([(out, stale, message.Problem.STALE)] if difference else []),
+        (forged, old, message.Problem.INVALID),
+    ):
+        values = held.clone().to(device)
+        assert int(kernels.decode(sent, values, difference)) == problem
+        assert problem == message.Problem.INVALID or same_bits(values.cpu(), held if problem else new)
+    assert int(kernels.digest(old.to(device))) % 2**64 == exact_reference.digest(old, 0)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -25,6 +25,7 @@ from towpath.core.formats import Codec
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 KERNELS = "towpath.codecs.kernels.triton_codecs"
+EXACT = "towpath.codecs.exact.triton_kernels"
 LENGTHS = (1, 31, 257, 5000)  # each codec meets one of them and another codec the next: the interpreter is slow
 
 Run = Callable[..., Any]
@@ -105,6 +106,33 @@ def test_messages_without_elements(interpreted: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    "dtype, difference",
+    [
+        (torch.bfloat16, True),
+        *(seldom(*case) for case in ((torch.bfloat16, False), (torch.float16, True), (torch.float16, False))),
+        (torch.float32, False),
+        seldom(torch.float32, True),
+    ],
+    ids=str,
+)
+def test_exact_codecs(interpreted: Run, dtype: torch.dtype, difference: bool) -> None:
+    interpreted(_check_exact, dtype, difference)
+
+
+@pytest.mark.parametrize(
+    "kernel, bits, difference",
+    [
+        ("decode", 16, True),
+        *(seldom("decode", *case) for case in ((16, False), (32, True), (32, False))),
+        *(seldom(kernel, *case) for kernel in ("plan", "write") for case in ((16, True), (32, True), (32, False))),
+        *(seldom(kernel, 16, True) for kernel in ("digest", "header", "check")),
+    ],
+)
+def test_exact_kernels_compile_for_a_gpu(compiled: Run, kernel: str, bits: int, difference: bool) -> None:
+    compiled(_compile_exact, kernel, bits, difference)
+
+
+@pytest.mark.parametrize(
     "text", ["int8+stochastic", *map(seldom, ("int4:whole+hadamard+stochastic", "e4m3", "e5m2", "bf16"))]
 )
 def test_compiled_for_a_gpu_nothing_is_fused_approximate_or_flushed(compiled: Run, text: str) -> None:
@@ -132,6 +160,36 @@ def _check_long(text: str) -> None:
 
 def _check_8_bit_floats(text: str) -> None:
     codec_cases.check_8_bit_floats(importlib.import_module(KERNELS), text)
+
+
+def _check_exact(dtype: torch.dtype, difference: bool) -> None:
+    codec_cases.check_exact(importlib.import_module(EXACT), dtype, difference)
+
+
+def _compile_exact(kernel: str, bits: int, difference: bool) -> None:
+    triton, kernels = importlib.import_module("triton"), importlib.import_module(EXACT)
+    compiler, backends = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
+    function, elements = getattr(kernels, f"_{kernel}_kernel"), f"*i{bits}"
+    names: list[str] = function.arg_names
+    types = {"old": elements if difference else "constexpr", "values": elements, "table": "*i32", "ends": "*i64"}
+    types |= {"words": "*i32", "message": "*u8", "outcome": "*i32", "n": "i32"}
+    constants: dict[str, Any] = {
+        "difference": difference,
+        "bits": bits,
+        "mantissa": 7 if bits == 16 else 23,
+        "blocks": 1,
+    }
+    if kernel == "digest":
+        types = {"data": "*i32", "header": "*i32", "found": "*i64", "n": "i32"}
+        constants = {"item": 4, "words": 1024}
+    elif kernel in ("header", "check"):
+        types |= {"header": "*i64", "sums": "*i64", "first": "i64", "start": "i32", "blocks": "i32", "arrived": "i32"}
+        constants = {}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    if "old" in names and not difference:
+        values[(names.index("old"),)] = None
+    code = compiler.ASTSource(function, {name: types.get(name, "constexpr") for name in names}, values)
+    triton.compile(code, target=backends.GPUTarget("cuda", 90, 32), options=kernels._LAUNCH)
 
 
 def _assembly(text: str) -> list[str]:

@@ -405,21 +405,23 @@ def _decode_kernel(
     difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr, blocks: tl.constexpr,
 ):  # fmt: skip
     """Decode the payloads, if the message has no problem."""
+    if tl.load(outcome) != 0:
+        return
     block, valid, count = _place(n, blocks)
     entry = tl.load(table + block, mask=count > 0, other=0)
     length, raw, parameter = entry & 0xFFFF, count * (bits // 8), (entry >> 16) & 255
     nbytes = tl.load((words + 4).to(tl.pointer_type(tl.int64)))
     last = (n + _BLOCK - 1) // _BLOCK - 1
     end = tl.load(ends + block, mask=count > 0, other=0) + _HEADER + 4 * (last + 1)
-    start, problem = end - length, tl.load(outcome)
+    start = end - length
     # Nothing follows the last payload but what fills up a word.
     possible = (length <= raw) & (end <= nbytes) & ((block != last) | (nbytes - end < 8))
-    coded = possible & (length > 0) & (length < raw) & (problem == 0)
+    coded = possible & (length > 0) & (length < raw)
     known = _loaded(values, block, valid, bits)
     limit = tl.where(coded, nbytes // 4, 0)
     new, at = _decoded(words, message, 8 * start, valid, count, known, parameter, limit, difference, bits, mantissa)
     possible = possible & ((length == 0) | (length == raw) | ((at + 7) // 8 == end))
-    valid = valid & (possible & (problem == 0))[:, None, None]
+    valid = valid & possible[:, None, None]
     is_raw = (length == raw)[:, None, None]
     as_sent = known * 0
     for byte in tl.static_range(bits // 8):
@@ -429,8 +431,7 @@ def _decode_kernel(
     new = tl.where(is_raw, as_sent, tl.where((length == 0)[:, None, None], unsent, new))
     stored = new.to(tl.uint16).to(tl.int16, bitcast=True) if bits == 16 else new.to(tl.int32, bitcast=True)
     tl.store(values + _index(block), stored, mask=valid)
-    found = _INVALID * (1 - tl.min(possible.to(tl.int32), axis=0))
-    tl.atomic_max(outcome, tl.where(problem == 0, found, 0))
+    tl.atomic_max(outcome, (1 - tl.min(possible.to(tl.int32), axis=0)) * _INVALID)
 
 
 @triton.jit
