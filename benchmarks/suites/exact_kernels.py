@@ -75,7 +75,7 @@ def inputs_of(case: ExactCase, elements: int) -> tuple[torch.Tensor | None, torc
     x = torch.randn(elements // 256, 256, generator=generator)
     if case.rate is None:
         rows, columns = (torch.randn(size, generator=generator) for size in ((elements // 256, 1), (1, 256)))
-        return None, (x * torch.exp(0.5 * (rows + columns)) * 1e-4).flatten().to(dtype)
+        return None, (x * torch.exp(0.35 * (rows + columns)) * 1e-4).flatten().to(dtype)
     old = 0.02 * x.flatten()
     # AdamW's steps are shorter than the learning rate, as gradients change their signs.
     new = old - 0.15 * case.rate * torch.randn(elements, generator=generator)

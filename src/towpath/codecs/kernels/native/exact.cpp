@@ -46,6 +46,9 @@ inline void store(uint64_t word, uint8_t *to) { memcpy(to, &word, sizeof word); 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int ones(uint64_t word) { return __builtin_popcountll(word); }
 
+// The lowest bit of each byte that is not zero.
+inline uint64_t occupied(uint64_t word) { return ((((word & ~TOPS) + ~TOPS) | word) >> 7) & ONES; }
+
 // ---- 64 elements at a time ----
 
 #if defined __AVX512BW__
@@ -148,9 +151,8 @@ inline uint64_t above(const uint8_t *bytes, int limit) {
 inline void add(uint64_t bits, int value, uint8_t *bytes) {
     for (int i = 0; i < 8; i++) {
         uint64_t each = ((bits >> (8 * i)) & 255) * ONES & 0x8040201008040201;
-        uint64_t lowest = (((each & ~TOPS) + ~TOPS) | each) >> 7 & ONES;
         // Bytes do not carry into each other: an element gets each bit of its code once.
-        store(load(bytes + 8 * i) + lowest * static_cast<unsigned>(value), bytes + 8 * i);
+        store(load(bytes + 8 * i) + occupied(each) * static_cast<unsigned>(value), bytes + 8 * i);
     }
 }
 
@@ -204,9 +206,6 @@ inline uint64_t deposit(uint64_t word, uint64_t mask) {
 }
 
 #endif
-
-// The lowest bit of each byte that is not zero.
-inline uint64_t occupied(uint64_t word) { return ((((word & ~TOPS) + ~TOPS) | word) >> 7) & ONES; }
 
 // ---- Bits one after another ----
 
@@ -592,6 +591,7 @@ int64_t encode_blocks(const uint8_t *old, const uint8_t *values, int64_t element
     memset(&block, 0, sizeof block);
     int64_t blocks = (elements + BLOCK - 1) / BLOCK;
     uint8_t *to = out + ENTRY * blocks;
+    const uint8_t *end = to + elements * F::BYTES;
     int parameter = F::TOP / 2;
     for (int64_t b = 0; b < blocks; b++) {
         block.set_count(smaller(BLOCK, elements - b * BLOCK));
@@ -600,8 +600,10 @@ int64_t encode_blocks(const uint8_t *old, const uint8_t *values, int64_t element
         if (old) block.take(old + at, block.old);
         if (Codec<F>::prepare(block)) {
             parameter = Codec<F>::choose(block, parameter);
-            length = smaller(Codec<F>::write(Writer(scratch), block, parameter).bytes(), raw);
-            memcpy(to, length < raw ? scratch : values + at, length);
+            uint8_t *place = end - to < F::MOST ? scratch : to;
+            length = smaller(Codec<F>::write(Writer(place), block, parameter).bytes(), raw);
+            if (length == raw) memcpy(to, values + at, raw);
+            else if (place == scratch) memcpy(to, scratch, length);
         }
         uint32_t entry = static_cast<uint32_t>(length | (length && length < raw ? parameter << 16 : 0));
         memcpy(out + ENTRY * b, &entry, sizeof entry);
@@ -630,10 +632,11 @@ bool decode_blocks(const uint8_t *from, int64_t bytes, uint8_t *values, int64_t 
         } else if (length == 0) {
             if (!difference) memset(to, 0, raw);
         } else {
-            // A read in this copy does not pass its end, whatever bits a message has.
-            memcpy(scratch, from + offset, length);
+            // Whatever bits a message has, reading a block does not pass MOST bytes.
+            const uint8_t *place = from + offset;
+            if (bytes - offset < F::MOST) place = static_cast<const uint8_t *>(memcpy(scratch, place, length));
             if (difference) block.take(to, block.old);
-            Reader in = Codec<F>::read(Reader(scratch), block, entry >> 16 & 0xff);
+            Reader in = Codec<F>::read(Reader(place), block, entry >> 16 & 0xff);
             if (in.bytes() != length) return false;
             memcpy(to, block.now, raw);
         }
