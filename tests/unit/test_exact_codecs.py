@@ -45,11 +45,11 @@ def trained(n: int, dtype: torch.dtype, rate: float, seed: int = 0) -> tuple[tor
 
 
 def encoded(kernels: Kernels, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-    """A message, with room behind it that stays as it was."""
+    """A message. What is behind its bound stays as it was."""
     bound = exact.message_bound(new.numel(), new.dtype)
     out = torch.full((bound + 16,), 77, dtype=torch.uint8)
     used = message.encode(kernels, old, new, out)
-    assert used <= bound and used % 8 == 0 and (out[used:] == 77).all()
+    assert used <= bound and used % 8 == 0 and (out[bound:] == 77).all()
     assert exact.message_bytes([out[:bound]]) == [used]
     return out[:used]
 

@@ -49,7 +49,8 @@ def encode_difference(old: torch.Tensor, new: torch.Tensor, out: torch.Tensor) -
     Args:
         old: The values that every receiver holds.
         new: As many values of the same dtype. Both are contiguous.
-        out: `message_bound` bytes (uint8), or more. On a GPU they start at a multiple of 8 bytes.
+        out: `message_bound` bytes (uint8), or more. All of them may be written. On a GPU they start at a multiple of
+            8 bytes.
 
     Returns:
         The bytes of the message on a CPU. None on a GPU, where `message_bytes` reads them.
