@@ -39,7 +39,7 @@ _CHECKSUM_AT = 32
 
 
 class MessageError(StepError):
-    """An exact message that is damaged, too short, of other elements, or relative to values that nobody here holds."""
+    """An exact message that is damaged, too short, of other elements, or relative to values that this rank lacks."""
 
 
 class Problem(IntEnum):

@@ -1,8 +1,8 @@
 """The exact codecs in Triton, for GPUs. They equal `reference` to the bit, and the host waits for nothing.
 
 A program works on a few blocks, as tensors [blocks, groups, 64]. The same bit of 64 elements becomes a word of 64 bits,
-[blocks, groups], and all that follows works on words, as the C++ kernels do: `_extract` keeps the bits of the elements
-that send one, and `_put` appends them to the block's payload with atomic operations on words of 32 bits.
+and these words [blocks, groups] are handled as in C++. `_extract` keeps the bits of the elements that send one. `_put`
+appends them to the block's payload with atomic operations on words of 32 bits.
 
 Encoding is a launch that chooses parameters and computes lengths, a prefix sum, and a launch that writes the payloads.
 Then the sizes, the digest and the checksum are written into the header. Decoding verifies these first. A program of a
