@@ -1,6 +1,6 @@
 """Measure the exact codecs on one thread, against a copy of memory and against zstd.
 
-    exact_kernels [CASE …] [--level x86_64_v3] [--rounds 10] [--quick] [--resume]
+    exact_kernels [CASE …] [--level x86_64_v3] [--quick] [--resume]
 
 Each candidate has a process of its own and 16 MB of input: weights before and after a step of AdamW at a learning rate,
 or gradients. Both are random numbers with the statistics of a GPT that was trained on text. Throughput counts the bytes
@@ -151,7 +151,8 @@ def zstd_work(case: ExactCase, kind: str, old: torch.Tensor | None, new: torch.T
 
 def add_level(parser: argparse.ArgumentParser) -> None:
     """Add the options of the suite."""
-    parser.add_argument("--level", choices=_native.levels(), default=_native.levels()[0])
+    levels = _native.levels()
+    parser.add_argument("--level", choices=levels, default=levels[0], metavar="LEVEL", help=", ".join(levels))
 
 
 def at_level(cases: Any, options: argparse.Namespace) -> Any:
