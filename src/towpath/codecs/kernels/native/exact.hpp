@@ -1,4 +1,4 @@
-// The exact codecs' kernels at one processor level. docs: codecs/exact/__init__.py describes the messages.
+// The exact codecs' kernels at one processor level. codecs/exact describes the messages.
 #pragma once
 
 #include "codec.hpp"
@@ -9,7 +9,7 @@ struct Kernels {
     const char *name;
     // The digest of `bytes` bytes, whose first word of 8 bytes has the number `first`.
     uint64_t (*digest)(const uint8_t *from, int64_t bytes, int64_t first);
-    // Encode elements into the table and the payloads that follow each other in `out`. Return the bytes of both.
+    // Encode elements into the table and the payloads in `out`, which has room for all elements. Return their bytes.
     // Without `old` the message holds values, and else differences to `old`.
     int64_t (*encode)(Dtype, const uint8_t *old, const uint8_t *values, int64_t elements, uint8_t *out);
     // Decode a table and payloads of `bytes` bytes into `values`. Differences are added to what it holds. Return
