@@ -23,6 +23,7 @@ where it would arrive.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, final
@@ -34,6 +35,7 @@ from towpath.codecs.kernels.pieces import Piece
 from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import Message, Posted, post
+from towpath.core.exact import exchanged_cells, message_bound
 from towpath.core.routes import AllToAll, hops_of, piece_bounds
 from towpath.core.routes import Piece as SlicePart
 from towpath.core.transfer import Transfer
@@ -210,17 +212,25 @@ class AllToAllReduceScatter(Collective):
             assert work is not None
             self._posted[number, index] = work
             return
-        own = exchange.contents[hop.mine]
+        own, cells = exchange.contents[hop.mine], self._cells(number, workspace)
+        nodes, here = self._members.nodes, self._members.nodes[self._members.position]
         messages = [
-            Message(leaves, peer, rows[i * exchange.row :][:length])
+            Message(leaves, peer, rows[i * exchange.row :][:length], None if nodes[peer] == here else next(cells, None))
             for i, (peer, content) in enumerate(zip(hop.peers, exchange.contents, strict=True))
             for leaves, rows, length in ((True, sent, content), (False, received, own))
             if i != hop.mine and length
         ]
         where = f"{self._what}, stage {number}, hop {index}"
         if messages:
-            tag = workspace.tag(self._tag)
-            self._posted[number, index] = post(messages, self._members, where, tag)
+            self._posted[number, index] = post(messages, self._members, where, workspace, self._tag)
+
+    def _cells(self, number: int, workspace: Workspace) -> Iterator[torch.Tensor]:
+        """Yield the memory of encoded messages between nodes of stage `number`, if they are exact."""
+        if self._transfer.exact:
+            count, longest = exchanged_cells(self._buffers, self._members.grid)
+            each, sets = message_bound(longest, self._transfer.dtype), self._buffers.sets
+            wire = workspace.take(sets * count * each, torch.uint8)
+            yield from wire.view(sets, count, each)[number % sets]
 
 
 def _hops(members: GroupRank, count: int, collectives: bool) -> list[_Hop]:

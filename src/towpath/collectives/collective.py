@@ -73,6 +73,7 @@ class Workspace:
         micro_step: The micro-step in which the transfer was submitted.
         watch: A callback for the work of codecs, if a trace records it.
         links_free: A function to call when the transfer no longer needs the links. The next transfer may then begin.
+        exact_bytes: The bytes of values that were encoded exactly so far, and the bytes of their messages.
     """
 
     buffers: WireBuffers
@@ -81,6 +82,12 @@ class Workspace:
     micro_step: int = 0
     watch: Watch | None = None
     links_free: Callable[[], None] = lambda: None
+    exact_bytes: tuple[int, int] = (0, 0)
+
+    def count_exact(self, values: int, messages: int) -> None:
+        """Note that `values` bytes of values became `messages` bytes of messages between nodes."""
+        before, after = self.exact_bytes
+        self.exact_bytes = before + values, after + messages
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a wire buffer of `numel` elements. All calls for a dtype return the same memory, unless it grows."""
@@ -136,7 +143,7 @@ def message_tag(transfer: Transfer) -> int:
     the collective logs reveal it, without a wait.
     """
     op, codec = transfer.move.op, transfer.transport.encoding
-    codec = "none" if codec is None else str(codec)
+    codec = "exact" if transfer.exact else "none" if codec is None else str(codec)
     return crc32(f"{op.value} {transfer.route} {transfer.elements} {transfer.dtype} {codec}".encode()) >> 8
 
 

@@ -75,7 +75,7 @@ class OwnersExchange:
             for piece in exchanged
         ]
         what = self._transfer.kind.value
-        posted = post(messages, self._members, what, workspace.tag(0)) if messages else None
+        posted = post(messages, self._members, what, workspace, 0) if messages else None
         slot = self._members.slot
         for number, whole in wholes.items():
             start, end = self._matrices[number].bounds(slot)

@@ -15,7 +15,9 @@ from typing import final
 import torch
 import torch.distributed as dist
 
+from towpath.codecs.exact import decode_values, encode_values, message_bytes
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
+from towpath.core.exact import crossing, message_bound
 from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
@@ -34,11 +36,22 @@ class LostMessageError(StepError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message to the member at position `peer` if `leaves` is set, else from that member."""
+    """A message to the member at position `peer` if `leaves` is set, else from that member.
+
+    With a `cell`, the content is sent encoded to the bit, and the cell is the memory of the encoded message.
+    """
 
     leaves: bool
     peer: int
     content: torch.Tensor
+    cell: torch.Tensor | None = None
+
+    @property
+    def wire(self) -> torch.Tensor:
+        """What is sent, or the memory to receive in, which may be larger than what arrives."""
+        if self.cell is None:
+            return self.content
+        return self.cell[: encode_values(self.content, self.cell)] if self.leaves else self.cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +62,10 @@ class Posted:
     messages: Sequence[Message]
     members: GroupRank
     where: str
+    workspace: Workspace
 
     def wait(self) -> None:
-        """Wait for all messages. Raise LostMessageError if one failed."""
+        """Wait for all messages, and decode what arrived encoded. Raise LostMessageError if one failed."""
         # Some backends run a batch as one operation, and return a single work for all its messages.
         each = [[m] for m in self.messages] if len(self.works) == len(self.messages) else [self.messages]
         for work, messages in zip(self.works, each, strict=True):
@@ -59,9 +73,14 @@ class Posted:
                 work.wait()
             except RuntimeError as error:
                 raise _lost(messages, self.members, self.where, error) from error
+        for message in self.messages:
+            if message.cell is not None:
+                self.workspace.count_exact(message.content.nbytes, message_bytes([message.cell])[0])
+                if not message.leaves:
+                    decode_values(message.cell, message.content)
 
 
-def post(messages: Sequence[Message], members: GroupRank, where: str, tag: int) -> Posted:
+def post(messages: Sequence[Message], members: GroupRank, where: str, workspace: Workspace, tag: int) -> Posted:
     """Start to send and receive `messages`, and return the batch to wait for.
 
     Both ends must post the messages that they exchange under a tag in the same order.
@@ -70,7 +89,8 @@ def post(messages: Sequence[Message], members: GroupRank, where: str, tag: int) 
         messages: What this rank sends and receives.
         members: The group.
         where: What the messages are for, in words, for error messages.
-        tag: The tag of the messages.
+        workspace: The workspace of the transfer.
+        tag: The tag of the collective's messages.
 
     Raises:
         LostMessageError: If the backend refuses a message.
@@ -81,18 +101,16 @@ def post(messages: Sequence[Message], members: GroupRank, where: str, tag: int) 
     # take turns.
     messages = [*(m for m in messages if not m.leaves), *(m for m in messages if m.leaves)]
     try:
-        works = _launched(messages, group, tag)
+        works = _launched(messages, group, workspace.tag(tag))
     except RuntimeError as error:
         raise _lost(messages, members, where, error) from error
-    return Posted(works, messages, members, where)
+    return Posted(works, messages, members, where, workspace)
 
 
 def _launched(messages: Sequence[Message], group: dist.ProcessGroup, tag: int) -> Sequence[dist.Work]:
     # gloo has no batches. The function for batches takes twice the time of the calls that it makes.
     if group.name() == "gloo":
-        return [
-            group.send([m.content], m.peer, tag) if m.leaves else group.recv([m.content], m.peer, tag) for m in messages
-        ]
+        return [group.send([m.wire], m.peer, tag) if m.leaves else group.recv([m.wire], m.peer, tag) for m in messages]
     # With the other backends, a transfer posts all its messages before the next one posts any, so tags are not needed.
     return dist.batch_isend_irecv(
         [
@@ -113,13 +131,17 @@ def _lost(messages: Sequence[Message], members: GroupRank, where: str, error: Ru
 
 @dataclass(frozen=True, slots=True)
 class _RangeMessage:
-    """A message of the plan at one of its ends: its range of the region, and its wire cell if it is added."""
+    """A message of the plan at one of its ends: its range of the region, and its wire cell if it is added.
+
+    If it is encoded, `encoded` is the cell of its encoded message.
+    """
 
     leaves: bool
     peer: int
     start: int
     end: int
     cell: int | None
+    encoded: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,33 +158,48 @@ class PointToPoint(Collective):
     """A collective that follows the plan of a route.
 
     In each step it waits for the messages that are due, adds what they bring to a sum, and posts the step's messages.
+
+    Args:
+        transfer: The operation, its route, and the length of the region.
+        members: The group, and this rank's position in it.
+        cells_of: The bytes of a cell, if the region consists of cells with exactly encoded messages, one for each part
+            of a slice. Only the part of a cell that the message fills is sent.
     """
 
-    def __init__(self, transfer: Transfer, members: GroupRank) -> None:
+    def __init__(self, transfer: Transfer, members: GroupRank, cells_of: int = 0) -> None:
         self._op, self._members, self._tag = transfer.move.op, members, message_tag(transfer)
+        self._filled, self._grain = bool(cells_of), cells_of or transfer.grain
+        count = len(members.group.ranks)
+        parts = transfer.elements // (count * cells_of) if cells_of else transfer.parts
         self._what = f"{self._op.value} by {transfer.route}"
         self._own = slice(*transfer.bounds(members.slot))
-        messages = sends(self._op, transfer.route, members.group, members.nodes, transfer.parts)
+        messages = sends(self._op, transfer.route, members.group, members.nodes, parts)
         plan = [s for s in messages if members.position in (s.source, s.target)]
-        self._cell = cell_elements(transfer.elements, len(members.group.ranks), transfer.parts, transfer.grain)
+        self._cell = cell_elements(transfer.elements, count, parts, self._grain)
+        self._exact_cell = message_bound(self._cell, transfer.dtype) if transfer.exact else 0
         self._batches = self._in_batches(plan, transfer)
         self._first = [b for b in self._batches if b.step == self._batches[0].step]
         node = members.nodes[members.position]
         peers = [{members.nodes[message.peer] for message in batch.messages} for batch in self._batches]
-        crossing = [i for i, nodes in enumerate(peers) if nodes != {node}]
-        self._last_crossing = crossing[-1] if crossing else len(self._batches) - 1
+        last = [i for i, nodes in enumerate(peers) if nodes != {node}][-1:]
+        self._last_crossing = last[0] if last else len(self._batches) - 1
         self._begun: list[tuple[_Batch, Posted]] | None = None
         self._cells = 1 + max((p.cell for b in self._batches for p in b.messages if p.cell is not None), default=-1)
+        encoded = (p.encoded for b in self._batches for p in b.messages if p.encoded is not None)
+        self._exact_cells = 1 + max(encoded, default=-1)
 
     def _in_batches(self, plan: list[Send], transfer: Transfer) -> list[_Batch]:
         members, position = self._members, self._members.position
         added = [s for s in plan if s.adds and s.target == position]
         cells = dict(zip(added, cells_of(added), strict=True))
+        crosses = crossing(plan, members.nodes, position) if transfer.exact else []
+        encoded = dict(zip(crosses, cells_of(crosses), strict=True))
 
         def message(send: Send) -> _RangeMessage:
             leaves = send.source == position
-            start, end = piece_bounds(transfer.elements, len(members.group.ranks), send.piece, transfer.grain)
-            return _RangeMessage(leaves, send.target if leaves else send.source, start, end, cells.get(send))
+            start, end = piece_bounds(transfer.elements, len(members.group.ranks), send.piece, self._grain)
+            peer = send.target if leaves else send.source
+            return _RangeMessage(leaves, peer, start, end, cells.get(send), encoded.get(send))
 
         def batch_of(send: Send) -> tuple[int, int]:
             return send.step, send.until
@@ -204,9 +241,17 @@ class PointToPoint(Collective):
             shard.copy_(mine)
 
     def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
-        messages = [Message(p.leaves, p.peer, self._content(region, wire, p)) for p in batch.messages]
+        each = self._exact_cell
+        exact = workspace.take(self._exact_cells * each, torch.uint8) if each else region
+        messages: list[Message] = []
+        for p in batch.messages:
+            content = self._content(region, wire, p)
+            if self._filled and p.leaves:
+                content = content[: message_bytes([content])[0]]
+            cell = None if p.encoded is None else exact[p.encoded * each :][:each]
+            messages.append(Message(p.leaves, p.peer, content, cell))
         where = f"{self._what}, step {batch.step}"
-        return post(messages, self._members, where, workspace.tag(self._tag))
+        return post(messages, self._members, where, workspace, self._tag)
 
     def _complete(
         self,

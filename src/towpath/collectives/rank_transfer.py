@@ -14,9 +14,11 @@ from typing import Protocol, final
 import torch
 import torch.distributed as dist
 
+from towpath.codecs.exact import MessageError
 from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.columns_and_rows import ColumnRowAllGather, grouped, is_direct
+from towpath.collectives.exact import ExactAllGather
 from towpath.collectives.native import (
     EncodedAllGather,
     FlatAllGather,
@@ -56,6 +58,8 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
     if transfer.kind is TransferKind.UNUSED_PARAMS:
         return FlatMaximum(members)
     op, route, codec = transfer.move.op, transfer.route, transfer.transport.encoding
+    if transfer.kind is TransferKind.PARAM_SYNC and transfer.exact:
+        return ExactAllGather(transfer, members)
     if op is Op.ALL_GATHER and codec is not None:
         encoded = of_bytes(transfer, codec)
         return EncodedAllGather(transfer, members, select(encoded, members, device, encoded.elements), device)
@@ -173,6 +177,10 @@ class Observer(Protocol):
         """Return a context manager that is entered while `transfers` run together."""
         ...
 
+    def encoded(self, transfer: Transfer, values: int, messages: int) -> None:
+        """Note that an exact transfer encoded `values` bytes of values in `messages` bytes of messages."""
+        ...
+
     def describe_ranks(self, others: Sequence[int]) -> str:
         """Return a text that says what this rank does, and what `others` reported last."""
         ...
@@ -207,8 +215,12 @@ class RankTransfer:
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Execute the transfer, and record it."""
         self.check_fit(region, shard)
+        values, messages = workspace.exact_bytes
         with self.observer.running([self.transfer], workspace.micro_step), self.explained():
             self.collective.run(region, shard, workspace)
+        if workspace.exact_bytes != (values, messages):
+            after = workspace.exact_bytes
+            self.observer.encoded(self.transfer, after[0] - values, after[1] - messages)
 
     def check_fit(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes.
@@ -232,9 +244,11 @@ class RankTransfer:
 
 @contextmanager
 def _explained(transfer: Transfer, members: GroupRank, observer: Observer) -> Generator[None]:
-    """Turn a RuntimeError inside the block into a StepError that names the transfer and the possible causes."""
+    """Turn an error inside the block into a StepError that names the transfer and the possible causes."""
     try:
         yield
+    except MessageError as error:
+        raise StepError(f"rank {members.rank}: {transfer} failed: {error}") from error
     except RuntimeError as error:
         others = [r for r in members.group.ranks if r != members.rank]
         raise StepError(

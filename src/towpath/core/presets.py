@@ -59,6 +59,7 @@ class Options(TypedDict, total=False):
     frozen_codec: str
     offload: Offload | None
     sync_gradients: SyncGradients
+    exact: bool
     gather: Transport
     backward_gather: Transport
     reduce: Transport
@@ -168,6 +169,7 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
             - `offload`: 'optimizer' keeps what the optimizer works on in host memory. Use it to save device memory.
             - `sync_gradients`: 'micro-step' turns the two-hop synchronization of gradients off (MiCS, section 3.4). Use
               it only to measure what two hops save.
+            - `exact`: True sends gradients and the parameter sync in fewer bytes, without losing a bit.
             - `group`: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
             - `gather`, `backward_gather`, `reduce`, `grad_sync`, `param_sync`: The `Transport` of this kind.
             - `params`, `grads`, `optimizer`, `backward_params`: The extents of lins.
@@ -188,6 +190,7 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     frozen = {option: rest.pop(option) for option in _FROZEN_OPTIONS if option in rest}
     offload: Offload | None = rest.pop("offload", None)
     sync_gradients: SyncGradients = rest.pop("sync_gradients", "step")
+    exact: bool = rest.pop("exact", False)
     encoded = _encoded(name, route, rest)
     topology = topology or Topology.detect()
     made = Strategy(topology, placer(topology, **rest), name, offload=offload, sync_gradients=sync_gradients)
@@ -196,7 +199,8 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
         if _crosses(getattr(made.moves, kind.value), topology):
             taken = chosen.get(kind.value, Transport()).route
             chosen[kind.value] = _routed(kind, transport, taken, is_named=route is not None)
-    return replace(made, **(chosen | transports | frozen))
+    made = replace(made, **(chosen | transports | frozen))
+    return made.exactly() if exact else made
 
 
 _EXTENTS = frozenset({"frozen", "group", "params", "grads", "optimizer", "backward_params"})
@@ -228,6 +232,8 @@ def parse_strategy(text: str, topology: Topology, offload: Offload | None = None
         options[option] = Extent(int(extent[1]), int(extent[2])) if option in _EXTENTS and extent else value
         if option in _STEPS and value.isdecimal():
             options[option] = int(value)
+        if option == "exact" and value.lower() in ("true", "false"):
+            options[option] = value.lower() == "true"
     return strategy(name, topology, **options)
 
 
@@ -273,6 +279,7 @@ def _check_known(name: str, placer: Callable[..., Placement], options: dict[str,
         "route",
         "offload",
         "sync_gradients",
+        "exact",
         *_FROZEN_OPTIONS,
         *(kind.value for kind in WITH_TRANSPORT),
     ]

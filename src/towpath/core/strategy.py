@@ -92,6 +92,8 @@ WITH_TRANSPORT = (
 SAVED_NAMES = {TransferKind.GRAD_SYNC: "sync", TransferKind.PARAM_SYNC: "publish"}
 WEIGHTS = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.PARAM_SYNC)
 GRADIENTS = (TransferKind.REDUCE, TransferKind.GRAD_SYNC)
+# The kinds that can be sent exactly. Receivers of a gather hold no earlier values.
+EXACT_KINDS = (*GRADIENTS, TransferKind.PARAM_SYNC)
 
 # This value of `Strategy.frozen` gives frozen parameters the placement and the transports of trainable ones.
 AS_TRAINED = "as-trained"
@@ -165,6 +167,11 @@ class Strategy:
                 raise StrategyError(
                     f"{self.name}: {kind.value} is a Transport, such as Transport('two-hop', 'int8'); got "
                     f"{transport!r}."
+                )
+            if transport.exact and kind not in EXACT_KINDS:
+                raise StrategyError(
+                    f"{self.name}: {kind.value} cannot be exact: its receivers hold no earlier values to compare with. "
+                    "Leave exact= out of it."
                 )
             if (
                 kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
@@ -254,6 +261,10 @@ class Strategy:
     def optimizer_on_host(self) -> bool:
         """True if the optimizer steps in host memory."""
         return self.offload == "optimizer"
+
+    def exactly(self) -> Strategy:
+        """Return the strategy with exact transports for gradients and the parameter sync."""
+        return replace(self, **{kind.value: replace(self.transport(kind), exact=True) for kind in EXACT_KINDS})
 
     @property
     def changes(self) -> list[int]:

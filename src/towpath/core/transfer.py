@@ -14,6 +14,8 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from towpath.core.exact import expected_share, is_exact
+from towpath.core.exact import wire_bytes as exact_bytes
 from towpath.core.formats import NARROW, Codec, item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.route_costs import Traffic, pair_traffic, sent_by_all, sent_out_of_racks
@@ -313,7 +315,19 @@ class Transfer:
         in_calls = self.form is Form.COLLECTIVES and self.move.op in COLLECTIVES
         if in_calls and self.transport.encoding is None and self.elements % self.move.members:
             return "flat"
-        return self.transport.route_on(self.move.op, self.grid, self.form)
+        route = self.transport.route_on(self.move.op, self.grid, self.form)
+        # The backend's own all-reduce could not be encoded on its way.
+        return "ring" if route == "flat" and self.move.op is Op.ALL_REDUCE and self.exact else route
+
+    @property
+    def exact(self) -> bool:
+        """True if what crosses nodes is encoded without losing a bit."""
+        transport, payload = self.transport, self.payload
+        if not (transport.exact and transport.keeps_bits and isinstance(payload, Range)) or payload.factored:
+            return False
+        if self.kind is not TransferKind.PARAM_SYNC and self.form is Form.COLLECTIVES:
+            return False  # also for the second half of an all-reduce
+        return is_exact(self.move.op, self.grid, payload.elements, payload.dtype, self.form)
 
     @property
     def by_rows_and_columns(self) -> bool:
@@ -372,6 +386,11 @@ class Transfer:
     def inter_bytes(self) -> int:
         """Bytes sent between nodes, summed over all ranks."""
         return sum(self._traffic.leaving)
+
+    @property
+    def expected_share(self) -> float:
+        """The expected bytes between nodes, as a share of `inter_bytes`, which are then an upper bound."""
+        return expected_share(self.move.op, self.dtype) if self.exact else 1.0
 
     @property
     def intra_bytes(self) -> int:
@@ -452,9 +471,10 @@ class Transfer:
         )
         if codec is not None:
             return {"uint8": own, "float32": sums if any(self.kept_elements) else 0}
-        if self.dtype not in NARROW:
-            return {self.dtype: own}
-        return {self.dtype: own, "float32": sums}
+        needs = {self.dtype: own} if self.dtype not in NARROW else {self.dtype: own, "float32": sums}
+        if self.exact:
+            needs["uint8"] = exact_bytes(self.move.op, self.route, self.grid, self.parts, self.elements, self.dtype)
+        return needs
 
     @property
     def coalesced_bytes(self) -> int:

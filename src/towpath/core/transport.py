@@ -156,6 +156,8 @@ class Transport:
         plain_route: The route of these steps. None means `route`. Reductions can be encoded on few routes, and another
             one may be faster without a codec.
         served: True if the codec is not in use in this step. Parameters stay aligned to its blocks.
+        exact: Send what no codec encodes in fewer bytes, without losing a bit (`core/exact.py`). Only for gradients and
+            the parameter sync.
     """
 
     route: Route = "flat"
@@ -165,6 +167,7 @@ class Transport:
     after: int = 0
     plain_route: Route | None = None
     served: bool = False
+    exact: bool = False
 
     def __post_init__(self) -> None:
         for route in (self.route, self.plain_route or self.route):
@@ -207,7 +210,7 @@ class Transport:
         serves = self.after <= step and not 0 < self.until <= step
         if serves or self.codec == "none":
             return self
-        return Transport(self.plain_route or self.route, self.codec, served=True)
+        return Transport(self.plain_route or self.route, self.codec, served=True, exact=self.exact)
 
     @property
     def changes(self) -> set[int]:
@@ -227,6 +230,11 @@ class Transport:
     def low_rank(self) -> LowRank | None:
         """The low-rank codec that is in use, or None."""
         return self.codec if isinstance(self.codec, LowRank) and not self.served else None
+
+    @property
+    def keeps_bits(self) -> bool:
+        """True if values arrive as they were sent, to the bit."""
+        return self.encoding is None and self.low_rank is None
 
     def kept_for_message(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return how many elements a sender keeps for tensors of `shape`: of the factor Q, and of the error feedback.
@@ -303,4 +311,4 @@ class Transport:
         since = f", after {self.after} steps" if self.after else ""
         until = f", until step {self.until}" if self.until else ""
         plain = f", otherwise {self.plain_route}" if self.plain_route else ""
-        return self.route + codec + kept + since + until + plain
+        return self.route + codec + (", exact" if self.exact else "") + kept + since + until + plain

@@ -129,14 +129,18 @@ class BucketPlan:
         compute, summed, own = (item_bytes(d) for d in (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
         master = 0 if self.optimizer_on_host else self.numel // self.optimizer.count * own
         frozen = {} if self.spec.trainable else {"frozen": self.shard_bytes}
-        return frozen | {
-            "params": self.shard_bytes if self.spec.trainable else 0,
-            "master": master if self.has_master else 0,
-            "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
-            "grads": self.numel // self.grads.count * summed if self.spec.trainable else 0,
-            "grad": master if self.spec.trainable and not self.grad_is_view else 0,
-            "feedback": self._feedback_bytes(),
-        }
+        return (
+            frozen
+            | {
+                "params": self.shard_bytes if self.spec.trainable else 0,
+                "master": master if self.has_master else 0,
+                "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
+                "grads": self.numel // self.grads.count * summed if self.spec.trainable else 0,
+                "grad": master if self.spec.trainable and not self.grad_is_view else 0,
+                "feedback": self._feedback_bytes(),
+            }
+            | ({"sent": self.sent_bytes} if self.sent_bytes else {})
+        )
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps in host memory for this bucket, by kind."""
@@ -156,6 +160,21 @@ class BucketPlan:
         if not self.optimizer_on_host or self.own_dtype == self.compute_dtype:
             return 0
         return min(self.numel // self.optimizer.count, STAGED_ELEMENTS)
+
+    @property
+    def cast_apart(self) -> int:
+        """The elements that a master is cast to in a wire buffer, because the P shard has what an exact sync sent last.
+
+        0 if the master is cast to the P shard itself, or if there is none.
+        """
+        exact = any(t.exact for t in self.transfers[TransferKind.PARAM_SYNC])
+        return self.numel // self.optimizer.count if exact and self.has_master else 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of the copy of what an exact parameter sync sent last, if the optimizer overwrites the P shard."""
+        exact = any(t.exact for t in self.transfers[TransferKind.PARAM_SYNC])
+        return 0 if self.has_master or not exact else self.numel // self.optimizer.count * item_bytes(self.own_dtype)
 
     def _feedback_bytes(self) -> int:
         """Return the bytes that codecs keep from one step to the next."""
@@ -242,7 +261,7 @@ class UnitPlan:
             if (span := bucket.narrowed_in) is not None:
                 narrowed.append({bucket.transfers[kind][0].dtype: span[1]})
         for bucket in self.buckets if kind is TransferKind.PARAM_SYNC else ():
-            narrowed.append({bucket.own_dtype: bucket.staged})
+            narrowed += [{bucket.own_dtype: bucket.staged}, {bucket.compute_dtype: bucket.cast_apart}]
         transfers = (t.wire_needs for t in self.transfers(kind))
         return largest([{"uint8": max([packed, *factors])}, *narrowed, *transfers])
 

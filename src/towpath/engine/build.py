@@ -21,8 +21,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from towpath.core.collective_log import Call, CollectiveLog
 from towpath.core.formats import Precision
+from towpath.core.routes import Form
 from towpath.core.step_state import ParamVersion
-from towpath.core.strategy import Strategy, TransferKind
+from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.engine.checks.optimizers import watch_optimizers
@@ -35,7 +36,10 @@ from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.streams.queue import CommContext
 from towpath.errors import MismatchError, ShardError, TowpathError
+from towpath.logs import logger
 from towpath.topology.groups import Groups
+
+_LOG = logger("engine")
 
 # --- agreement --------------------------------------------------------------------------------------------------------
 #
@@ -238,6 +242,8 @@ def build(
             'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what is in '
             "the host's memory. Leave out offload=, or the mesh."
         )
+    if any(strategy.transport(kind).exact for kind in EXACT_KINDS) and comm.form is Form.COLLECTIVES:
+        _LOG.warning("%s: exact=True encodes nothing over this backend. Everything is sent as it is.", strategy.name)
     plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
     # Communicators serve all steps of the run, and so does what ranks compare of them.
     later = map(strategy.at, strategy.changes)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
+from towpath.core.exact import expected_share, is_exact
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.launches import Launches
 from towpath.core.route_costs import Phase, phases, share_leaving_racks
@@ -30,6 +31,10 @@ _FACTOR_COPIES, _FACTOR_BYTES = 2.5, 4
 # The same for a low-rank message between pipeline stages. The sender adds the earlier error, multiplies twice, and
 # subtracts the received value from the sent one. The receiver multiplies once.
 _ENCODED_COPIES, _DECODED_COPIES = 4.0, 1.0
+# The names of the exact codecs among the speeds of codecs. Without a speed, a processor is assumed to code an element
+# in the time in which it copies so many bytes.
+EXACT_DIFFERENCES, EXACT_VALUES = "exact differences", "exact values"
+_BYTES_OF_AN_EXACT_ELEMENT = 16
 # The share of a ring's rate that NCCL's tuner expects of a tree (`busBw * .92` in its tuning.cc).
 _TREE_RATE = 0.92
 
@@ -181,6 +186,7 @@ class Hardware:
         launching: What launches cost the thread that trains. None means that they cost nothing, as where processors
             compute: there, `host` has the engine's work.
         measured: Collectives that were measured on this cluster. They correct the costs of the same collectives.
+        exact_shares: The bytes that exact messages were seen to take, as a share of their values, by codec and dtype.
     """
 
     topology: Topology
@@ -196,6 +202,7 @@ class Hardware:
     host_memory: HostMemory | None = None
     launching: Launching | None = None
     measured: MeasuredCollectives | None = None
+    exact_shares: tuple[tuple[tuple[str, str], float], ...] = ()
 
     @property
     def form(self) -> Form:
@@ -226,6 +233,8 @@ class Hardware:
     def codec_speed(self, codec: str) -> CodecSpeed:
         """Return the speed of a codec, or raise StrategyError if the cluster's description has none."""
         speed = dict(self.codecs).get(codec)
+        if speed is None and codec in (EXACT_DIFFERENCES, EXACT_VALUES):
+            return CodecSpeed(*(self.memory_rate / _BYTES_OF_AN_EXACT_ELEMENT,) * 2)
         if speed is None:
             known = ", ".join(name for name, _ in self.codecs) or "none"
             raise StrategyError(
@@ -233,6 +242,11 @@ class Hardware:
                 "with it, or describe it under [codecs]."
             )
         return speed
+
+    def exact_share(self, op: Op, dtype: str) -> float:
+        """Return the bytes of exactly encoded messages as a share of their values, as measured, or else expected."""
+        name = EXACT_DIFFERENCES if op is Op.ALL_GATHER else EXACT_VALUES
+        return dict(self.exact_shares).get((name, dtype), expected_share(op, dtype))
 
     def processor(self, seconds: float) -> float:
         """Return the processor need of `seconds` of work by one rank, if all ranks that share it do the same."""
@@ -332,6 +346,7 @@ class TransferShape:
         elements: Number of elements of a group's buffer.
         slice_bytes: Bytes of one member's slice, or of the message, as they are sent.
         codec: The codec, if the transport encodes.
+        exact: The dtype of the elements, if what crosses nodes is encoded without losing a bit.
         factored: Elements of the matrices that are sent as low-rank factors.
         encoded: Whether the gathered shards are stored encoded.
         form: How the route is executed.
@@ -348,6 +363,7 @@ class TransferShape:
     factored: int = 0
     encoded: bool = False
     form: Form = Form.MESSAGES
+    exact: str | None = None
 
     @staticmethod
     def of(transfer: Transfer) -> TransferShape:
@@ -364,7 +380,8 @@ class TransferShape:
         )
         if not isinstance(transfer.payload, Range):
             return shape
-        return replace(shape, factored=transfer.payload.factored, encoded=transfer.payload.encoded)
+        exact = transfer.dtype if transfer.exact else None
+        return replace(shape, factored=transfer.payload.factored, encoded=transfer.payload.encoded, exact=exact)
 
     @staticmethod
     def of_move(
@@ -375,7 +392,21 @@ class TransferShape:
         route = transport.route_on(move.op, move.grid, form)
         size = slice_bytes(elements, move.members, item_bytes(dtype), codec)
         parts = parts_of(route, move.grid, size, move.op, form)
-        return TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec, form=form)
+        exact = transport.exact and transport.keeps_bits and is_exact(move.op, move.grid, elements, dtype, form)
+        if exact and move.op is Op.ALL_REDUCE and route == "flat":
+            route = "ring"
+        return TransferShape(
+            move.op,
+            move.grid,
+            move.stride,
+            route,
+            parts,
+            elements,
+            size,
+            codec,
+            form=form,
+            exact=dtype if exact else None,
+        )
 
 
 def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ...]:
@@ -399,7 +430,10 @@ def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ..
     if shape.factored:
         copied = _FACTOR_COPIES * shape.factored * _FACTOR_BYTES
         costs.append(PhaseCost(0.0, {PROCESSOR: hardware.processor(copied / hardware.memory_rate)}))
-    if shape.codec is None:
+    if shape.exact is not None:
+        before, after = _exact_costs(shape, hardware)
+        costs += [before, *moved, after]
+    elif shape.codec is None:
         costs += moved
     else:
         # Coding comes before the first messages, between hops, and after the last messages.
@@ -459,6 +493,10 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
     op, grid = shape.op, shape.grid
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
     cable, inside = phase.leaving * shape.slice_bytes * groups, phase.inside * shape.slice_bytes
+    if shape.exact is not None:
+        share = hardware.exact_share(op, shape.exact)
+        cable *= share
+        inside *= share if op is Op.ALL_GATHER else 1.0  # a parameter sync stays encoded inside nodes
     used = [link for link, sent in ((hardware.inter, phase.leaving), (hardware.intra, phase.inside)) if sent]
     latency = max((link.latency for link in used), default=0.0)
     busy = max((link.busy_latency for link in used), default=0.0)
@@ -475,6 +513,19 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
         needs[SPINE] = cable * share_leaving_racks(shape.route, grid.nodes, shape.stride, hardware.topology)
     needed = {name: amount for name, amount in needs.items() if amount}
     return PhaseCost(phase.rounds * latency + messages, needed, phase.rounds * busy)
+
+
+def _exact_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, PhaseCost]:
+    """Return the cost of encoding what crosses nodes, and of decoding what arrives."""
+    members, gathers = shape.grid.nodes * shape.grid.width, shape.op is Op.ALL_GATHER
+    speed = hardware.codec_speed(EXACT_DIFFERENCES if gathers else EXACT_VALUES)
+    if gathers:  # each member encodes its slice once, and decodes those of all others
+        sent, received = shape.elements / members, shape.elements * (members - 1) / members
+    else:
+        each = phases(shape.op, shape.route, shape.grid, shape.parts, shape.form)
+        sent = received = sum(p.leaving for p in each) / shape.grid.width * shape.elements / members
+    encoding, decoding = (hardware.processor(n / rate) for n, rate in ((sent, speed.encode), (received, speed.decode)))
+    return PhaseCost(0.0, {PROCESSOR: encoding}), PhaseCost(0.0, {PROCESSOR: decoding})
 
 
 def _tree_cost(shape: TransferShape, ring: Sequence[PhaseCost], hardware: Hardware) -> PhaseCost | None:

@@ -210,7 +210,7 @@ class TrainConfig:
 _EXTENTS = ("group", "params", "grads", "optimizer", "backward_params", "frozen")
 _PRESET_OPTIONS = (
     *("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec"),
-    "sync_gradients",
+    *("sync_gradients", "exact"),
 )
 _AUTO_OPTIONS = ("allow", "memory", "profile", "pipelines", "tensors", "schedules", "compressions")
 
@@ -236,6 +236,7 @@ class StrategyConfig:
     gradients_until: int = option(0, "the last step with compressed gradients; 0: all steps")
     interleaved: bool = option(False, "compressed gradients in the first half of train.steps only")
     offload: str = option("", "optimizer: its states, masters and gradients in host memory", one_of("", *OFFLOADS))
+    exact: bool = option(False, "fewer bytes between nodes, and bit for bit the same training")
     sync_gradients: str = option("", "micro-step: no two-hop synchronization", one_of("", *SYNC_GRADIENTS))
     group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")
     params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the parameters")

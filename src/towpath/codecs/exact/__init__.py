@@ -37,6 +37,7 @@ __all__ = [
     "digest",
     "encode_difference",
     "encode_values",
+    "is_difference",
     "message_bound",
     "message_bytes",
     "raise_failed",
@@ -89,6 +90,11 @@ def message_bytes(encoded: Sequence[torch.Tensor]) -> list[int]:
     if not encoded:
         return []
     return torch.stack([message[16:24].view(torch.int64) for message in encoded]).flatten().tolist()
+
+
+def is_difference(message: torch.Tensor) -> bool:
+    """Return whether a message on the CPU has differences."""
+    return bool(message[4])
 
 
 def raise_failed(outcomes: Sequence[torch.Tensor | None]) -> None:

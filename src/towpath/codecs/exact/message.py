@@ -25,12 +25,10 @@ from typing import Protocol
 
 import torch
 
+from towpath.core.exact import BLOCK, ENTRY_BYTES, HEADER_BYTES
 from towpath.core.formats import dtype_name
 from towpath.errors import StepError
 
-BLOCK = 512
-ENTRY_BYTES = 4
-HEADER_BYTES = 40
 MAGIC = int.from_bytes(b"TPX1", "little")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

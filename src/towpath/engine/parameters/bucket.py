@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from towpath.collectives.collective import Collective, Workspace
+from towpath.collectives.exact import ExactAllGather
 from towpath.collectives.rank_transfer import CoalescedTransfers, RankTransfer
 from towpath.core.formats import item_bytes
 from towpath.core.placement import Partition
@@ -244,11 +245,13 @@ class Bucket:
 
     def param_sync(self, workspace: Workspace) -> None:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
-        mine = self._own_slice(self.shard)
+        new = self._own_slice(self.shard)
         if self.plan.has_master:
-            self._optimizer.param_sync(self.master, mine, workspace)
+            if self.plan.cast_apart:
+                new = workspace.take(self.plan.cast_apart, new.dtype)
+            self._optimizer.param_sync(self.master, new, workspace)
         for transfer in self.transfers[TransferKind.PARAM_SYNC]:
-            transfer.run(self.shard, mine, workspace)
+            transfer.run(self.shard, new, workspace)
 
     def source(self, kind: TransferKind) -> torch.Tensor:
         """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard."""
@@ -304,6 +307,8 @@ class Bucket:
             left = mine == (master.to(mine.dtype) if self._rounded is None else was)
             self.master.copy_(torch.where(left, master, mine.to(master.dtype)))
         self.shard.copy_(torch.where(now == before, self.shard, now))
+        for bound in self.transfers[TransferKind.PARAM_SYNC]:
+            bound.collective.restart()  # an exact sync cannot know what the others hold now
         self._rounded = None
         self.version.written()
 
@@ -335,8 +340,10 @@ class Bucket:
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that this bucket takes on the device between steps, by kind."""
         on_host = self.plan.optimizer_on_host
-        frozen = {} if self.trainable else {"frozen": self.shard.nbytes}
-        return frozen | {
+        others = {} if self.trainable else {"frozen": self.shard.nbytes}
+        if sent := sum(k.sent_bytes for k in self.keepers.values() if isinstance(k, ExactAllGather)):
+            others["sent"] = sent
+        return others | {
             "params": self.shard.nbytes if self.trainable else 0,
             "master": self.master.nbytes if self.plan.has_master and not on_host else 0,
             "backward_params": self.copy.nbytes if self.copy is not None else 0,

@@ -334,6 +334,14 @@ class _Total:
     calls: int = 0
     seconds_in_flight: float = 0.0
     seconds_exposed: float = 0.0
+    exact_values: int = 0
+    exact_messages: int = 0
+
+    @property
+    def inter_bytes(self) -> int:
+        """The bytes sent between nodes so far. An exact transfer is scaled by what this rank has seen of it."""
+        most = self.calls * self.inter_bytes_each
+        return round(most * self.exact_messages / self.exact_values) if self.exact_values else most
 
 
 # How many spans may wait for the device before `Record` checks which of them have ended.
@@ -414,6 +422,13 @@ class Record:
         if self.trace is not None:
             self.trace.transferred(transfers, began, ended, micro_step)
 
+    def encoded(self, transfer: Transfer, values: int, messages: int) -> None:
+        """Note that an exact transfer encoded `values` bytes of values in `messages` bytes of messages."""
+        with self._lock:
+            total = self._total(transfer)
+            total.exact_values += values
+            total.exact_messages += messages
+
     def describe_ranks(self, others: Sequence[int]) -> str:
         """Return this rank's status, and the last status that `others` have posted."""
         peers = self.peers
@@ -482,7 +497,7 @@ class Record:
                     transfer,
                     total.calls,
                     total.calls * total.intra_bytes_each,
-                    total.calls * total.inter_bytes_each,
+                    total.inter_bytes,
                     total.seconds_in_flight,
                     total.seconds_exposed,
                 )
@@ -502,7 +517,7 @@ class Record:
         return Sums(
             calls=sum(t.calls for _, t in totals),
             intra_bytes=sum(t.calls * t.intra_bytes_each for _, t in totals),
-            inter_bytes=sum(t.calls * t.inter_bytes_each for _, t in totals),
+            inter_bytes=sum(t.inter_bytes for _, t in totals),
             exposed_seconds=dict(exposed),
             host_seconds=self.host.seconds,
         )

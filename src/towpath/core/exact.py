@@ -1,0 +1,96 @@
+"""Exact transport: values in fewer bytes, and the same bits. Which transfers use it, and what it saves.
+
+A parameter sync sends differences to the values that its receivers hold. Reductions send exponents relative to the
+largest of their block. Both are lossless, so a strategy with exact transports trains as the same strategy without them,
+to the bit. `codecs/exact/` encodes and decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil
+
+from towpath.core.formats import CELL_ALIGNMENT, item_bytes
+from towpath.core.routes import COLLECTIVES, AllToAll, Form, Grid, Op, Send, cell_elements, cells_of, hops_of, sends
+from towpath.core.routes import Group as RouteGroup
+
+# The dtypes that can be encoded exactly. Others are sent as they are.
+EXACT = ("bfloat16", "float16", "float32")
+
+# Smaller regions are sent as they are: the time of their messages is mostly latency.
+SMALLEST_BYTES = 1 << 16
+
+# A message has a header, and a table with an entry for each block.
+HEADER_BYTES, BLOCK, ENTRY_BYTES = 40, 512, 4
+
+# The expected bits of an element, from a GPT that trained on text (docs/concepts/exact.md). A probe, or the last run,
+# knows better.
+_DIFFERENCE_BITS = {"bfloat16": 5.0, "float16": 7.0, "float32": 18.0}
+_VALUE_BITS = {"bfloat16": 11.5, "float16": 14.0, "float32": 27.4}
+
+
+def is_exact(op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> bool:
+    """Return whether a transfer with an exact transport encodes anything. Otherwise it is sent as it is.
+
+    Args:
+        op: The operation. With exact transports, an all-gather is a parameter sync.
+        grid: The members of the group. Only what crosses nodes is encoded.
+        elements: The length of the region.
+        dtype: The dtype of its elements.
+        form: How it is executed. Backends that sum in their own collectives, such as NCCL, need values as they are.
+    """
+    if grid.nodes == 1 or dtype not in EXACT or elements * item_bytes(dtype) < SMALLEST_BYTES:
+        return False
+    return form is Form.MESSAGES and op in COLLECTIVES
+
+
+def expected_share(op: Op, dtype: str) -> float:
+    """Return the expected bytes of an encoded transfer, as a share of those that it would have as it is."""
+    bits = _DIFFERENCE_BITS if op is Op.ALL_GATHER else _VALUE_BITS
+    return bits[dtype] / (8 * item_bytes(dtype))
+
+
+@lru_cache(maxsize=256)
+def crossing_cells(op: Op, route: str, grid: Grid, parts: int) -> int:
+    """Return how many messages between nodes a member has in flight at a time, at most, in a collective of messages."""
+    members = grid.nodes * grid.width
+    group = RouteGroup(tuple(range(members)), tuple(range(members)))
+    nodes = [j for j, _ in grid.places]
+    every = list(sends(op, route, group, nodes, parts))
+    return max(max(cells_of(crossing(every, nodes, member)), default=-1) for member in range(members)) + 1
+
+
+def exchanged_cells(layout: AllToAll, grid: Grid) -> tuple[int, int]:
+    """Return the messages between nodes that a stage of a reduction by all-to-all has in flight, and their elements."""
+    hop = len(layout.hops) - 1  # the last one is the one between nodes
+    peers = grid.nodes - 1 if hop else grid.nodes * grid.width - grid.width
+    return 2 * peers, layout.cells(hop + 1) * layout.cell
+
+
+def message_bound(elements: int, dtype: str) -> int:
+    """Return the bytes of the longest message that `elements` elements can become, rounded up to whole cells."""
+    longest = HEADER_BYTES + ENTRY_BYTES * ceil(elements / BLOCK) + elements * item_bytes(dtype)
+    return ceil(longest / CELL_ALIGNMENT) * CELL_ALIGNMENT
+
+
+def wire_bytes(op: Op, route: str, grid: Grid, parts: int, elements: int, dtype: str) -> int:
+    """Return the bytes of all encoded messages that a member has in flight at a time, in the form of messages."""
+    members = grid.nodes * grid.width
+    if op is Op.ALL_GATHER:  # the slices of all members, encoded, from their senders on
+        return members * parts * message_bound(cell_elements(elements, members, parts), dtype)
+    each = message_bound(cell_elements(elements, members, parts), dtype)
+    if hops := hops_of(route, grid):
+        layout = AllToAll(hops, parts, elements)
+        count, longest = exchanged_cells(layout, grid)
+        needed = layout.sets * count * message_bound(longest, dtype)
+    else:
+        needed = crossing_cells(Op.REDUCE_SCATTER, route, grid, parts) * each
+    if op is Op.ALL_REDUCE:
+        needed = max(needed, crossing_cells(Op.ALL_GATHER, route, grid, parts) * each)
+    return needed
+
+
+def crossing(messages: Sequence[Send], nodes: Sequence[int], member: int) -> list[Send]:
+    """Return the messages of a member from or to other nodes, in the order of their steps."""
+    return [s for s in messages if member in (s.source, s.target) and nodes[s.source] != nodes[s.target]]
