@@ -122,10 +122,10 @@ def test_exact_codecs(interpreted: Run, dtype: torch.dtype, difference: bool) ->
 @pytest.mark.parametrize(
     "kernel, bits, difference",
     [
-        ("decode", 16, True),
-        *(seldom("decode", *case) for case in ((16, False), (32, True), (32, False))),
+        ("digest", 16, True),
+        *(seldom("decode", *case) for case in ((16, True), (16, False), (32, True), (32, False))),
         *(seldom(kernel, *case) for kernel in ("plan", "write") for case in ((16, True), (32, True), (32, False))),
-        *(seldom(kernel, 16, True) for kernel in ("digest", "header", "check")),
+        *(seldom(kernel, 16, True) for kernel in ("header", "check")),
     ],
 )
 def test_exact_kernels_compile_for_a_gpu(compiled: Run, kernel: str, bits: int, difference: bool) -> None:

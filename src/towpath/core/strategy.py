@@ -326,6 +326,8 @@ class Strategy:
             values = {f.name: getattr(transport, f.name) for f in fields(Transport)}
             lines.append(f"[{kind.value}]")
             told = {name: v if isinstance(v, int) else str(v) for name, v in values.items() if v is not None}
+            if not transport.exact:  # as earlier versions wrote it
+                del told["exact"]
             lines += [f"{name} = {written(value)}" for name, value in told.items()]
         return "\n".join(lines) + "\n"
 

@@ -53,7 +53,8 @@ def fingerprint(engine: Engine) -> str:
     """Return a digest that is equal for runs that can load each other's codec state."""
     # Racks only say which machine is which rank, and steps only when a codec is used. Each rank keeps the same slices.
     made = engine.strategy
-    always = {kind.value: replace(made.transport(kind), until=0, after=0, plain_route=None) for kind in WITH_TRANSPORT}
+    plain = {"until": 0, "after": 0, "plain_route": None, "exact": False}
+    always = {kind.value: replace(made.transport(kind), **plain) for kind in WITH_TRANSPORT}
     made = replace(made, topology=replace(made.topology, nodes_per_rack=None), **always)
     strategy = made.to_toml()
     for kind, saved in SAVED_NAMES.items():
