@@ -4,9 +4,11 @@
 
 A case is a link rate, a shape of the cluster, a model, micro-steps, and whether its blocks compute or wait. On ranks of
 their own, `towpath probe` measures the cluster, and then the ranks measure the units of the model. The predictions use
-nothing else. Then every strategy runs, and the two that the planner ranks first, without and with codecs. The figures
-are the error of each predicted step, the regret (the step of the planner's choice over the fastest measured step, less
-one), the rank correlation, and how far apart each transfer begins in the engine's trace and in the simulator.
+nothing else. Then every strategy runs, and the two that the planner ranks first, without and with codecs.
+
+Figures are the error of each predicted step, the regret and the rank correlation. They also are how far apart each
+transfer begins in the engine's trace and in the simulator. The regret is the step of the planner's choice over the
+fastest measured step, less one.
 
 Plans are priced twice on the same runs: with the measured collectives, and by messages alone, which is the default over
 gloo. `python -m benchmarks.pricing` compares both.

@@ -7,9 +7,9 @@ the same seed. The control has the micro-batches of each batch in the reverse or
 with a seed of their own come first. Then come other ranks and shares of the stages, with one seed. The case `bytes`
 counts the scheduled bytes of each part of a step. `python -m benchmarks report quality_pipeline` judges the runs.
 
-A run is one thread of one process. It computes the optimizer steps of the eight ranks one after the other: the same
-stages, the same messages through the senders of `towpath.pipeline`, and the low-rank sums of gradients
-(tests/ranks/test_low_rank.py compares it with the pipeline). So `--part 1/2` and `--part 2/2` may run at once.
+A run is one thread of one process. It computes the optimizer steps of the eight ranks one after the other. Stages,
+senders of messages and low-rank sums are those of a pipeline (tests/ranks/test_low_rank.py). So `--part 1/2` and
+`--part 2/2` may run at once.
 """
 
 from __future__ import annotations
@@ -334,8 +334,7 @@ def sections() -> Iterator[str]:
     if len(left) == len(RUNS):
         yield "No case has a result in this setting yet.\n"
     elif left:
-        names = f"{len(left)} of {len(RUNS)} cases have no result yet and are left out: {'; '.join(left)}."
-        yield textwrap.fill(names, 120, break_on_hyphens=False)
+        yield f"{len(left)} of {len(RUNS)} cases have no result yet and are left out."
     if rows := rows_of(runs):
         yield "## Perplexity relative to the uncompressed run of the same seed\n\n" + _quality_table(runs, rows)
     if counted := _bytes_table(runs):

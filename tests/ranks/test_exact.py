@@ -51,11 +51,11 @@ def _compare(label: str, precision: str, micro_steps: int, shape: tuple[int, int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "SMALLEST_BYTES", 1)
         plain, _ = _trained(strategy, precision, micro_steps, steps)
-        found, model = _trained(strategy.exactly(), precision, micro_steps, steps)
+        found, model = _trained(strategy.with_exact_transports(), precision, micro_steps, steps)
         assert plain.keys() == found.keys()
         for name, expected in plain.items():
             assert torch.equal(_bits(found[name]), _bits(expected)), name
-        schedule = towpath.schedule(strategy.exactly(), model, micro_steps)
+        schedule = towpath.schedule(strategy.with_exact_transports(), model, micro_steps)
         used, memory = [t for t in schedule.transfers if t.exact], towpath.stats(model).memory_bytes
         assert used and {kind: memory[kind] for kind in schedule.buffer_bytes()} == schedule.buffer_bytes()
         sent = {t.transfer.kind: t for t in towpath.stats(model).transfers if t.transfer.exact}

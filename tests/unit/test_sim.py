@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from towpath.core.exact import expected_share
 from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES, Grid, Op
 from towpath.core.schedule import schedule, steady_tasks
-from towpath.core.strategy import MoveShape, Strategy, TransferKind
+from towpath.core.strategy import GRADIENTS, MoveShape, Strategy, TransferKind, move_shapes
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
@@ -171,6 +172,29 @@ def test_on_nccl_a_small_all_reduce_takes_a_tree_and_a_large_a_ring() -> None:
     )
     assert sum(cost.seconds for cost in small) == pytest.approx(2 * 7 * on.intra.latency + 2 * 6 * on.inter.latency)
     assert sum(cost.seconds for cost in large) == pytest.approx(2 * 511 * on.inter.latency)
+
+
+@pytest.mark.parametrize("name", ["zero1", "paro-iig", "ddp"])
+def test_exact_transfers_load_the_cable_with_the_share_that_is_expected(name: str) -> None:
+    """And a transfer costs what the planner's shape of it costs, which knows no ranks."""
+    topology = Topology(4, 2)
+    on = replace(hardware(topology), cores=2.0)
+    units = [UnitSpec("", (BucketSpec((1 << 20,)),))]
+    plain = strategy(name, topology)
+    sums = {kind.value: replace(plain.transport(kind), route="ring") for kind in GRADIENTS}
+    plain = replace(plain, **sums)
+    made = [schedule(each, units, 1).transfers for each in (plain, plain.with_exact_transports())]
+    seen = 0
+    for before, after in zip(*made, strict=True):
+        if not after.exact:
+            continue
+        loads = [sum(c.needs.get(CABLE, 0.0) for c in phase_costs(TransferShape.of(t), on)) for t in (before, after)]
+        assert loads[1] == pytest.approx(expected_share(after.move.op, after.dtype) * loads[0])
+        (shape,) = move_shapes(plain.placement, topology)[after.kind]
+        numel = after.elements * after.move.regions
+        assert TransferShape.of_move(shape, after.transport, numel, after.dtype) == TransferShape.of(after)
+        seen += 1
+    assert seen == {"zero1": 2, "paro-iig": 2, "ddp": 1}[name]
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------

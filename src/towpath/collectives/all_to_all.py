@@ -35,7 +35,7 @@ from towpath.codecs.kernels.pieces import Piece
 from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import Message, Posted, post
-from towpath.core.exact import exchanged_cells, message_bound
+from towpath.core.exact import exchanged_cells, message_cell
 from towpath.core.routes import AllToAll, hops_of, piece_bounds
 from towpath.core.routes import Piece as SlicePart
 from towpath.core.transfer import Transfer
@@ -228,7 +228,7 @@ class AllToAllReduceScatter(Collective):
         """Yield the memory of encoded messages between nodes of stage `number`, if they are exact."""
         if self._transfer.exact:
             count, longest = exchanged_cells(self._buffers, self._members.grid)
-            each, sets = message_bound(longest, self._transfer.dtype), self._buffers.sets
+            each, sets = message_cell(longest, self._transfer.dtype), self._buffers.sets
             wire = workspace.take(sets * count * each, torch.uint8)
             yield from wire.view(sets, count, each)[number % sets]
 

@@ -22,24 +22,25 @@ from towpath.codecs.exact import (
 )
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.point_to_point import PointToPoint
-from towpath.core.exact import message_bound
+from towpath.core.exact import message_cell
 from towpath.core.routes import Piece, cell_elements, piece_bounds
 from towpath.core.transfer import Range, Transfer
 
 
 @final
 class ExactAllGather(Collective):
-    """An all-gather of slices that all members hold already, with other values.
+    """An all-gather of new values for slices whose old values all members hold.
 
-    `region` holds what the last run left, and `shard` has the new values of this member's slice. The first message, and
-    that after `restart`, does not depend on what receivers hold.
+    `region` has the old values, which the last run left there, and `shard` the new ones of this member's slice. `shard`
+    may be a view of the region, where the optimizer has overwritten the old ones. The first run, and that after
+    `restart`, sends the values themselves instead of differences.
     """
 
     def __init__(self, transfer: Transfer, members: GroupRank) -> None:
         assert isinstance(transfer.payload, Range)
         count, parts = len(members.group.ranks), transfer.parts
         self._own = slice(*transfer.bounds(members.slot))
-        self._cell = message_bound(cell_elements(transfer.elements, count, parts), transfer.dtype)
+        self._cell = message_cell(cell_elements(transfer.elements, count, parts), transfer.dtype)
         self._bytes = count * parts * self._cell
         encoded = replace(transfer, payload=replace(transfer.payload, elements=self._bytes, dtype="uint8"))
         self._inner = PointToPoint(encoded, members, cells_of=self._cell)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from towpath.codecs.exact import decode_values, encode_values, message_bytes
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
-from towpath.core.exact import crossing, message_bound
+from towpath.core.exact import crossing, message_cell
 from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
@@ -46,9 +46,11 @@ class Message:
     content: torch.Tensor
     cell: torch.Tensor | None = None
 
-    @property
-    def wire(self) -> torch.Tensor:
-        """What is sent, or the memory to receive in, which may be larger than what arrives."""
+    def encoded(self) -> torch.Tensor:
+        """Encode the content, if there is a cell. Return what to send, or the memory to receive in.
+
+        That memory may be larger than what arrives.
+        """
         if self.cell is None:
             return self.content
         return self.cell[: encode_values(self.content, self.cell)] if self.leaves else self.cell
@@ -110,11 +112,11 @@ def post(messages: Sequence[Message], members: GroupRank, where: str, workspace:
 def _launched(messages: Sequence[Message], group: dist.ProcessGroup, tag: int) -> Sequence[dist.Work]:
     # gloo has no batches. The function for batches takes twice the time of the calls that it makes.
     if group.name() == "gloo":
-        return [group.send([m.wire], m.peer, tag) if m.leaves else group.recv([m.wire], m.peer, tag) for m in messages]
+        return [(group.send if m.leaves else group.recv)([m.encoded()], m.peer, tag) for m in messages]
     # With the other backends, a transfer posts all its messages before the next one posts any, so tags are not needed.
     return dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend if m.leaves else dist.irecv, m.content, group=group, group_peer=m.peer)
+            dist.P2POp(dist.isend if m.leaves else dist.irecv, m.encoded(), group=group, group_peer=m.peer)
             for m in messages
         ]
     )
@@ -176,7 +178,7 @@ class PointToPoint(Collective):
         messages = sends(self._op, transfer.route, members.group, members.nodes, parts)
         plan = [s for s in messages if members.position in (s.source, s.target)]
         self._cell = cell_elements(transfer.elements, count, parts, self._grain)
-        self._exact_cell = message_bound(self._cell, transfer.dtype) if transfer.exact else 0
+        self._exact_cell = message_cell(self._cell, transfer.dtype) if transfer.exact else 0
         self._batches = self._in_batches(plan, transfer)
         self._first = [b for b in self._batches if b.step == self._batches[0].step]
         node = members.nodes[members.position]

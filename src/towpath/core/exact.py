@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import ceil
 
 from towpath.core.formats import CELL_ALIGNMENT, item_bytes
-from towpath.core.routes import COLLECTIVES, AllToAll, Form, Grid, Op, Send, cell_elements, cells_of, hops_of, sends
+from towpath.core.routes import AllToAll, Form, Grid, Op, Send, cell_elements, cells_of, hops_of, sends
 from towpath.core.routes import Group as RouteGroup
 
 # The dtypes that can be encoded exactly. Others are sent as they are.
@@ -24,25 +24,23 @@ SMALLEST_BYTES = 1 << 16
 # A message has a header, and a table with an entry for each block.
 HEADER_BYTES, BLOCK, ENTRY_BYTES = 40, 512, 4
 
-# The expected bits of an element, from a GPT that trained on text (docs/concepts/exact.md). A probe, or the last run,
-# knows better.
+# The expected bits of an element: about those of a GPT that trained on text (benchmarks/LOG.md). Those of float16 and
+# float32 are estimates.
 _DIFFERENCE_BITS = {"bfloat16": 5.0, "float16": 7.0, "float32": 18.0}
 _VALUE_BITS = {"bfloat16": 11.5, "float16": 14.0, "float32": 27.4}
 
 
-def is_exact(op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> bool:
-    """Return whether a transfer with an exact transport encodes anything. Otherwise it is sent as it is.
+def can_be_exact(grid: Grid, elements: int, dtype: str, form: Form) -> bool:
+    """Return whether an exact transport encodes a collective. Otherwise it is sent as it is.
 
     Args:
-        op: The operation. With exact transports, an all-gather is a parameter sync.
-        grid: The members of the group. Only what crosses nodes is encoded.
-        elements: The length of the region.
+        grid: The members of a group. Only what crosses nodes is encoded.
+        elements: The length of a group's region.
         dtype: The dtype of its elements.
-        form: How it is executed. Backends that sum in their own collectives, such as NCCL, need values as they are.
+        form: How it is executed. Collectives of the backend need values as they are.
     """
-    if grid.nodes == 1 or dtype not in EXACT or elements * item_bytes(dtype) < SMALLEST_BYTES:
-        return False
-    return form is Form.MESSAGES and op in COLLECTIVES
+    large = elements * item_bytes(dtype) >= SMALLEST_BYTES
+    return form is Form.MESSAGES and grid.nodes > 1 and dtype in EXACT and large
 
 
 def expected_share(op: Op, dtype: str) -> float:
@@ -69,21 +67,26 @@ def exchanged_cells(layout: AllToAll, grid: Grid) -> tuple[int, int]:
 
 
 def message_bound(elements: int, dtype: str) -> int:
-    """Return the bytes of the longest message that `elements` elements can become, rounded up to whole cells."""
+    """Return the bytes of the longest message that `elements` elements can become, a multiple of 8."""
     longest = HEADER_BYTES + ENTRY_BYTES * ceil(elements / BLOCK) + elements * item_bytes(dtype)
-    return ceil(longest / CELL_ALIGNMENT) * CELL_ALIGNMENT
+    return ceil(longest / 8) * 8
+
+
+def message_cell(elements: int, dtype: str) -> int:
+    """Return the bytes of a cell of the wire buffer for a message of `elements` elements."""
+    return ceil(message_bound(elements, dtype) / CELL_ALIGNMENT) * CELL_ALIGNMENT
 
 
 def wire_bytes(op: Op, route: str, grid: Grid, parts: int, elements: int, dtype: str) -> int:
     """Return the bytes of all encoded messages that a member has in flight at a time, in the form of messages."""
     members = grid.nodes * grid.width
-    if op is Op.ALL_GATHER:  # the slices of all members, encoded, from their senders on
-        return members * parts * message_bound(cell_elements(elements, members, parts), dtype)
-    each = message_bound(cell_elements(elements, members, parts), dtype)
+    each = message_cell(cell_elements(elements, members, parts), dtype)
+    if op is Op.ALL_GATHER:  # of a parameter sync: the slices of all members stay encoded on their way
+        return members * parts * each
     if hops := hops_of(route, grid):
         layout = AllToAll(hops, parts, elements)
         count, longest = exchanged_cells(layout, grid)
-        needed = layout.sets * count * message_bound(longest, dtype)
+        needed = layout.sets * count * message_cell(longest, dtype)
     else:
         needed = crossing_cells(Op.REDUCE_SCATTER, route, grid, parts) * each
     if op is Op.ALL_REDUCE:

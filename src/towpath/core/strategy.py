@@ -262,7 +262,7 @@ class Strategy:
         """True if the optimizer steps in host memory."""
         return self.offload == "optimizer"
 
-    def exactly(self) -> Strategy:
+    def with_exact_transports(self) -> Strategy:
         """Return the strategy with exact transports for gradients and the parameter sync."""
         return replace(self, **{kind.value: replace(self.transport(kind), exact=True) for kind in EXACT_KINDS})
 

@@ -14,7 +14,6 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from towpath.core.exact import expected_share, is_exact
 from towpath.core.exact import wire_bytes as exact_bytes
 from towpath.core.formats import NARROW, Codec, item_bytes
 from towpath.core.placement import GroupCollective
@@ -315,19 +314,15 @@ class Transfer:
         in_calls = self.form is Form.COLLECTIVES and self.move.op in COLLECTIVES
         if in_calls and self.transport.encoding is None and self.elements % self.move.members:
             return "flat"
-        route = self.transport.route_on(self.move.op, self.grid, self.form)
-        # The backend's own all-reduce could not be encoded on its way.
-        return "ring" if route == "flat" and self.move.op is Op.ALL_REDUCE and self.exact else route
+        return self.transport.route_on(self.move.op, self.grid, self.form, self.exact)
 
     @property
     def exact(self) -> bool:
         """True if what crosses nodes is encoded without losing a bit."""
-        transport, payload = self.transport, self.payload
-        if not (transport.exact and transport.keeps_bits and isinstance(payload, Range)) or payload.factored:
+        payload = self.payload
+        if not isinstance(payload, Range) or payload.factored:
             return False
-        if self.kind is not TransferKind.PARAM_SYNC and self.form is Form.COLLECTIVES:
-            return False  # also for the second half of an all-reduce
-        return is_exact(self.move.op, self.grid, payload.elements, payload.dtype, self.form)
+        return self.transport.encodes_exactly(self.grid, payload.elements, payload.dtype, self.form)
 
     @property
     def by_rows_and_columns(self) -> bool:
@@ -384,13 +379,8 @@ class Transfer:
 
     @property
     def inter_bytes(self) -> int:
-        """Bytes sent between nodes, summed over all ranks."""
+        """Bytes sent between nodes, summed over all ranks. Exact transfers send fewer: this is their upper bound."""
         return sum(self._traffic.leaving)
-
-    @property
-    def expected_share(self) -> float:
-        """The expected bytes between nodes, as a share of `inter_bytes`, which are then an upper bound."""
-        return expected_share(self.move.op, self.dtype) if self.exact else 1.0
 
     @property
     def intra_bytes(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
 
+from towpath.core.exact import can_be_exact
 from towpath.core.formats import Codec
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
 from towpath.core.units import BucketSpec
@@ -231,10 +232,17 @@ class Transport:
         """The low-rank codec that is in use, or None."""
         return self.codec if isinstance(self.codec, LowRank) and not self.served else None
 
-    @property
-    def keeps_bits(self) -> bool:
-        """True if values arrive as they were sent, to the bit."""
-        return self.encoding is None and self.low_rank is None
+    def encodes_exactly(self, grid: Grid, elements: int, dtype: str, form: Form) -> bool:
+        """Return whether a collective with this transport sends what crosses nodes in an exact encoding.
+
+        Args:
+            grid: The members of a group.
+            elements: The length of a group's region.
+            dtype: The dtype of its elements.
+            form: How it is executed.
+        """
+        plain = self.encoding is None and self.low_rank is None
+        return self.exact and plain and can_be_exact(grid, elements, dtype, form)
 
     def kept_for_message(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return how many elements a sender keeps for tensors of `shape`: of the factor Q, and of the error feedback.
@@ -246,16 +254,18 @@ class Transport:
         factor = 0 if self.low_rank is None else self.low_rank.rank * matrix_of(shape)[1]
         return factor, 0 if self.feedback == "none" else prod(shape)
 
-    def route_on(self, op: Op, grid: Grid, form: Form = Form.MESSAGES) -> str:
+    def route_on(self, op: Op, grid: Grid, form: Form = Form.MESSAGES, exact: bool = False) -> str:
         """Return the route that is used for `op` on `grid`, if it is executed in `form`.
 
-        On a plain grid, an encoded reduction uses 'one-hop', because 'flat' cannot encode it.
+        On a plain grid, an encoded reduction uses 'one-hop', because 'flat' cannot encode it. With `exact`, an
+        all-reduce uses 'ring' in place of 'flat', because the backend's own cannot be encoded on its way.
         """
         if op in WITH_OWNERS:
             return "flat"
         if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
             return "one-hop"
-        return effective_route(self.route, grid, op, form)
+        route = effective_route(self.route, grid, op, form)
+        return "ring" if exact and op is Op.ALL_REDUCE and route == "flat" else route
 
     def check(self, op: Op, what: str) -> None:
         """Check that the transport can execute `op`.

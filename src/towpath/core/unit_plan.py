@@ -129,8 +129,10 @@ class BucketPlan:
         compute, summed, own = (item_bytes(d) for d in (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
         master = 0 if self.optimizer_on_host else self.numel // self.optimizer.count * own
         frozen = {} if self.spec.trainable else {"frozen": self.shard_bytes}
+        sent = {"sent": self.sent_bytes} if self.sent_bytes else {}
         return (
             frozen
+            | sent
             | {
                 "params": self.shard_bytes if self.spec.trainable else 0,
                 "master": master if self.has_master else 0,
@@ -139,7 +141,6 @@ class BucketPlan:
                 "grad": master if self.spec.trainable and not self.grad_is_view else 0,
                 "feedback": self._feedback_bytes(),
             }
-            | ({"sent": self.sent_bytes} if self.sent_bytes else {})
         )
 
     def host_memory_bytes(self) -> dict[str, int]:
@@ -163,9 +164,10 @@ class BucketPlan:
 
     @property
     def cast_apart(self) -> int:
-        """The elements that a master is cast to in a wire buffer, because the P shard has what an exact sync sent last.
+        """The elements of the wire buffer to which an exact parameter sync casts the master.
 
-        0 if the master is cast to the P shard itself, or if there is none.
+        The P shard keeps the old values, which the differences are relative to. Otherwise the master is cast to the P
+        shard itself, and this is 0.
         """
         exact = any(t.exact for t in self.transfers[TransferKind.PARAM_SYNC])
         return self.numel // self.optimizer.count if exact and self.has_master else 0

@@ -243,7 +243,7 @@ def build(
             "the host's memory. Leave out offload=, or the mesh."
         )
     if any(strategy.transport(kind).exact for kind in EXACT_KINDS) and comm.form is Form.COLLECTIVES:
-        _LOG.warning("%s: exact=True encodes nothing over this backend. Everything is sent as it is.", strategy.name)
+        _LOG.warning("%s: exact=True encodes nothing over this backend. Leave it out, or use gloo.", strategy.name)
     plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
     # Communicators serve all steps of the run, and so does what ranks compare of them.
     later = map(strategy.at, strategy.changes)

@@ -63,7 +63,6 @@ class Request:
         offload: "optimizer" to keep the optimizer's states in the host's memory.
         interleaved: Optimizer steps of the run, if codecs of gradients are used only in the first half of it. The
             predicted step is then the mean over the run. Default: 0, for codecs that are used in every step.
-        exact: Whether gradients and parameter syncs may be sent in fewer bytes without losing a bit.
     """
 
     batch: int
@@ -77,7 +76,6 @@ class Request:
     checkpointing: bool | None = None
     offload: Offload | None = None
     interleaved: int = 0
-    exact: bool = False
 
     @property
     def compute_dtype(self) -> str:

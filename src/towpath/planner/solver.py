@@ -25,7 +25,6 @@ from towpath.core.routes import ALL_TO_ALL, ROUTES, Op
 from towpath.core.schedule import Compute, Part, depends_on_memory, steady_tasks
 from towpath.core.strategy import (
     AS_TRAINED,
-    EXACT_KINDS,
     GRADIENTS,
     WEIGHTS,
     WITH_TRANSPORT,
@@ -274,8 +273,6 @@ class Solver:
             return
         routes = ROUTES if any(not s.grid.plain for s in shapes) else ("flat",)
         yield from (Transport(route, codec) for route in routes)
-        if self.request.exact and codec == "none" and crosses and kind in EXACT_KINDS:
-            yield from (Transport(route, exact=True) for route in routes)
 
     # Bounds ---------------------------------------------------------------------------------------------------------
 
@@ -364,7 +361,6 @@ class Solver:
         states = numel * compute / place.params.size + trainable * summed / place.grads.size
         has_param_sync = move_shapes(place, self._topology)[TransferKind.PARAM_SYNC]
         encoded = candidate.weights != "none" and any(shape.grid.nodes > 1 for shape in has_param_sync)
-        # An exact parameter sync keeps a copy of what it sent, where there is no master. It may be left out.
         master = self._compute != self.request.own or encoded
         kept = self.request.optimizer.states + (self._summed != self.request.own)
         if self.request.offload == "optimizer":

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
-from towpath.core.exact import expected_share, is_exact
+from towpath.core.exact import expected_share
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.launches import Launches
 from towpath.core.route_costs import Phase, phases, share_leaving_racks
@@ -31,9 +31,7 @@ _FACTOR_COPIES, _FACTOR_BYTES = 2.5, 4
 # The same for a low-rank message between pipeline stages. The sender adds the earlier error, multiplies twice, and
 # subtracts the received value from the sent one. The receiver multiplies once.
 _ENCODED_COPIES, _DECODED_COPIES = 4.0, 1.0
-# The names of the exact codecs among the speeds of codecs. Without a speed, a processor is assumed to code an element
-# in the time in which it copies so many bytes.
-EXACT_DIFFERENCES, EXACT_VALUES = "exact differences", "exact values"
+# A processor encodes or decodes an element exactly in about the time in which it copies so many bytes (an estimate).
 _BYTES_OF_AN_EXACT_ELEMENT = 16
 # The share of a ring's rate that NCCL's tuner expects of a tree (`busBw * .92` in its tuning.cc).
 _TREE_RATE = 0.92
@@ -186,7 +184,6 @@ class Hardware:
         launching: What launches cost the thread that trains. None means that they cost nothing, as where processors
             compute: there, `host` has the engine's work.
         measured: Collectives that were measured on this cluster. They correct the costs of the same collectives.
-        exact_shares: The bytes that exact messages were seen to take, as a share of their values, by codec and dtype.
     """
 
     topology: Topology
@@ -202,7 +199,6 @@ class Hardware:
     host_memory: HostMemory | None = None
     launching: Launching | None = None
     measured: MeasuredCollectives | None = None
-    exact_shares: tuple[tuple[tuple[str, str], float], ...] = ()
 
     @property
     def form(self) -> Form:
@@ -233,8 +229,6 @@ class Hardware:
     def codec_speed(self, codec: str) -> CodecSpeed:
         """Return the speed of a codec, or raise StrategyError if the cluster's description has none."""
         speed = dict(self.codecs).get(codec)
-        if speed is None and codec in (EXACT_DIFFERENCES, EXACT_VALUES):
-            return CodecSpeed(*(self.memory_rate / _BYTES_OF_AN_EXACT_ELEMENT,) * 2)
         if speed is None:
             known = ", ".join(name for name, _ in self.codecs) or "none"
             raise StrategyError(
@@ -242,11 +236,6 @@ class Hardware:
                 "with it, or describe it under [codecs]."
             )
         return speed
-
-    def exact_share(self, op: Op, dtype: str) -> float:
-        """Return the bytes of exactly encoded messages as a share of their values, as measured, or else expected."""
-        name = EXACT_DIFFERENCES if op is Op.ALL_GATHER else EXACT_VALUES
-        return dict(self.exact_shares).get((name, dtype), expected_share(op, dtype))
 
     def processor(self, seconds: float) -> float:
         """Return the processor need of `seconds` of work by one rank, if all ranks that share it do the same."""
@@ -389,24 +378,12 @@ class TransferShape:
     ) -> TransferShape:
         """Return the shape of a collective over a buffer of `numel` elements, without naming its ranks."""
         elements, codec = numel // move.regions, transport.encoding
-        route = transport.route_on(move.op, move.grid, form)
+        exact = transport.encodes_exactly(move.grid, elements, dtype, form)
+        route = transport.route_on(move.op, move.grid, form, exact)
         size = slice_bytes(elements, move.members, item_bytes(dtype), codec)
         parts = parts_of(route, move.grid, size, move.op, form)
-        exact = transport.exact and transport.keeps_bits and is_exact(move.op, move.grid, elements, dtype, form)
-        if exact and move.op is Op.ALL_REDUCE and route == "flat":
-            route = "ring"
-        return TransferShape(
-            move.op,
-            move.grid,
-            move.stride,
-            route,
-            parts,
-            elements,
-            size,
-            codec,
-            form=form,
-            exact=dtype if exact else None,
-        )
+        shape = TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec, form=form)
+        return replace(shape, exact=dtype) if exact else shape
 
 
 def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ...]:
@@ -494,7 +471,7 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
     cable, inside = phase.leaving * shape.slice_bytes * groups, phase.inside * shape.slice_bytes
     if shape.exact is not None:
-        share = hardware.exact_share(op, shape.exact)
+        share = expected_share(op, shape.exact)
         cable *= share
         inside *= share if op is Op.ALL_GATHER else 1.0  # a parameter sync stays encoded inside nodes
     used = [link for link, sent in ((hardware.inter, phase.leaving), (hardware.intra, phase.inside)) if sent]
@@ -517,15 +494,15 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
 
 def _exact_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, PhaseCost]:
     """Return the cost of encoding what crosses nodes, and of decoding what arrives."""
-    members, gathers = shape.grid.nodes * shape.grid.width, shape.op is Op.ALL_GATHER
-    speed = hardware.codec_speed(EXACT_DIFFERENCES if gathers else EXACT_VALUES)
-    if gathers:  # each member encodes its slice once, and decodes those of all others
+    members = shape.grid.nodes * shape.grid.width
+    if shape.op is Op.ALL_GATHER:  # each member encodes its slice once, and decodes those of all others
         sent, received = shape.elements / members, shape.elements * (members - 1) / members
     else:
         each = phases(shape.op, shape.route, shape.grid, shape.parts, shape.form)
         sent = received = sum(p.leaving for p in each) / shape.grid.width * shape.elements / members
-    encoding, decoding = (hardware.processor(n / rate) for n, rate in ((sent, speed.encode), (received, speed.decode)))
-    return PhaseCost(0.0, {PROCESSOR: encoding}), PhaseCost(0.0, {PROCESSOR: decoding})
+    seconds = _BYTES_OF_AN_EXACT_ELEMENT / hardware.memory_rate
+    before, after = (PhaseCost(0.0, {PROCESSOR: hardware.processor(n * seconds)}) for n in (sent, received))
+    return before, after
 
 
 def _tree_cost(shape: TransferShape, ring: Sequence[PhaseCost], hardware: Hardware) -> PhaseCost | None:

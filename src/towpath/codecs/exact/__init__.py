@@ -29,6 +29,9 @@ import torch
 from towpath.codecs.exact import message as messages
 from towpath.codecs.exact import reference
 from towpath.codecs.exact.message import MessageError, Problem, message_bound
+from towpath.logs import logger
+
+_log = logger("codecs")
 
 __all__ = [
     "MessageError",
@@ -135,9 +138,15 @@ def _host(device_type: str) -> messages.Kernels:
     if device_type == "cpu":
         try:
             from towpath.codecs.exact import native
-        except ImportError:  # `kernels_for` logs it, and what to do
+        except ImportError as error:
+            _log.warning(
+                "exact codecs on cpu: plain torch (%s), far slower than C++. With a C++ compiler at hand, install "
+                "towpath again.",
+                error,
+            )
             return reference
         return native.best()
+    _log.warning("exact codecs on %s: plain torch, because there are no kernels for this device.", device_type)
     return reference
 
 

@@ -25,6 +25,7 @@ from typing import Protocol
 
 import torch
 
+from towpath.core import exact
 from towpath.core.exact import BLOCK, ENTRY_BYTES, HEADER_BYTES
 from towpath.core.formats import dtype_name
 from towpath.errors import StepError
@@ -86,7 +87,7 @@ class Kernels(Protocol):
 
 def message_bound(elements: int, dtype: torch.dtype) -> int:
     """Return the most bytes that a message of so many elements takes."""
-    return _padded(HEADER_BYTES + table_bytes(elements) + elements * dtype.itemsize)
+    return exact.message_bound(elements, dtype_name(dtype))
 
 
 def table_bytes(elements: int) -> int:
