@@ -231,16 +231,25 @@ def check_exact(kernels: ModuleType, dtype: torch.dtype, difference: bool, devic
     checksum = sum(exact_reference.digest(part, first) for part, first in zip(body, (0, 5), strict=True)) % 2**64
     forged[32:40] = torch.tensor(list(checksum.to_bytes(8, "little")), dtype=torch.uint8)
     for sent, held, problem in (
-        (out, old, 0),
         (out[: used - 8], old, message.Problem.SHORT),
-        (damaged, old, message.Problem.DAMAGED),
         (out, old[1:], message.Problem.OTHER),
-        *([(out, stale, message.Problem.STALE)] if difference else []),
-        (forged, old, message.Problem.INVALID),
     ):
         values = held.clone().to(device)
-        assert int(kernels.decode(sent, values, difference)) == problem
-        assert problem == message.Problem.INVALID or same_bits(values.cpu(), held if problem else new)
+        assert int(kernels.decode(sent, values, difference)) == problem and same_bits(values.cpu(), held)
+    rows = [
+        (damaged, old, message.Problem.DAMAGED),
+        (out, old, 0),
+        *([(out, stale, message.Problem.STALE)] if difference else []),
+        (forged, old, message.Problem.INVALID),
+        (damaged, new, 0),  # this member's own slice, which is not decoded
+    ]
+    sent, held = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows]).to(device)
+    before = held.cpu()
+    outcomes = kernels.decode_slices(sent, held, len(rows) - 1, difference).tolist()
+    assert outcomes == [row[2] for row in rows]
+    for values, was, problem in zip(held.cpu(), before, outcomes[:-2], strict=False):
+        assert same_bits(values, was if problem else new)
+    assert same_bits(held[-1].cpu(), new)
     assert int(kernels.digest(old.to(device))) % 2**64 == exact_reference.digest(old, 0)
 
 

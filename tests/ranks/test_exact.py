@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 import towpath
+from tests.forms import in_form
 from tests.ranks.models import DEVICE, LOUDNESS, MODELS
 from tests.ranks.server import World
-from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath.core import exact
-from towpath.core.strategy import GRADIENTS
+from towpath.core.routes import Form
+from towpath.core.strategy import GRADIENTS, TransferKind
 
 Worlds = Callable[[int], World]
 
@@ -48,10 +50,17 @@ def test_training_is_the_same_to_the_bit(
 
 def _compare(label: str, precision: str, micro_steps: int, shape: tuple[int, int], steps: int) -> None:
     strategy = strategy_of(label, towpath.Topology(*shape))
+    _check_same(_by_messages(strategy), strategy, precision, micro_steps, steps)
+
+
+def _check_same(
+    plainly: towpath.Strategy, strategy: towpath.Strategy, precision: str, micro_steps: int, steps: int
+) -> tuple[towpath.Schedule, Any]:
+    """Compare training with exact transports, which have sent encoded messages, with `plainly`."""
     exactly = strategy.with_exact_transports()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "SMALLEST_BYTES", 1)
-        plain, _ = _trained(_by_messages(strategy), precision, micro_steps, steps)
+        plain, _ = _trained(plainly, precision, micro_steps, steps)
         found, model = _trained(exactly, precision, micro_steps, steps)
         assert plain.keys() == found.keys()
         for name, expected in plain.items():
@@ -63,6 +72,7 @@ def _compare(label: str, precision: str, micro_steps: int, shape: tuple[int, int
         assert {each.transfer.kind for each in sent} == {t.kind for t in used}
         # Of this size, encoded messages have another length than their values.
         assert all(each.inter_bytes != each.calls * each.transfer.inter_bytes for each in sent)
+        return schedule, model
 
 
 def _by_messages(strategy: towpath.Strategy) -> towpath.Strategy:
@@ -102,33 +112,65 @@ def _trained(
     return kept, model
 
 
-def test_a_rank_with_other_values_does_not_decode_them(world: Worlds) -> None:
+# Strategies whose parameter syncs cross nodes, by collectives of the whole group, and of its rows and columns.
+IN_COLLECTIVES = ("zero1@flat", "zero1@hierarchical", "paro-iig", "paro-nig", "lins:2x2|2x2|2x4", "zero1 offload")
+
+
+@in_turn([(label, name) for label in IN_COLLECTIVES for name in PRECISIONS], 2, "case")
+@pytest.mark.parametrize("micro_steps", [1, seldom(4)])
+def test_in_collectives_training_is_the_same_to_the_bit(world: Worlds, case: tuple[str, str], micro_steps: int) -> None:
+    """Parameter syncs are encoded, whose sizes the ranks agree on first."""
+    shape = (4, 2) if case[0].startswith("lins") else (2, 2)
+    world(shape[0] * shape[1]).run(_compare_in_collectives, *case, micro_steps, shape)
+
+
+def _compare_in_collectives(label: str, precision: str, micro_steps: int, shape: tuple[int, int]) -> None:
+    name, _, offload = label.partition(" ")
+    strategy = replace(strategy_of(name, towpath.Topology(*shape)), offload="optimizer" if offload else None)
+    with in_form(Form.COLLECTIVES):
+        schedule, model = _check_same(strategy, strategy, precision, micro_steps, 3)
+    sizes = [t for t in schedule.transfers if t.kind is TransferKind.MESSAGE_SIZES]
+    kinds = {TransferKind.PARAM_SYNC, TransferKind.MESSAGE_SIZES}
+    syncs = [t for t in schedule.transfers if t.kind in kinds]
+    assert len(sizes) == 1 and syncs[0] == sizes[0] and sizes[0].elements == len(syncs) - 1
+    assert [t for t in towpath.stats(model).last_step if t.kind in kinds] == syncs
+
+
+@pytest.mark.parametrize("form", Form)
+def test_what_a_rank_cannot_decode_raises_on_every_rank(world: Worlds, form: Form) -> None:
     """Its replica has diverged in silence: nothing else in the step would notice."""
-    diverged, other = world(2).run(_diverge)
-    assert "param_sync" in diverged and "relative to other values" in diverged and not other
+    for said in world(2).run(_diverge, form, True):
+        assert "rank 0 could not decode param_sync" in said and "relative to other values" in said
+        assert "message from rank 1" in said
 
 
-def _diverge() -> str:
-    entry, rank = MODELS["gpt"], dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
+def test_without_a_boundary_a_rank_raises_after_the_forward(world: Worlds) -> None:
+    diverged, other = world(2).run(_diverge, Form.MESSAGES, False)
+    assert "rank 0 could not decode param_sync" in diverged and not other
+
+
+def _diverge(form: Form, trains: bool) -> str:
+    with pytest.MonkeyPatch.context() as patch, in_form(form):
         patch.setattr(exact, "SMALLEST_BYTES", 1)
-        model: Any = towpath.shard(
-            entry.make(torch.bfloat16), towpath.strategy("zero1", towpath.Topology(2, 1), exact=True)
-        )
+        return _error_of_diverged(trains)
+
+
+def _error_of_diverged(trains: bool) -> str:
+    entry, rank = MODELS["gpt"], dist.get_rank()
+    strategy = towpath.strategy("zero1", towpath.Topology(2, 1), exact=True)
+    model: Any = towpath.shard(entry.make(torch.bfloat16), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(2):
         entry.loss(model, *entry.micro_batch(rank, 0, step, torch.bfloat16)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        with torch.no_grad():  # waits for the parameter syncs, and for nothing else
-            model(*entry.micro_batch(rank, 0, step, torch.bfloat16))
-    entry.loss(model, *entry.micro_batch(rank, 0, 2, torch.bfloat16)).backward()
-    optimizer.step()
     for bucket in (bucket for unit in model.towpath_engine.units for bucket in unit.buckets if rank == 0):
         bucket.shard.view(torch.int16).bitwise_xor_(1)
     try:
-        with torch.no_grad():
-            model(*entry.micro_batch(rank, 0, 2, torch.bfloat16))
+        with nullcontext() if trains else torch.no_grad():
+            loss = entry.loss(model, *entry.micro_batch(rank, 0, 2, torch.bfloat16))
+        if trains:
+            loss.backward()
     except towpath.TowpathError as error:
         return str(error)
     return ""

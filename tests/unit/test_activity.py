@@ -14,7 +14,7 @@ from towpath.core.placement import GroupCollective
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES
 from towpath.core.routes import Group as Ranks
 from towpath.core.routes import Op
-from towpath.core.strategy import TransferKind
+from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
 from towpath.engine.checks.activity import RankStatus, StallMonitor, _end, _report
@@ -99,8 +99,8 @@ def test_ranks_compare_on_a_thread_also_where_a_gpu_computes(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: object())
     device = torch.device("cuda")
     kinds = {kind: type(make_stream(QUEUES[kind], device, MAX_IN_FLIGHT[QUEUES[kind]])) for kind in TransferKind}
-    assert {kind for kind, stream in kinds.items() if stream is ThreadStream} == {TransferKind.UNUSED_PARAMS}
-    assert {stream for kind, stream in kinds.items() if kind is not TransferKind.UNUSED_PARAMS} == {CudaStream}
+    assert {kind for kind, stream in kinds.items() if stream is ThreadStream} == set(BETWEEN_HOSTS)
+    assert {stream for kind, stream in kinds.items() if kind not in BETWEEN_HOSTS} == {CudaStream}
 
 
 def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,15 @@ from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, fake_world
 from tests.profiles import made_profile
 from towpath import planning
 from towpath.auto.probe import launches_to_measure
+from towpath.core import exact
 from towpath.core.formats import Precision
 from towpath.core.launches import Launches
 from towpath.core.pipeline import plain_walk
 from towpath.core.presets import strategy
 from towpath.core.routes import Form
+from towpath.core.schedule import message_sizes_transfers
+from towpath.core.strategy import TransferKind
+from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
@@ -48,8 +52,10 @@ FAST = Hardware(
 COSTS = Launching()
 
 
-def replayed(name: str, launching: Launching | None, compute: float, micro_steps: int = 1) -> Timeline:
-    made = strategy(name, TOPOLOGY)
+def replayed(
+    name: str, launching: Launching | None, compute: float, micro_steps: int = 1, exact: bool = False
+) -> Timeline:
+    made = strategy(name, TOPOLOGY, exact=exact)
     plans = [plan_unit(made, unit, Precision(), Form.COLLECTIVES) for unit in UNITS]
     seconds = ComputeSeconds([0.0] + [compute] * DEPTH, [0.0] + [2 * compute] * DEPTH, 0.0, 0.0)
     return Replay(made, plans, replace(FAST, launching=launching), seconds, micro_steps).run()
@@ -82,6 +88,23 @@ def test_the_thread_runs_ahead_over_micro_steps() -> None:
     more = replayed("zero3", COSTS, 1e-6, micro_steps=3)
     assert more.seconds == pytest.approx(more.launching, rel=0.02)
     assert more.launching > 2 * each
+
+
+def test_the_thread_waits_for_agreed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device encodes first, and the parameter syncs come after the agreement."""
+    monkeypatch.setattr(exact, "SMALLEST_BYTES", 1)
+    plain, exactly = (replayed("paro-iig", COSTS, 0.1, exact=encoded) for encoded in (False, True))
+    agreed = {e.kind: e for e in exactly.events if e.kind is not None}
+    first = min(e.start for e in exactly.events if e.kind is TransferKind.PARAM_SYNC)
+    assert 0 < agreed[TransferKind.MESSAGE_SIZES].end <= first
+    assert exactly.exposed[TransferKind.MESSAGE_SIZES] > 0 and exactly.launching > plain.launching
+    assert exactly.inter_bytes - plain.inter_bytes == sum(t.inter_bytes for t in agreed_sizes())
+    assert TransferKind.MESSAGE_SIZES not in {e.kind for e in plain.events}
+
+
+def agreed_sizes() -> tuple[Transfer, ...]:
+    made = strategy("paro-iig", TOPOLOGY, exact=True)
+    return message_sizes_transfers(made, [plan_unit(made, unit, Precision(), Form.COLLECTIVES) for unit in UNITS])
 
 
 def test_a_cluster_file_says_what_launches_cost() -> None:

@@ -28,6 +28,7 @@ from towpath.core.step_state import (
     UNITS_IN_FLIGHT,
     WEIGHTS_CHANGE,
     Action,
+    AgreeOnSizes,
     AssignSlot,
     CheckRanks,
     ForwardPass,
@@ -69,6 +70,7 @@ class Planned:
     reduces: bool = True
     has_param_sync: bool = True
     steps_on_host: bool = False
+    agrees_on_sizes: bool = False
 
 
 class Watched:
@@ -89,6 +91,7 @@ class Watched:
         self.after: dict[Task, tuple[Task, ...]] = {}
         self.gradients: dict[int, Slot | None] = {}  # where they arrive
         self.arrived: dict[int, int] = defaultdict(int)  # by unit, in this accumulation
+        self.agreed: set[int] = set()  # units whose sizes all ranks know, before their parameter syncs
         self.reduced: list[int] = []  # units, in the order of their reductions in this backward pass
         self.synced: list[int] = []
         self.delivered = 0
@@ -103,10 +106,17 @@ class Watched:
                     self.after[task] = task.after
                     if task.kind is TransferKind.GRAD_SYNC:
                         self.synced.append(task.unit)
+                    if task.kind is TransferKind.PARAM_SYNC and self.plans[task.unit].agrees_on_sizes:
+                        self.agreed.remove(task.unit)
                     if task.kind is TransferKind.REDUCE:
                         assert self.gradients.get(task.unit) is task.slot is not None
                 case Wait(task):
                     self.finish(task, ())
+                case AgreeOnSizes(units, task):
+                    assert units and task.kind is TransferKind.MESSAGE_SIZES and not self.agreed
+                    assert all(self.plans[i].agrees_on_sizes for i in units)
+                    assert all(self.published[i] != self.versions[i] for i in units)
+                    self.agreed.update(units)
                 case SwapParameters(unit, whole):
                     assert self.shown[unit] != whole
                     self.shown[unit] = whole
@@ -280,6 +290,7 @@ def plans_of(draw: random.Random, units: int) -> list[Planned]:
     gathers, reduces, has_param_sync = (draw.random() < 0.7 for _ in range(3))
     copies = gathers and draw.random() < 0.4
     leaves = {1, units - 1} - {0} if draw.random() < 0.3 else set()
+    agreeing, on_host = has_param_sync and draw.random() < 0.5, draw.random() < 0.3
     return [
         Planned(
             f"u{i}" if i else "",
@@ -290,6 +301,8 @@ def plans_of(draw: random.Random, units: int) -> list[Planned]:
             trains=draw.random() < 0.8,
             reduces=reduces,
             has_param_sync=has_param_sync,
+            steps_on_host=on_host,
+            agrees_on_sizes=agreeing and draw.random() < 0.8,
         )
         for i in range(units)
     ]

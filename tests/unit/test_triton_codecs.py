@@ -173,6 +173,7 @@ def _compile_exact(kernel: str, bits: int, difference: bool) -> None:
     names: list[str] = function.arg_names
     types = {"old": elements if difference else "constexpr", "values": elements, "table": "*i32", "ends": "*i64"}
     types |= {"words": "*i32", "message": "*u8", "outcome": "*i32", "n": "i32"}
+    types |= {"stride": "i32", "own": "i32"}
     constants: dict[str, Any] = {
         "difference": difference,
         "bits": bits,
@@ -180,7 +181,7 @@ def _compile_exact(kernel: str, bits: int, difference: bool) -> None:
         "blocks": 1,
     }
     if kernel == "digest":
-        types = {"data": "*i32", "header": "*i32", "found": "*i64", "n": "i32"}
+        types = {"data": "*i32", "header": "*i32", "found": "*i64", "n": "i32", "stride": "i32"}
         constants = {"item": 4, "words": 1024}
     elif kernel in ("header", "check"):
         types |= {"header": "*i64", "sums": "*i64", "first": "i64", "start": "i32", "blocks": "i32", "arrived": "i32"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 from zlib import crc32
@@ -164,6 +164,10 @@ class Collective(ABC):
         """Reset what is kept from earlier runs."""
         for kept in self.state:
             kept.zero_()
+
+    def problems(self) -> Sequence[str]:
+        """Return what went wrong since the last call, if this rank could go on. All ranks raise at the boundary."""
+        return ()
 
     @property
     def seeds(self) -> tuple[RoundingSeeds, ...]:

@@ -3,32 +3,45 @@
 Each member encodes its slice once, against the values that it sent last. The encoded slices go along the route as they
 are, because a member that has decoded a slice no longer holds the values that the next one needs to decode it. At the
 end each member decodes the slices of the others in place.
+
+Messages have sizes of their own. `ExactAllGather` encodes and sends in one go, because a message between two ranks may
+have any length. `AgreedAllGather` uses the backend's collectives, in which every rank sends as many bytes. It encodes
+before the ranks agree on the largest size (`engine/parameters/exact_syncs.py`), and sends afterwards.
+
+A message that a member cannot decode leaves its slice unchanged. The member tells all ranks at the boundary, which
+raise before the optimizer steps (`Collective.problems`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
 import torch
 
 from towpath.codecs.exact import (
+    MessageError,
     decode_difference,
+    decode_slices,
     decode_values,
     encode_difference,
     encode_values,
     is_difference,
     message_bytes,
+    problem_text,
 )
 from towpath.collectives.collective import Collective, GroupRank, Workspace
+from towpath.collectives.columns_and_rows import grouped
 from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.exact import message_cell
-from towpath.core.routes import Piece, cell_elements, piece_bounds
+from towpath.core.formats import CELL_ALIGNMENT
+from towpath.core.routes import Op, Piece, cell_elements, piece_bounds
 from towpath.core.transfer import Range, Transfer
+from towpath.core.units import round_up
 
 
-@final
-class ExactAllGather(Collective):
+class ExactSync(Collective):
     """An all-gather of new values for slices whose old values all members hold.
 
     `region` has the old values, which the last run left there, and `shard` the new ones of this member's slice. `shard`
@@ -36,53 +49,146 @@ class ExactAllGather(Collective):
     `restart`, sends the values themselves instead of differences.
     """
 
-    def __init__(self, transfer: Transfer, members: GroupRank) -> None:
+    def __init__(self, transfer: Transfer, members: GroupRank, parts: int) -> None:
         assert isinstance(transfer.payload, Range)
-        count, parts = len(members.group.ranks), transfer.parts
+        count = len(members.group.ranks)
+        self._members = members
         self._own = slice(*transfer.bounds(members.slot))
         self._cell = message_cell(cell_elements(transfer.elements, count, parts), transfer.dtype)
         self._bytes = count * parts * self._cell
-        encoded = replace(transfer, payload=replace(transfer.payload, elements=self._bytes, dtype="uint8"))
-        self._inner = PointToPoint(encoded, members, cells_of=self._cell)
         # By slice: the start and the end of each part of it in the region.
         self._pieces = [
             [piece_bounds(transfer.elements, count, Piece(slot, part, parts)) for part in range(parts)]
             for slot in range(count)
         ]
-        self._slot = members.slot
         self._sent: torch.Tensor | None = None  # a copy of what was sent last, if the region does not keep it
         self._is_first = True
+        self._problems: list[str] = []
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes of the copy of what was sent last."""
+        """The bytes that are kept of what was sent last."""
         return 0 if self._sent is None else self._sent.nbytes
 
     def restart(self) -> None:
         """Send the next slice in a form that does not depend on what its receivers hold."""
         self._is_first = True
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Send `shard` to all members, and replace the region by the new values of all."""
-        cells = workspace.take(self._bytes, torch.uint8).view(len(self._pieces), -1, self._cell)
+    def problems(self) -> Sequence[str]:
+        """Return what went wrong in decoding since the last call."""
+        found, self._problems = self._problems, []
+        return found
+
+    def _encode(self, region: torch.Tensor, shard: torch.Tensor, cells: Sequence[torch.Tensor]) -> bool:
+        """Encode the parts of this member's slice, and write them to the region. Return whether as differences."""
         before, in_place = region[self._own], shard.data_ptr() == region[self._own].data_ptr()
         if in_place:  # the optimizer has overwritten the region itself
             if self._sent is None:
                 self._sent = torch.empty_like(shard)
             before = self._sent
-        for cell, (start, end) in zip(cells[self._slot], self._pieces[self._slot], strict=True):
+        is_first, self._is_first = self._is_first, False
+        for cell, (start, end) in zip(cells, self._pieces[self._members.slot], strict=True):
             part = slice(start - self._own.start, end - self._own.start)
-            if self._is_first:
+            if is_first:
                 encode_values(shard[part], cell)
             else:
                 encode_difference(before[part], shard[part], cell)
         before.copy_(shard)
-        self._is_first = False
-        wire = cells.view(-1)
-        self._inner.run(wire, cells[self._slot].view(-1), workspace)
+        return not is_first
+
+    def _decode(self, cells: torch.Tensor, region: torch.Tensor) -> None:
+        """Decode the slices of the others, one message after the other, and note which ones cannot be decoded."""
         for slot, pieces in enumerate(self._pieces):
             for cell, (start, end) in zip(cells[slot], pieces, strict=True):
-                part = region[start:end]
-                workspace.count_exact(part.nbytes, message_bytes([cell])[0])
-                if slot != self._slot:
-                    (decode_difference if is_difference(cell) else decode_values)(cell, part)
+                try:
+                    if slot != self._members.slot:
+                        (decode_difference if is_difference(cell) else decode_values)(cell, region[start:end])
+                except MessageError as error:
+                    self._problems.append(self._text(slot, str(error)))
+
+    def _text(self, slot: int, problem: str) -> str:
+        group = self._members.group
+        return f"the message from rank {group.ranks[group.slots.index(slot)]}: {problem}"
+
+
+@final
+class ExactAllGather(ExactSync):
+    """The exact parameter sync by messages between two ranks."""
+
+    def __init__(self, transfer: Transfer, members: GroupRank) -> None:
+        super().__init__(transfer, members, transfer.parts)
+        assert isinstance(transfer.payload, Range)
+        encoded = replace(transfer, payload=replace(transfer.payload, elements=self._bytes, dtype="uint8"))
+        self._inner = PointToPoint(encoded, members, cells_of=self._cell)
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Send `shard` to all members, and replace the region by the new values of all."""
+        cells = workspace.take(self._bytes, torch.uint8).view(len(self._pieces), -1, self._cell)
+        mine = cells[self._members.slot]
+        self._encode(region, shard, list(mine))
+        self._inner.run(cells.view(-1), mine.view(-1), workspace)
+        workspace.count_exact(region.nbytes, sum(message_bytes(list(cells.view(-1, self._cell)))))
+        self._decode(cells, region)
+
+
+@final
+class AgreedAllGather(ExactSync):
+    """The exact parameter sync by collectives of the backend. All slices have the same length.
+
+    `encode` comes first. Then all ranks agree on the largest `size`, and set it. `run` sends as many bytes.
+    """
+
+    def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device) -> None:
+        super().__init__(transfer, members, 1)
+        self._message = torch.zeros(self._cell, dtype=torch.uint8, device=device)
+        self._inner = grouped(Op.ALL_GATHER, transfer.route, members, self._bytes, device, start=self._bytes)
+        self._as_differences = False
+        self.size = 0
+        on_device = device.type == "cuda"
+        # The outcomes of decoding, by slice. On a GPU the host reads them at the boundary.
+        self._outcomes = torch.zeros(len(self._pieces), dtype=torch.int32, pin_memory=True) if on_device else None
+        self._end: torch.cuda.Event | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that are kept of what was sent last, and those of its message."""
+        return super().sent_bytes + self._message.nbytes
+
+    @property
+    def encoded_size(self) -> torch.Tensor:
+        """The bytes of the message, one integer on the device."""
+        return self._message[16:24].view(torch.int64)
+
+    def encode(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        """Encode `shard`, and write it to this member's slice of the region."""
+        self._read_outcomes()
+        self._as_differences = self._encode(region, shard, [self._message])
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Send the encoded slice to all members, and replace the region by the new values of all."""
+        size, self.size = round_up(self.size, CELL_ALIGNMENT), 0
+        assert size, "the ranks have not agreed on a size"
+        count = len(self._pieces)
+        gathered = workspace.take(self._bytes, torch.uint8)[: count * size]
+        self._inner.run(gathered, self._message[:size], workspace)
+        workspace.count_exact(region.nbytes, gathered.nbytes)
+        if self._outcomes is None:
+            self._decode(gathered.view(count, 1, size), region)
+            return
+        slices = region.view(count, -1)
+        outcomes = decode_slices(gathered.view(count, size), slices, self._members.slot, self._as_differences)
+        self._outcomes.copy_(outcomes, non_blocking=True)
+        self._end = torch.cuda.Event()
+        self._end.record()
+
+    def problems(self) -> Sequence[str]:
+        """Return what went wrong in decoding since the last call. The host waits for the last run."""
+        self._read_outcomes()
+        return super().problems()
+
+    def _read_outcomes(self) -> None:
+        if self._outcomes is not None and self._end is not None:
+            self._end.synchronize()
+            self._end = None
+            failed = ((slot, code) for slot, code in enumerate(self._outcomes.tolist()) if code)
+            self._problems += [self._text(slot, problem_text(code)) for slot, code in failed]

@@ -18,7 +18,7 @@ from towpath.codecs.exact import MessageError
 from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.columns_and_rows import ColumnRowAllGather, grouped, is_direct
-from towpath.collectives.exact import ExactAllGather
+from towpath.collectives.exact import AgreedAllGather, ExactAllGather
 from towpath.collectives.native import (
     EncodedAllGather,
     FlatAllGather,
@@ -32,7 +32,7 @@ from towpath.collectives.native import (
 from towpath.collectives.owners import OwnersExchange
 from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.routes import Form, Op, hops_of
-from towpath.core.strategy import TransferKind
+from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Range, Ranks, Transfer
 from towpath.errors import StepError, StrategyError
 
@@ -55,11 +55,15 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
         device: The device of the tensors.
         start: The elements of the wire buffer that the caller uses itself.
     """
-    if transfer.kind is TransferKind.UNUSED_PARAMS:
+    if transfer.kind in BETWEEN_HOSTS:
         return FlatMaximum(members)
     op, route, codec = transfer.move.op, transfer.route, transfer.transport.encoding
     if transfer.kind is TransferKind.PARAM_SYNC and transfer.exact:
-        return ExactAllGather(transfer, members)
+        return (
+            AgreedAllGather(transfer, members, device)
+            if transfer.agrees_on_sizes
+            else ExactAllGather(transfer, members)
+        )
     if op is Op.ALL_GATHER and codec is not None:
         encoded = of_bytes(transfer, codec)
         return EncodedAllGather(transfer, members, select(encoded, members, device, encoded.elements), device)

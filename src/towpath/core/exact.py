@@ -30,17 +30,19 @@ _DIFFERENCE_BITS = {"bfloat16": 5.0, "float16": 7.0, "float32": 18.0}
 _VALUE_BITS = {"bfloat16": 11.5, "float16": 14.0, "float32": 27.4}
 
 
-def can_be_exact(grid: Grid, elements: int, dtype: str, form: Form) -> bool:
+def can_be_exact(op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> bool:
     """Return whether an exact transport encodes a collective. Otherwise it is sent as it is.
 
     Args:
+        op: The collective operation.
         grid: The members of a group. Only what crosses nodes is encoded.
         elements: The length of a group's region.
         dtype: The dtype of its elements.
-        form: How it is executed. Collectives of the backend need values as they are.
+        form: How it is executed. Collectives of the backend add values, so they can only gather encoded ones.
     """
     large = elements * item_bytes(dtype) >= SMALLEST_BYTES
-    return form is Form.MESSAGES and grid.nodes > 1 and dtype in EXACT and large
+    gathers_equal_slices = op is Op.ALL_GATHER and elements % (grid.nodes * grid.width) == 0
+    return (form is Form.MESSAGES or gathers_equal_slices) and grid.nodes > 1 and dtype in EXACT and large
 
 
 def expected_share(op: Op, dtype: str) -> float:

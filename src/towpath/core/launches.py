@@ -13,7 +13,7 @@ from functools import lru_cache
 from towpath.core.formats import NARROW
 from towpath.core.route_costs import phases
 from towpath.core.routes import WITH_OWNERS, Form, Op, Order, hops_of, order_of
-from towpath.core.strategy import TransferKind
+from towpath.core.strategy import BETWEEN_HOSTS
 from towpath.core.transfer import Matrices, Range, Transfer, owner_messages
 
 
@@ -40,11 +40,22 @@ class Launches:
     def __add__(self, other: Launches) -> Launches:
         return Launches(*(getattr(self, name) + getattr(other, name) for name in Launches.__slots__))
 
+    def __rmul__(self, times: int) -> Launches:
+        return Launches(*(times * getattr(self, name) for name in Launches.__slots__))
+
+
+# What encodes the message of an exact parameter sync, before the ranks agree on sizes: three kernels and a prefix sum,
+# the header, the digest and the checksum, and two copies. One slice has one message.
+EXACT_ENCODING = Launches(codecs=5, operations=4)
+# What decodes the messages of all other members together: digests, checksums, their comparison, a prefix sum and the
+# decoding. The outcomes are copied to the host.
+EXACT_DECODING = Launches(codecs=4, operations=4)
+
 
 @lru_cache(maxsize=4096)
 def launches_of(transfer: Transfer) -> Launches:
     """Return what one rank launches to execute `transfer`, apart from what the engine does before and after it."""
-    if transfer.kind is TransferKind.UNUSED_PARAMS:
+    if transfer.kind in BETWEEN_HOSTS:
         return Launches()  # the hosts compare over gloo
     op, codec = transfer.move.op, transfer.transport.encoding
     if isinstance(transfer.payload, Matrices):
@@ -59,6 +70,8 @@ def launches_of(transfer: Transfer) -> Launches:
 
 def _gather(transfer: Transfer) -> Launches:
     codec, payload = transfer.transport.encoding, transfer.payload
+    if transfer.agrees_on_sizes:
+        return EXACT_DECODING + _moved(transfer, Op.ALL_GATHER)
     if codec is None:
         return _moved(transfer, Op.ALL_GATHER)
     rests = isinstance(payload, Range) and payload.encoded and transfer.move.op is Op.ALL_GATHER

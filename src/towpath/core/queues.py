@@ -19,6 +19,7 @@ QUEUES = {
     TransferKind.REDUCE: "reduce",
     TransferKind.GRAD_SYNC: "grad_sync",
     TransferKind.UNUSED_PARAMS: "control",
+    TransferKind.MESSAGE_SIZES: "control",
     TransferKind.PARAM_SYNC: "param_sync",
     TransferKind.MATRIX_GRADIENTS: "to owners",
     TransferKind.MATRIX_WEIGHTS: "to owners",

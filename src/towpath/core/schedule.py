@@ -20,7 +20,16 @@ from towpath.core.placement import everyone, send
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.step import StepMachine
-from towpath.core.step_state import Action, ForwardPass, PlannedUnit, Submit, Task, in_backward_order, slot_groups
+from towpath.core.step_state import (
+    Action,
+    AgreeOnSizes,
+    ForwardPass,
+    PlannedUnit,
+    Submit,
+    Task,
+    in_backward_order,
+    slot_groups,
+)
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Activation, Needs, Range, SentBytes, Transfer
 from towpath.core.transport import Transport
@@ -66,7 +75,7 @@ def steady_tasks(plans: Sequence[PlannedUnit], micro_steps: int) -> Iterator[tup
     """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step."""
     machine = settled(plans)
     for micro_step, action in steady_step(machine, plans, micro_steps):
-        if isinstance(action, Submit):
+        if isinstance(action, (Submit, AgreeOnSizes)):
             yield micro_step, action.task
 
 
@@ -95,7 +104,7 @@ def staged_tasks(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> I
     stage = settled_stage(plans, passes)
     for each in passes:
         for action in stage.walk(each):
-            if isinstance(action, Submit):
+            if isinstance(action, (Submit, AgreeOnSizes)):
                 yield stage.micro_step, action.task
     for action in stage.end_boundary():
         if isinstance(action, Submit):
@@ -251,6 +260,17 @@ def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tu
     return tuple(Transfer(TransferKind.UNUSED_PARAMS, payload, m, Transport(), strategy.topology) for m in moves)
 
 
+def message_sizes_transfers(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[Transfer, ...]:
+    """Return the all-reduce with which the ranks agree on sizes before parameter syncs, if any unit needs that.
+
+    It has the size of one message for each transfer whose sizes the ranks agree on.
+    """
+    agreeing = sum(t.agrees_on_sizes for plan in plans for t in plan.transfers(TransferKind.PARAM_SYNC))
+    payload = Range("", "", agreeing, "int64")
+    moves = everyone(strategy.topology) if agreeing else ()
+    return tuple(Transfer(TransferKind.MESSAGE_SIZES, payload, m, Transport(), strategy.topology) for m in moves)
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule(SentBytes):
     """Every transfer of one optimizer step, in the order in which the engine submits them.
@@ -385,8 +405,11 @@ def _laid_out(
     """Yield the transfers of the tasks that the step machine submits in a steady step."""
     root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
     plans = (*root, *(p for p in plans if not p.spec.kept))
+    sizes = message_sizes_transfers(strategy, plans)
     for micro_step, task in staged_tasks(plans, passes) if passes else steady_tasks(plans, micro_steps):
-        for transfer in plans[task.unit].steady_transfers(task.kind):
+        agrees = task.kind is TransferKind.MESSAGE_SIZES
+        of_unit = plans[task.unit].steady_transfers(task.kind) if not agrees else ()
+        for transfer in (*(sizes if agrees else ()), *of_unit):
             yield transfer.in_micro_step(micro_step)
     parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
     for transfer in unused_params_transfers(strategy, parameters, log_bytes(strategy, shared_lanes(strategy, plans))):

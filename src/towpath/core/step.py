@@ -7,10 +7,11 @@ about gradients. The schedule and the simulator use the same machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from towpath.core.step_state import (
     Action,
+    AgreeOnSizes,
     AssignSlot,
     CheckRanks,
     ForwardPass,
@@ -55,18 +56,23 @@ class Gathers:
                 unit.slot = self.slots.shared(unit.index)
 
     def param_sync(self, on_host: bool = True) -> None:
-        """Submit parameter syncs of written units. Without `on_host`, those that step there wait for `gather`."""
+        """Submit parameter syncs of written units. Without `on_host`, those that step there wait for `gather`.
+
+        Units that agree on sizes are always among them, because one wait of the host then serves all of them.
+        """
         if self._synced_count == self._writes.count and not on_host:
             return
         self._synced_count = self._writes.count
-        for unit in self._units:
-            if on_host or not unit.plan.steps_on_host:
-                self._sync(unit)
+        self._sync(u for u in self._units if on_host or not u.plan.steps_on_host or u.plan.agrees_on_sizes)
 
-    def _sync(self, unit: UnitState) -> None:
-        if unit.synced_version != unit.version and unit.plan.has_param_sync:
-            unit.param_sync_task = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
-        unit.synced_version = unit.version
+    def _sync(self, units: Iterable[UnitState]) -> None:
+        written = [u for u in units if u.synced_version != u.version]
+        if agreeing := tuple(u.index for u in written if u.plan.agrees_on_sizes):
+            self._actions.append(AgreeOnSizes(agreeing, Task(TransferKind.MESSAGE_SIZES, agreeing[0])))
+        for unit in written:
+            if unit.plan.has_param_sync:
+                unit.param_sync_task = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
+            unit.synced_version = unit.version
 
     def use(self, unit: UnitState, kind: TransferKind, save_copy: bool = False) -> None:
         """Unshard the unit for the next computation, and prefetch the unit that followed it the last time."""
@@ -96,7 +102,7 @@ class Gathers:
         """Submit a gather of the unit's weights into its slot, unless the slot holds their current version."""
         if unit.holds == unit.version:
             return
-        self._sync(unit)
+        self._sync([unit])
         self._take_slot(unit)
         unit.holds = unit.version
         if unit.slot is None:
@@ -113,7 +119,7 @@ class Gathers:
 
     def prefetch(self, unit: UnitState, kind: TransferKind, save_copy: bool) -> None:
         """Gather the unit's weights ahead of their use, if its slot is free or holds evictable weights."""
-        self._sync(unit)
+        self._sync([unit])
         if unit.slot is None or unit.kept_unsharded or unit.holds == unit.version:
             return
         if (user := self._user(unit.slot)) is not None and user.weights is Weights.EVICTABLE:

@@ -71,6 +71,18 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class AgreeOnSizes:
+    """The action before parameter syncs with exactly encoded messages, in the form of collectives.
+
+    The parameter syncs of `units` are encoded. Then the host waits for the sizes of these messages, and `task` finds
+    the largest size of each over all ranks. Collectives send as many bytes from every rank.
+    """
+
+    units: tuple[int, ...]
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
 class SwapParameters:
     """The action that replaces the modules' parameters with the unsharded weights (`whole`), or with the shards."""
 
@@ -128,6 +140,7 @@ class SetGrads:
 Action = (
     Submit
     | Wait
+    | AgreeOnSizes
     | SwapParameters
     | InvalidateViews
     | AssignSlot
@@ -278,6 +291,11 @@ class PlannedUnit(Protocol):
     @property
     def steps_on_host(self) -> bool:
         """True if the optimizer steps in host memory: gradients are copied there, and parameters back."""
+        ...
+
+    @property
+    def agrees_on_sizes(self) -> bool:
+        """True if ranks agree on the sizes of messages before the parameter sync."""
         ...
 
 

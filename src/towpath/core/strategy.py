@@ -67,6 +67,8 @@ class TransferKind(StrEnum):
     PARAM_SYNC = "param_sync"
     # Compares at the boundary which parameters were used, and what each rank has submitted.
     UNUSED_PARAMS = "unused_params"
+    # Agrees on the sizes of messages, where an exact parameter sync needs them before it sends.
+    MESSAGE_SIZES = "message_sizes"
     # Sends gradients of matrices to the ranks that own the matrices.
     MATRIX_GRADIENTS = "matrix_gradients"
     # Sends weights of matrices to the ranks that own them.
@@ -87,6 +89,8 @@ WITH_TRANSPORT = (
     TransferKind.GRAD_SYNC,
     TransferKind.PARAM_SYNC,
 )
+# The kinds that move values in the host's memory, over gloo on every backend. The host waits for them.
+BETWEEN_HOSTS = (TransferKind.UNUSED_PARAMS, TransferKind.MESSAGE_SIZES)
 # The names of these kinds in checkpoints, and in strategy files of earlier versions. Checkpoints keep them, so that
 # codec state loads in both directions.
 SAVED_NAMES = {TransferKind.GRAD_SYNC: "sync", TransferKind.PARAM_SYNC: "publish"}

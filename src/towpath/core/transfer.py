@@ -36,7 +36,7 @@ from towpath.core.routes import (
     slice_bytes,
     wire_elements,
 )
-from towpath.core.strategy import TransferKind
+from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transport import Transport
 from towpath.errors import TopologyError
 from towpath.topology.cluster import Topology
@@ -322,7 +322,12 @@ class Transfer:
         payload = self.payload
         if not isinstance(payload, Range) or payload.factored:
             return False
-        return self.transport.encodes_exactly(self.grid, payload.elements, payload.dtype, self.form)
+        return self.transport.encodes_exactly(self.move.op, self.grid, payload.elements, payload.dtype, self.form)
+
+    @property
+    def agrees_on_sizes(self) -> bool:
+        """True if it sends exactly encoded messages by collectives, whose sizes ranks must agree on first."""
+        return self.exact and self.form is Form.COLLECTIVES
 
     @property
     def by_rows_and_columns(self) -> bool:
@@ -449,7 +454,7 @@ class Transfer:
     @property
     def wire_needs(self) -> Needs:
         """Wire buffers that one rank needs for this transfer, in addition to the region."""
-        if self.kind is TransferKind.UNUSED_PARAMS:
+        if self.kind in BETWEEN_HOSTS:
             return {}
         if isinstance(self.payload, Matrices):  # pieces without a codec are received in their final memory
             return {"uint8": encoded_by_a_rank(self.payload.matrices, self.transport.encoding)}
@@ -463,7 +468,12 @@ class Transfer:
             return {"uint8": own, "float32": sums if any(self.kept_elements) else 0}
         needs = {self.dtype: own} if self.dtype not in NARROW else {self.dtype: own, "float32": sums}
         if self.exact:
-            needs["uint8"] = exact_bytes(self.move.op, self.route, self.grid, self.parts, self.elements, self.dtype)
+            parts = 1 if self.form is Form.COLLECTIVES else self.parts
+            encoded = exact_bytes(self.move.op, self.route, self.grid, parts, self.elements, self.dtype)
+            if self.form is Form.COLLECTIVES:  # in place of the values
+                encoded += grouped_wire_elements(self.route, self.grid, encoded, slots)
+                return {"uint8": encoded}
+            needs["uint8"] = encoded
         return needs
 
     @property

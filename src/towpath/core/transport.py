@@ -232,17 +232,18 @@ class Transport:
         """The low-rank codec that is in use, or None."""
         return self.codec if isinstance(self.codec, LowRank) and not self.served else None
 
-    def encodes_exactly(self, grid: Grid, elements: int, dtype: str, form: Form) -> bool:
+    def encodes_exactly(self, op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> bool:
         """Return whether a collective with this transport sends what crosses nodes in an exact encoding.
 
         Args:
+            op: The collective operation.
             grid: The members of a group.
             elements: The length of a group's region.
             dtype: The dtype of its elements.
             form: How it is executed.
         """
         plain = self.encoding is None and self.low_rank is None
-        return self.exact and plain and can_be_exact(grid, elements, dtype, form)
+        return self.exact and plain and can_be_exact(op, grid, elements, dtype, form)
 
     def kept_for_message(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return how many elements a sender keeps for tensors of `shape`: of the factor Q, and of the error feedback.

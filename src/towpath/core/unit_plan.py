@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 
+from towpath.core.exact import message_cell
 from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
 from towpath.core.placement import GroupCollective, Partition, everyone
 from towpath.core.routes import Form
@@ -174,9 +175,20 @@ class BucketPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes of the copy of what an exact parameter sync sent last, if the optimizer overwrites the P shard."""
-        exact = any(t.exact for t in self.transfers[TransferKind.PARAM_SYNC])
-        return 0 if self.has_master or not exact else self.numel // self.optimizer.count * item_bytes(self.own_dtype)
+        """The bytes that exact parameter syncs keep of what they sent last.
+
+        It is a copy of the values if the optimizer overwrites them in the P shard. With agreed sizes, it is also the
+        encoded message, from its encoding until all ranks know its size.
+        """
+        exact = [t for t in self.transfers[TransferKind.PARAM_SYNC] if t.exact]
+        own = self.numel // self.optimizer.count
+        copy = own * item_bytes(self.own_dtype) if exact and not self.has_master else 0
+        return copy + sum(message_cell(own, t.dtype) for t in exact if t.agrees_on_sizes)
+
+    @property
+    def agrees_on_sizes(self) -> bool:
+        """True if ranks agree on the sizes of encoded messages before the parameter sync."""
+        return any(t.agrees_on_sizes for t in self.transfers[TransferKind.PARAM_SYNC])
 
     def _feedback_bytes(self) -> int:
         """Return the bytes that codecs keep from one step to the next."""
@@ -206,6 +218,7 @@ class UnitPlan:
     reduces: bool = field(init=False, compare=False)
     has_param_sync: bool = field(init=False, compare=False)
     steps_on_host: bool = field(init=False, compare=False)
+    agrees_on_sizes: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -219,6 +232,7 @@ class UnitPlan:
             ("reduces", bool(self.gradient_needs)),
             ("has_param_sync", any(b.has_param_sync for b in self.buckets)),
             ("steps_on_host", any(b.optimizer_on_host for b in self.buckets)),
+            ("agrees_on_sizes", any(b.agrees_on_sizes for b in self.buckets)),
         ):
             object.__setattr__(self, name, value)
 

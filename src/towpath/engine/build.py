@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from towpath.core.collective_log import Call, CollectiveLog
+from towpath.core.exact import SMALLEST_BYTES
 from towpath.core.formats import Precision
-from towpath.core.routes import Form
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
@@ -242,9 +242,15 @@ def build(
             'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what is in '
             "the host's memory. Leave out offload=, or the mesh."
         )
-    if any(strategy.transport(kind).exact for kind in EXACT_KINDS) and comm.form is Form.COLLECTIVES:
-        _LOG.warning("%s: exact=True encodes nothing over this backend. Leave it out, or use gloo.", strategy.name)
     plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
+    encoded = (t.exact for plan in plans for kind in EXACT_KINDS for t in plan.transfers(kind))
+    if any(strategy.transport(kind).exact for kind in EXACT_KINDS) and not any(encoded):
+        _LOG.warning(
+            "%s: exact=True encodes nothing. Over NCCL it encodes parameter syncs only, and everywhere only what "
+            "crosses nodes in bfloat16, float16 or float32, in transfers of at least %d KiB. Leave it out.",
+            strategy.name,
+            SMALLEST_BYTES >> 10,
+        )
     # Communicators serve all steps of the run, and so does what ranks compare of them.
     later = map(strategy.at, strategy.changes)
     others = [plan_unit(phase, layout.spec, precision, comm.form) for phase in later for layout in layouts]

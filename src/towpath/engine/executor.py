@@ -27,6 +27,7 @@ from towpath.core.formats import Precision
 from towpath.core.step import StepMachine
 from towpath.core.step_state import (
     Action,
+    AgreeOnSizes,
     AssignSlot,
     CheckRanks,
     ForwardPass,
@@ -45,6 +46,7 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.checks.activity import EndOfBackward, FailedPasses
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
+from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit, UnusedParams
@@ -128,6 +130,7 @@ class Engine:
         self._arriving: Unit | None = None  # the only unit whose gradients may be held, and not stored yet
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
         self._unused_params = UnusedParams(strategy, self._trained, comm)
+        self.exact_syncs = ExactSyncs(strategy, units, comm)
         comm.queues.plan(u.plan for u in units)
         self._failures = FailedPasses(comm.groups, comm.record.peers, strategy, comm.log)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
@@ -190,7 +193,10 @@ class Engine:
                 self.units[index].save_backward_copy()
             case OpenGradients(index, slot):
                 self.units[index].open_gradients(None if slot is None else self.gradients.of(slot))
+            case AgreeOnSizes(units):
+                self.exact_syncs.agree(units)
             case CheckRanks():
+                self.exact_syncs.note_problems()
                 self._used = self._unused_params.compare(self.step)
             case SetGrads():
                 self._set_grads()
@@ -225,6 +231,7 @@ class Engine:
         self._calls -= 1
         if not (self._calls or graph_follows or in_backward()):
             self.comm.record.forget_gathers(self._before_call)
+            self.exact_syncs.raise_problems()
 
     @on_host
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
@@ -486,6 +493,7 @@ class Engine:
         for unit, plan in zip(self.units, plans, strict=True):
             unit.take(plan, self.comm)
         self.comm.queues.plan(plans)
+        self.exact_syncs.bind()
 
     # What the user calls --------------------------------------------------------------------------------------------
 

@@ -18,10 +18,19 @@ from itertools import islice
 
 from towpath.core.collective_log import log_bytes
 from towpath.core.formats import item_bytes
-from towpath.core.launches import Launches, launches_of
+from towpath.core.launches import EXACT_ENCODING, Launches, launches_of
 from towpath.core.queues import QUEUES, Communicator, Lanes, shared_lanes
-from towpath.core.schedule import unused_params_transfers
-from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, Submit, Task, Wait
+from towpath.core.schedule import message_sizes_transfers, unused_params_transfers
+from towpath.core.step_state import (
+    Action,
+    AgreeOnSizes,
+    CheckRanks,
+    OpenGradients,
+    SaveBackwardCopy,
+    Submit,
+    Task,
+    Wait,
+)
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
@@ -35,6 +44,7 @@ from towpath.sim.hardware import (
     PhaseCost,
     StageLocation,
     TransferShape,
+    encoding_seconds,
     phase_costs,
 )
 from towpath.sim.timeline import Computed, Event, Submitted, TimedTask, Timeline, Waited
@@ -125,9 +135,12 @@ class SimulatedEngine:
         self._lanes = Lanes.of(plans)
         self._launcher = thread or LaunchingThread(hardware.launching)
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
-        self._unused_params = unused_params_transfers(
-            strategy, parameters, log_bytes(strategy, shared_lanes(strategy, plans))
-        )
+        self._between_hosts = {
+            TransferKind.UNUSED_PARAMS: unused_params_transfers(
+                strategy, parameters, log_bytes(strategy, shared_lanes(strategy, plans))
+            ),
+            TransferKind.MESSAGE_SIZES: message_sizes_transfers(strategy, plans),
+        }
 
     # The training thread ---------------------------------------------------------------------------------------------
 
@@ -143,6 +156,8 @@ class SimulatedEngine:
                 task = Task(TransferKind.UNUSED_PARAMS, 0)
                 self._submit(task, micro_step)
                 yield from self._wait(task)
+            case AgreeOnSizes(units, task):
+                yield from self._agree_on_sizes(units, task, micro_step)
             case SaveBackwardCopy(unit):
                 copied = sum(
                     b.numel // b.backward_copy.count * item_bytes(b.compute_dtype)
@@ -207,11 +222,22 @@ class SimulatedEngine:
         yield waited
         self._timeline.waited(task.kind, f"for {task}{self._suffix}", began, self._bandwidth.now)
 
+    def _agree_on_sizes(self, units: Sequence[int], task: Task, micro_step: int) -> Iterator[Demand | QueuedTask]:
+        """Encode parameter syncs, and wait on the host until all ranks know the sizes."""
+        hardware = self._hardware
+        transfers = [t for index in units for t in self.plans[index].steady_transfers(TransferKind.PARAM_SYNC)]
+        agreeing = [t for t in transfers if t.agrees_on_sizes]
+        yield from self.launch(len(agreeing) * EXACT_ENCODING, tasks=1)
+        yield from self.compute(sum(encoding_seconds(t, hardware) for t in agreeing), "exact encoding")
+        self._submit(task, micro_step)
+        yield from self._wait(task)
+        self._launcher.until = max(self._launcher.until, self._bandwidth.now)  # the host could not run ahead
+
     # Queues ----------------------------------------------------------------------------------------------------------
 
     def _transfers_of(self, task: Task) -> list[Transfer]:
-        if task.kind is TransferKind.UNUSED_PARAMS:
-            return list(self._unused_params)
+        if task.kind in self._between_hosts:
+            return list(self._between_hosts[task.kind])
         return list(task.transfers or self.plans[task.unit].steady_transfers(task.kind))
 
     def _launches_of(self, task: Task) -> Launches:

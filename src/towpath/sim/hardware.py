@@ -378,7 +378,7 @@ class TransferShape:
     ) -> TransferShape:
         """Return the shape of a collective over a buffer of `numel` elements, without naming its ranks."""
         elements, codec = numel // move.regions, transport.encoding
-        exact = transport.encodes_exactly(move.grid, elements, dtype, form)
+        exact = transport.encodes_exactly(move.op, move.grid, elements, dtype, form)
         route = transport.route_on(move.op, move.grid, form, exact)
         size = slice_bytes(elements, move.members, item_bytes(dtype), codec)
         parts = parts_of(route, move.grid, size, move.op, form)
@@ -453,6 +453,11 @@ def message_cost(transfer: Transfer, hardware: Hardware, source: StageLocation, 
     return PhaseCost(link.latency + link.message, needs, link.busy_latency)
 
 
+def encoding_seconds(transfer: Transfer, hardware: Hardware) -> float:
+    """Return the seconds in which one member encodes its slice for an exact parameter sync."""
+    return transfer.elements / transfer.move.members * _BYTES_OF_AN_EXACT_ELEMENT / hardware.memory_rate
+
+
 def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> float:
     """Return the seconds that one end of a message between stages needs to encode it, or to decode it."""
     codec = transfer.transport.encoding
@@ -497,6 +502,8 @@ def _exact_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, P
     members = shape.grid.nodes * shape.grid.width
     if shape.op is Op.ALL_GATHER:  # each member encodes its slice once, and decodes those of all others
         sent, received = shape.elements / members, shape.elements * (members - 1) / members
+        if shape.form is Form.COLLECTIVES:  # encoded before the ranks agree on sizes
+            sent = 0.0
     else:
         each = phases(shape.op, shape.route, shape.grid, shape.parts, shape.form)
         sent = received = sum(p.leaving for p in each) / shape.grid.width * shape.elements / members

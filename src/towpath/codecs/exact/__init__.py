@@ -36,6 +36,7 @@ _log = logger("codecs")
 __all__ = [
     "MessageError",
     "decode_difference",
+    "decode_slices",
     "decode_values",
     "digest",
     "encode_difference",
@@ -43,6 +44,7 @@ __all__ = [
     "is_difference",
     "message_bound",
     "message_bytes",
+    "problem_text",
     "raise_failed",
 ]
 
@@ -86,6 +88,26 @@ def decode_difference(message: torch.Tensor, values: torch.Tensor) -> torch.Tens
 def decode_values(message: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
     """Decode a message of `encode_values` into `out`. Result and errors are those of `decode_difference`."""
     return _decode(message, out, difference=False)
+
+
+def decode_slices(encoded: torch.Tensor, slices: torch.Tensor, own: int, difference: bool) -> torch.Tensor:
+    """Decode the messages of all members on a GPU, with as many launches as for one message.
+
+    Args:
+        encoded: One message in each row, which starts at a multiple of 8 bytes.
+        slices: The slice of each message in a row of its own. With `difference`, it has the old values.
+        own: The row that is already as it should be.
+        difference: Whether the messages have differences.
+
+    Returns:
+        The outcome of each row. `problem_text` has the text of those that are not 0, where no value has changed.
+    """
+    return _gpu().decode_slices(encoded, slices, own, difference)
+
+
+def problem_text(code: int) -> str:
+    """Return what was wrong with a message, and what to do, for an outcome of decoding that is not 0."""
+    return Problem(code).text
 
 
 def message_bytes(encoded: Sequence[torch.Tensor]) -> list[int]:

@@ -74,25 +74,36 @@ def encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) ->
 
 def decode(message: torch.Tensor, values: torch.Tensor, difference: bool) -> torch.Tensor:
     """Decode a message into `values`, as `message.decode` does. Return the number of the problem, or 0."""
-    n = values.numel()
-    outcome = torch.zeros((), dtype=torch.int32, device=values.device)
-    if len(message) < messages.HEADER_BYTES + messages.table_bytes(n):
-        return outcome.fill_(Problem.SHORT)
-    if not n:
+    if not values.numel():
         messages.decode(reference, message, values, difference)
-        return outcome
-    words, table, grid, constants = _shape(values, message, difference)
-    sums = torch.zeros(2, dtype=torch.int64, device=values.device)
+        return torch.zeros((), dtype=torch.int32, device=values.device)
+    whole = message[: len(message) // 8 * 8]
+    return decode_slices(whole.view(1, -1), values.view(1, -1), -1, difference)[0]
+
+
+def decode_slices(encoded: torch.Tensor, slices: torch.Tensor, own: int, difference: bool) -> torch.Tensor:
+    """Decode each row of `encoded` into that row of `slices`, but for row `own`. Return the problem of each, or 0."""
+    count, n = slices.shape
+    stride = encoded.shape[1]
+    outcomes = torch.zeros(count, dtype=torch.int32, device=slices.device)
+    if stride < messages.HEADER_BYTES + messages.table_bytes(n):
+        return outcomes.fill_(Problem.SHORT)
+    words, table, grid, constants = _shape(slices[0], encoded.view(-1), difference)
+    sums = torch.zeros(2, count, dtype=torch.int64, device=slices.device)
     if difference:
-        _add_digest(values, sums)
-    _add_checksum(words, sums[1:])
-    header = message[: messages.HEADER_BYTES].view(torch.int64)
-    first, _ = messages.header_words(n, values.dtype, difference)
+        _add_digest(slices, sums[0])
+    rows = (triton.cdiv(stride, 8 * _WORDS), count)
+    _digest_kernel[rows](words, words, sums[1], stride // 4, stride // 4, 4, _WORDS)
+    header = encoded.view(-1).view(torch.int64)
+    first, _ = messages.header_words(n, slices.dtype, difference)
     start = messages.HEADER_BYTES + table.nbytes
-    _check_kernel[(1,)](header, sums, outcome, first, n, start, len(message))
-    ends = torch.cumsum(table & 0xFFFF, 0)
-    _decode_kernel[grid](words, message, table, ends, _integers(values), outcome, n, **constants)
-    return outcome
+    _check_kernel[(count,)](header, sums, outcomes, first, n, start, stride, own)
+    tables = words.view(count, -1)[:, messages.HEADER_BYTES // 4 :][:, : len(table)]
+    ends = torch.cumsum(tables & 0xFFFF, 1)
+    _decode_kernel[(*grid, count)](
+        words, encoded, table, ends, _integers(slices), outcomes, n, stride, own, **constants
+    )
+    return outcomes
 
 
 def _shape(values: torch.Tensor, message: torch.Tensor, difference: bool) -> tuple[Any, Any, Any, dict[str, Any]]:
@@ -111,27 +122,33 @@ def _integers(values: torch.Tensor) -> torch.Tensor:
 
 
 def _add_digest(values: torch.Tensor, found: torch.Tensor) -> None:
+    """Add the digest of `values`, or of each of their rows."""
     if values.numel():
-        grid = (triton.cdiv(values.nbytes, 8 * _WORDS),)
-        _digest_kernel[grid](_integers(values), None, found, values.numel(), values.itemsize, _WORDS)
+        n = values.shape[-1]
+        grid = (triton.cdiv(n * values.itemsize, 8 * _WORDS), values.numel() // n)
+        _digest_kernel[grid](_integers(values), None, found, n, n, values.itemsize, _WORDS)
 
 
 def _add_checksum(words: torch.Tensor, found: torch.Tensor) -> None:
-    _digest_kernel[(triton.cdiv(len(words), 2 * _WORDS),)](words, words, found, len(words), 4, _WORDS)
+    _digest_kernel[(triton.cdiv(len(words), 2 * _WORDS), 1)](words, words, found, len(words), 0, 4, _WORDS)
 
 
 # ---- Headers ----
 
 
-@triton.jit(do_not_specialize=["n"])
-def _digest_kernel(data, header, found, n, item: tl.constexpr, words: tl.constexpr):
-    """Add the digest of n items, or the checksum of a message with its header."""
+@triton.jit(do_not_specialize=["n", "stride"])
+def _digest_kernel(data, header, found, n, stride, item: tl.constexpr, words: tl.constexpr):
+    """Add the digest of n items, or the checksum of a message with its header. A row starts every `stride` items."""
+    row = tl.program_id(1).to(tl.int64)
+    data += row * stride
+    found += row
     number = tl.program_id(0).to(tl.int64) * words + tl.arange(0, words)
     items: tl.constexpr = 8 // item
     lane = tl.arange(0, items)[None, :]
     index = number[:, None] * items + lane
     length = n
     if header is not None:
+        header += row * stride
         length = tl.minimum(tl.load((header + 4).to(tl.pointer_type(tl.int64))), 4 * n.to(tl.int64)) // 4
     loaded = tl.load(data + index, mask=index < length, other=0).to(tl.uint64) & ((1 << (8 * item)) - 1)
     word = tl.sum(loaded << (8 * item * lane).to(tl.uint64), axis=1)
@@ -151,16 +168,20 @@ def _header_kernel(header, ends, first, n, start, blocks):
     tl.store(header + 2, (tl.load(ends + blocks - 1) + start + 7) // 8 * 8)
 
 
-@triton.jit(do_not_specialize=["first", "n", "start", "arrived"])
-def _check_kernel(header, sums, outcome, first, n, start, arrived):
-    """Store the first problem of a header, or 0."""
+@triton.jit(do_not_specialize=["first", "n", "start", "arrived", "own"])
+def _check_kernel(header, sums, outcome, first, n, start, arrived, own):
+    """Store the first problem of each row's header, or 0. Row `own` is not checked."""
+    row = tl.program_id(0).to(tl.int64)
+    header += row * (arrived // 8)
+    sums += row
     nbytes = tl.load(header + 2)
     same = (tl.load(header) == first) & (tl.load(header + 1) == n)
     fits = (nbytes >= start) & (nbytes <= arrived) & (nbytes % 8 == 0)
-    intact = tl.load(header + 4) == tl.load(sums + 1)
+    intact = tl.load(header + 4) == tl.load(sums + tl.num_programs(0))
     fresh = tl.load(header + 3) == tl.load(sums)
     problem = tl.where(intact, tl.where(fresh, 0, _STALE), _DAMAGED)
-    tl.store(outcome, tl.where(same, tl.where(fits, problem, _SHORT), _OTHER))
+    problem = tl.where(same, tl.where(fits, problem, _SHORT), _OTHER)
+    tl.store(outcome + row, tl.where(row == own, 0, problem))
 
 
 # ---- Encoding ----
@@ -399,14 +420,21 @@ def _escaped_at(at, escaped, bits: tl.constexpr):
 # ---- Decoding ----
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "stride", "own"])
 def _decode_kernel(
-    words, message, table, ends, values, outcome, n,
+    words, message, table, ends, values, outcome, n, stride, own,
     difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr, blocks: tl.constexpr,
 ):  # fmt: skip
-    """Decode the payloads, if the message has no problem."""
-    if tl.load(outcome) != 0:
+    """Decode the payloads of each row but `own`, if its message has no problem."""
+    row = tl.program_id(1).to(tl.int64)
+    outcome += row
+    if (tl.load(outcome) != 0) | (row == own):
         return
+    words += row * (stride // 4)
+    message += row * stride
+    table += row * (stride // 4)
+    ends += row * ((n + _BLOCK - 1) // _BLOCK)
+    values += row * n
     block, valid, count = _place(n, blocks)
     entry = tl.load(table + block, mask=count > 0, other=0)
     length, raw, parameter = entry & 0xFFFF, count * (bits // 8), (entry >> 16) & 255

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from towpath.collectives.collective import Collective, Workspace
-from towpath.collectives.exact import ExactAllGather
+from towpath.collectives.exact import AgreedAllGather, ExactSync
 from towpath.collectives.rank_transfer import CoalescedTransfers, RankTransfer
 from towpath.core.formats import item_bytes
 from towpath.core.placement import Partition
@@ -245,13 +245,26 @@ class Bucket:
 
     def param_sync(self, workspace: Workspace) -> None:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
+        new = self._own_slice(self.shard) if self.plan.agrees_on_sizes else self._updated(workspace)
+        for transfer in self.transfers[TransferKind.PARAM_SYNC]:
+            transfer.run(self.shard, new, workspace)
+
+    def encode_param_sync(self, workspace: Workspace) -> None:
+        """Cast the master as `param_sync` does, and encode the result, before the ranks agree on its size."""
+        new = self._updated(workspace)
+        for transfer in self.transfers[TransferKind.PARAM_SYNC]:
+            assert isinstance(transfer.collective, AgreedAllGather)
+            with transfer.explained():
+                transfer.collective.encode(self.shard, new)
+
+    def _updated(self, workspace: Workspace) -> torch.Tensor:
+        """Return this rank's part of the P shards as the optimizer left it."""
         new = self._own_slice(self.shard)
         if self.plan.has_master:
             if self.plan.cast_apart:
                 new = workspace.take(self.plan.cast_apart, new.dtype)
             self._optimizer.param_sync(self.master, new, workspace)
-        for transfer in self.transfers[TransferKind.PARAM_SYNC]:
-            transfer.run(self.shard, new, workspace)
+        return new
 
     def source(self, kind: TransferKind) -> torch.Tensor:
         """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard."""
@@ -341,7 +354,7 @@ class Bucket:
         """Return the bytes that this bucket takes on the device between steps, by kind."""
         on_host = self.plan.optimizer_on_host
         others = {} if self.trainable else {"frozen": self.shard.nbytes}
-        if sent := sum(k.sent_bytes for k in self.keepers.values() if isinstance(k, ExactAllGather)):
+        if sent := sum(k.sent_bytes for k in self.keepers.values() if isinstance(k, ExactSync)):
             others["sent"] = sent
         return others | {
             "params": self.shard.nbytes if self.trainable else 0,

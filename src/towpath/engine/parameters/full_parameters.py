@@ -63,6 +63,7 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
             for bucket in unit.buckets:
                 bucket.remember()
             unit.checksums = checksums(unit)
+        engine.exact_syncs.raise_problems(together=True)
     return made
 
 

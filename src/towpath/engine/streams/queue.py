@@ -39,7 +39,7 @@ from towpath.collectives.rank_transfer import (
 from towpath.core.collective_log import CollectiveLog
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes, shared_lanes
 from towpath.core.routes import WITH_OWNERS
-from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
+from towpath.core.strategy import BETWEEN_HOSTS, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Needs, Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.checks.activity import StallMonitor
@@ -153,7 +153,7 @@ def make_stream(name: str, device: torch.device, depth: int) -> Stream:
     """Return a new stream that runs the queue `name`, with `depth` jobs at a time."""
     # What ranks compare is in the host's memory, and a thread sends it on GPUs, too. So the training thread can check,
     # while it waits, whether its peers can still come.
-    on_device = device.type == "cuda" and name != QUEUES[TransferKind.UNUSED_PARAMS]
+    on_device = device.type == "cuda" and name not in {QUEUES[kind] for kind in BETWEEN_HOSTS}
     if not on_device:
         return ThreadStream(name, depth)
     _warn_of_one_connection()
@@ -436,7 +436,7 @@ class CommContext:
         queue, topology = QUEUES[transfer.kind], transfer.topology
 
         def group_of(ranks: Ranks, part: str) -> dist.ProcessGroup:
-            if transfer.kind is TransferKind.UNUSED_PARAMS:
+            if transfer.kind in BETWEEN_HOSTS:
                 return self.groups.control_on_host()
             if not shares_groups(self._backend):
                 return self.groups.of(ranks, f"{queue}{part}", self._backend)

@@ -18,7 +18,7 @@ from torch.autograd import profiler
 
 from towpath.codecs.kernels import Watch
 from towpath.core.formats import Codec
-from towpath.core.strategy import TransferKind
+from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.checks.activity import Event, StallMonitor
 from towpath.engine.streams.streams import HostClock, HostTimer, Mark, Timer
@@ -220,11 +220,7 @@ class Trace:
 
 def _name(transfers: Sequence[Transfer]) -> str:
     first = transfers[0]
-    return (
-        first.kind.value
-        if first.kind is TransferKind.UNUSED_PARAMS
-        else f"{first.kind.value} of {first.unit or 'root'}"
-    )
+    return first.kind.value if first.kind in BETWEEN_HOSTS else f"{first.kind.value} of {first.unit or 'root'}"
 
 
 def _args(transfers: Sequence[Transfer]) -> Args:
@@ -389,7 +385,7 @@ class Record:
 
     def timer_of(self, transfers: Sequence[Transfer]) -> Timer:
         """Return the timer of the device that executes these transfers. What ranks compare is sent by the hosts."""
-        return self._host_timer if transfers and transfers[0].kind is TransferKind.UNUSED_PARAMS else self.timer
+        return self._host_timer if transfers and transfers[0].kind in BETWEEN_HOSTS else self.timer
 
     def is_timed(self, transfers: Sequence[Transfer]) -> bool:
         """Return whether the seconds of these transfers, and of waits for them, are counted."""

@@ -1,0 +1,85 @@
+"""What exact parameter syncs need besides their transfers: agreed sizes of messages, and an error on every rank.
+
+Collectives of the backend send as many bytes from every rank, and only the device knows how long its messages became.
+So all units are encoded right after the optimizer's step. The host then waits once, for the sizes of all messages, and
+the ranks agree on the largest of each over gloo. That wait is before the first forward pass, which needs the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+
+from towpath.collectives.collective import Workspace
+from towpath.collectives.exact import AgreedAllGather, ExactSync
+from towpath.collectives.rank_transfer import RankTransfer
+from towpath.core.collective_log import Call
+from towpath.core.schedule import message_sizes_transfers
+from towpath.core.strategy import Strategy, TransferKind
+from towpath.engine.parameters.unit import Unit
+from towpath.engine.streams.queue import CommContext
+from towpath.errors import StepError
+
+
+@final
+class ExactSyncs:
+    """The exact parameter syncs of all units of a model on one rank. The engine holds one."""
+
+    def __init__(self, strategy: Strategy, units: Sequence[Unit], comm: CommContext) -> None:
+        self._strategy, self._units, self._comm = strategy, units, comm
+        self.bind()
+
+    def bind(self) -> None:
+        """Use the transfers that the units have now."""
+        self._transfers = self._comm.bind(message_sizes_transfers(self._strategy, [u.plan for u in self._units]))
+        self._agreeing = [c for bound in self._bound() if isinstance(c := bound.collective, AgreedAllGather)]
+        pinned = self._comm.device.type == "cuda"
+        self._sizes = torch.zeros(len(self._agreeing), dtype=torch.int64, pin_memory=pinned)
+
+    def _bound(self) -> Iterator[RankTransfer]:
+        for bucket in (bucket for unit in self._units for bucket in unit.buckets):
+            for bound in bucket.transfers[TransferKind.PARAM_SYNC]:
+                if isinstance(bound.collective, ExactSync):
+                    yield bound
+
+    def agree(self, units: Sequence[int]) -> None:
+        """Encode the parameter syncs of these units, and set the sizes that all ranks agree on."""
+        buckets = [bucket for index in units for bucket in self._units[index].buckets]
+        works = [b.encode_param_sync for b in buckets if b.dirty and b.plan.agrees_on_sizes]
+        queues = self._comm.queues
+        queues.submit(TransferKind.PARAM_SYNC, (), [*works, self._read_sizes]).wait(on_host=True)
+
+        def combine(workspace: Workspace) -> None:
+            for transfer in self._transfers:
+                transfer.run(self._sizes, self._sizes, workspace)
+
+        queues.submit(TransferKind.MESSAGE_SIZES, self._transfers, [combine]).wait()
+        for collective, size in zip(self._agreeing, self._sizes.tolist(), strict=True):
+            collective.size = size
+
+    def _read_sizes(self, workspace: Workspace) -> None:
+        """Copy the sizes of all messages to the host: of those that were not encoded now, from last time."""
+        self._sizes.copy_(torch.cat([each.encoded_size for each in self._agreeing]), non_blocking=True)
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return transfers whose messages could not be decoded since the last call, each with the reason."""
+        return [(str(bound.transfer), text) for bound in self._bound() for text in bound.collective.problems()]
+
+    def note_problems(self) -> None:
+        """Tell all ranks at the boundary what could not be decoded. They compare their logs there, and raise."""
+        for transfer, text in self.problems():
+            self._comm.log.note(Call.DECODED, transfer, ((("problem", text),),))
+
+    def raise_problems(self, together: bool = False) -> None:
+        """Raise `StepError` on this rank if it could not decode a message, where no boundary follows.
+
+        With `together`, all ranks make this call, and raise for each other.
+        """
+        mine, groups = self.problems(), self._comm.groups
+        everyones = groups.gather_objects(mine) if together and any(True for _ in self._bound()) else [mine]
+        first = groups.rank if len(everyones) == 1 else 0
+        for rank, found in enumerate(everyones, first):
+            for transfer, text in found:
+                raise StepError(f"rank {groups.rank}: rank {rank} could not decode {transfer}: {text}")
