@@ -13,7 +13,7 @@ from torch import nn
 import towpath
 from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, OTHERS, TOGETHER, Launches, fake_world
 from tests.ranks.strategies import seldom
-from towpath.core import routes
+from towpath.core import exact, routes
 from towpath.core.launches import Launches as Counted
 from towpath.core.launches import launches_of
 from towpath.core.presets import parse_strategy
@@ -94,6 +94,20 @@ def test_presets_launch_few_collectives_and_kernels(shape: tuple[int, int]) -> N
         _check(launches, feedback=False)
         most = MOST_COMMUNICATORS.get(name, 3)
         assert len(launches.communicators) <= most, (name, launches.communicators)
+
+
+def test_exact_parameter_syncs_agree_once_and_gather_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All units are encoded by one job, and each is gathered by as many calls as without."""
+    monkeypatch.setattr(exact, "SMALLEST_BYTES", 1)
+    calls: list[list[int]] = []
+    for encoded in (False, True):
+        with fake_world(2, 8) as (topology, launches):
+            _train(topology, "paro-iig", exact=encoded)
+        by_kind = [({t.kind for t in sent}, counts[CALLS]) for sent, counts in launches.jobs]
+        calls.append([count for kinds, count in by_kind if kinds == {TransferKind.PARAM_SYNC}])
+        agreed = [count for kinds, count in by_kind if kinds == {TransferKind.MESSAGE_SIZES}]
+        assert agreed == [1] * encoded and len([kinds for kinds, _ in by_kind if not kinds]) == encoded
+    assert calls[0] == calls[1] and len(calls[0]) == 3
 
 
 class TwoDtypes(nn.Linear):
