@@ -48,6 +48,7 @@ def _version() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
+@pytest.mark.parity
 def test_a_wheel_without_a_compiler_runs_the_readme_example(tmp_path: Path) -> None:
     """Build without the C++ extension, and borrow the dependencies of this environment: torch alone takes minutes."""
     build = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "-Cwheel.cmake=false")
