@@ -7,14 +7,13 @@ the ranks agree on the largest of each over gloo. That wait is before the first 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
 
 from towpath.collectives.collective import Workspace
 from towpath.collectives.exact import AgreedAllGather, ExactSync
-from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.collective_log import Call
 from towpath.core.schedule import message_sizes_transfers
 from towpath.core.strategy import Strategy, TransferKind
@@ -34,15 +33,12 @@ class ExactSyncs:
     def bind(self) -> None:
         """Use the transfers that the units have now."""
         self._transfers = self._comm.bind(message_sizes_transfers(self._strategy, [u.plan for u in self._units]))
-        self._agreeing = [c for bound in self._bound() if isinstance(c := bound.collective, AgreedAllGather)]
+        buckets = [bucket for unit in self._units for bucket in unit.buckets]
+        bound = [each for bucket in buckets for each in bucket.transfers[TransferKind.PARAM_SYNC]]
+        self._syncs = [each for each in bound if isinstance(each.collective, ExactSync)]
+        self._agreeing = [c for each in self._syncs if isinstance(c := each.collective, AgreedAllGather)]
         pinned = self._comm.device.type == "cuda"
         self._sizes = torch.zeros(len(self._agreeing), dtype=torch.int64, pin_memory=pinned)
-
-    def _bound(self) -> Iterator[RankTransfer]:
-        for bucket in (bucket for unit in self._units for bucket in unit.buckets):
-            for bound in bucket.transfers[TransferKind.PARAM_SYNC]:
-                if isinstance(bound.collective, ExactSync):
-                    yield bound
 
     def agree(self, units: Sequence[int]) -> None:
         """Encode the parameter syncs of these units, and set the sizes that all ranks agree on."""
@@ -65,7 +61,7 @@ class ExactSyncs:
 
     def problems(self) -> list[tuple[str, str]]:
         """Return transfers whose messages could not be decoded since the last call, each with the reason."""
-        return [(str(bound.transfer), text) for bound in self._bound() for text in bound.collective.problems()]
+        return [(str(bound.transfer), text) for bound in self._syncs for text in bound.collective.problems()]
 
     def note_problems(self) -> None:
         """Tell all ranks at the boundary what could not be decoded. They compare their logs there, and raise."""
@@ -78,7 +74,7 @@ class ExactSyncs:
         With `together`, all ranks make this call, and raise for each other.
         """
         mine, groups = self.problems(), self._comm.groups
-        everyones = groups.gather_objects(mine) if together and any(True for _ in self._bound()) else [mine]
+        everyones = groups.gather_objects(mine) if together and self._syncs else [mine]
         first = groups.rank if len(everyones) == 1 else 0
         for rank, found in enumerate(everyones, first):
             for transfer, text in found:
