@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from towpath.planner.cluster import Cluster
     from towpath.planner.model import Model, ModelUnit, StagedModel, Transformer
     from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
+    from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
     from towpath.planner.profile import Profile
     from towpath.planner.request import Optimizer, Request
-    from towpath.planner.solver import Batching, Infeasible, Prediction, Ranking, Solver
+    from towpath.planner.solver import Solver
     from towpath.planner.tables import compare, explain
     from towpath.sim.timeline import Delay, RankVariation, Timeline, expected_delay
 
@@ -73,8 +74,9 @@ _HOMES = {
     "planner.model": ("Model", "ModelUnit", "StagedModel", "Transformer"),
     "planner.pipelines": ("Layout", "PipelinePrediction", "Pipelines"),
     "planner.profile": ("Profile",),
+    "planner.prediction": ("Batching", "Infeasible", "Prediction", "Ranking"),
     "planner.request": ("Optimizer", "Request"),
-    "planner.solver": ("Batching", "Infeasible", "Prediction", "Ranking", "Solver"),
+    "planner.solver": ("Solver",),
     "planner.tables": ("compare", "explain"),
     "sim.timeline": ("Delay", "RankVariation", "Timeline", "expected_delay"),
 }

@@ -32,9 +32,10 @@ from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model
 from towpath.planner.pipelines import Layout, PipelinePrediction
+from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, Workload, codecs_for_both
-from towpath.planner.solver import Batching, Infeasible, Prediction, Ranking, Solver
+from towpath.planner.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

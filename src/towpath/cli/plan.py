@@ -23,8 +23,9 @@ from towpath.planner import tables
 from towpath.planner.catalog import describe_model, load_cluster, model_shape
 from towpath.planner.cluster import GIB
 from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
+from towpath.planner.prediction import Infeasible, Ranking
 from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
-from towpath.planner.solver import MOST, Infeasible, Ranking, Solver
+from towpath.planner.solver import MOST, Solver
 from towpath.train.progress import progress_bar
 
 # The number of strategies whose time and memory a report shows.

@@ -14,7 +14,8 @@ from towpath.errors import TowpathError
 from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.solver import Batching, Prediction, Ranking, Solver
+from towpath.planner.prediction import Batching, Prediction, Ranking
+from towpath.planner.solver import Solver
 from towpath.tracing import simulated_intervals
 from towpath.train.report import (
     COLORS,

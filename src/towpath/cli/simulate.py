@@ -40,7 +40,8 @@ from towpath.errors import ConfigError
 from towpath.files import check_output_file
 from towpath.planner import tables
 from towpath.planner.pipelines import Layout
-from towpath.planner.solver import Batching, Prediction, Solver
+from towpath.planner.prediction import Batching, Prediction
+from towpath.planner.solver import Solver
 from towpath.sim.timeline import Delay, RankVariation, expected_delay
 from towpath.train.progress import progress_bar
 

@@ -7,7 +7,7 @@ to the bit. `codecs/exact/` encodes and decodes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import ceil
 
@@ -24,10 +24,21 @@ SMALLEST_BYTES = 1 << 16
 # A message has a header, and a table with an entry for each block.
 HEADER_BYTES, BLOCK, ENTRY_BYTES = 40, 512, 4
 
+# The names of the two exact codecs. A parameter sync sends differences, and reductions send values.
+DIFFERENCES, VALUES = "exact differences", "exact values"
+
 # The expected bits of an element: about those of a GPT that trained on text (benchmarks/LOG.md). Those of float16 and
 # float32 are estimates.
-_DIFFERENCE_BITS = {"bfloat16": 5.0, "float16": 7.0, "float32": 18.0}
-_VALUE_BITS = {"bfloat16": 11.5, "float16": 14.0, "float32": 27.4}
+_EXPECTED_BITS = {
+    DIFFERENCES: {"bfloat16": 5.0, "float16": 7.0, "float32": 18.0},
+    VALUES: {"bfloat16": 11.5, "float16": 14.0, "float32": 27.4},
+}
+
+# The bytes of encoded messages as a share of their values, by codec and dtype.
+Shares = tuple[tuple[tuple[str, str], float], ...]
+
+# The names of measured shares in the metrics of a run, such as "exact_values_bfloat16", with their codecs and dtypes.
+METRICS = {f"{codec.replace(' ', '_')}_{dtype}": (codec, dtype) for codec in _EXPECTED_BITS for dtype in EXACT}
 
 
 def can_be_exact(op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> bool:
@@ -45,10 +56,23 @@ def can_be_exact(op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> b
     return (form is Form.MESSAGES or gathers_equal_slices) and grid.nodes > 1 and dtype in EXACT and large
 
 
+def exact_codec(op: Op) -> str:
+    """Return the exact codec of a collective. The only all-gather that can be exact is a parameter sync."""
+    return DIFFERENCES if op is Op.ALL_GATHER else VALUES
+
+
 def expected_share(op: Op, dtype: str) -> float:
     """Return the expected bytes of an encoded transfer, as a share of those that it would have as it is."""
-    bits = _DIFFERENCE_BITS if op is Op.ALL_GATHER else _VALUE_BITS
-    return bits[dtype] / (8 * item_bytes(dtype))
+    return _EXPECTED_BITS[exact_codec(op)][dtype] / (8 * item_bytes(dtype))
+
+
+def in_bits(shares: Mapping[tuple[str, str], float]) -> str:
+    """Return shares as text: 'differences of bfloat16 take 5 of 16 bits'."""
+    found: list[str] = []
+    for (codec, dtype), share in sorted(shares.items()):
+        bits = 8 * item_bytes(dtype)
+        found.append(f"{codec.removeprefix('exact ')} of {dtype} take {share * bits:.3g} of {bits} bits")
+    return ", ".join(found)
 
 
 @lru_cache(maxsize=256)

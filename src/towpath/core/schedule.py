@@ -19,6 +19,7 @@ from towpath.core.pipeline import Compression, Message, Order, PassKind, StagePa
 from towpath.core.placement import everyone, send
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
+from towpath.core.sent_bytes import SentBytes
 from towpath.core.step import StepMachine
 from towpath.core.step_state import (
     Action,
@@ -31,7 +32,7 @@ from towpath.core.step_state import (
     slot_groups,
 )
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
-from towpath.core.transfer import Activation, Needs, Range, SentBytes, Transfer
+from towpath.core.transfer import Activation, Needs, Range, Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, largest, plan_unit
 from towpath.core.units import UnitSpec

@@ -271,6 +271,11 @@ class Strategy:
         return replace(self, **{kind.value: replace(self.transport(kind), exact=True) for kind in EXACT_KINDS})
 
     @property
+    def is_exact(self) -> bool:
+        """True if transports of transfers that the placement has are exact."""
+        return any(self.transport(kind).exact for kind in EXACT_KINDS if getattr(self.moves, kind.value))
+
+    @property
     def changes(self) -> list[int]:
         """The optimizer steps at which a transport changes, in ascending order."""
         return sorted({step for kind in WITH_TRANSPORT for step in self.transport(kind).changes})

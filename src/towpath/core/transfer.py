@@ -8,12 +8,13 @@ schedule, the simulator and the engine all read the same transfers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from towpath.core.exact import expected_share
 from towpath.core.exact import wire_bytes as exact_bytes
 from towpath.core.formats import NARROW, Codec, item_bytes
 from towpath.core.placement import GroupCollective
@@ -389,8 +390,33 @@ class Transfer:
 
     @property
     def intra_bytes(self) -> int:
-        """Bytes sent inside nodes, summed over all ranks."""
+        """Bytes sent inside nodes, summed over all ranks. For an exact parameter sync, this is an upper bound, too."""
         return self._traffic.inside
+
+    @property
+    def encoded_inside(self) -> bool:
+        """True if it is exact and stays encoded inside nodes. A sum is decoded there, and only encoded to cross."""
+        return self.exact and self.move.op is Op.ALL_GATHER
+
+    @property
+    def expected_share(self) -> float:
+        """The expected bytes of its encoded messages, as a share of their values: 1 unless it is exact."""
+        return expected_share(self.move.op, self.dtype) if self.exact else 1.0
+
+    @property
+    def expected_inter_bytes(self) -> int:
+        """The expected part of `inter_bytes` that is sent. It differs for exact transfers only."""
+        return round(self.expected_share * self.inter_bytes)
+
+    @property
+    def expected_intra_bytes(self) -> int:
+        """The expected part of `intra_bytes` that is sent."""
+        return round(self.expected_share * self.intra_bytes) if self.encoded_inside else self.intra_bytes
+
+    @property
+    def expected_between_racks_bytes(self) -> int:
+        """The expected part of `between_racks_bytes` that is sent."""
+        return round(self.expected_share * self.between_racks_bytes)
 
     def cable_bytes(self, node: int) -> int:
         """Return how many bytes `node` sends to other nodes. Raise TopologyError if there is no such node."""
@@ -532,54 +558,6 @@ def _check_number(what: str, number: int, count: int) -> None:
     """Raise unless the cluster has a node or rack of this number."""
     if not 0 <= number < count:
         raise TopologyError(f"{what} {number}: the cluster has {count}. Expected a number from 0 to {count - 1}.")
-
-
-class SentBytes:
-    """A base class for objects with `transfers`. It sums the bytes that all ranks send."""
-
-    __slots__ = ()
-    transfers: tuple[Transfer, ...]
-
-    @property
-    def inter_bytes(self) -> int:
-        """Bytes sent between nodes, summed over all ranks and transfers."""
-        return sum(t.inter_bytes for t in self.transfers)
-
-    @property
-    def intra_bytes(self) -> int:
-        """Bytes sent inside nodes, summed over all ranks and transfers."""
-        return sum(t.intra_bytes for t in self.transfers)
-
-    def cable_bytes(self, node: int) -> int:
-        """Return how many bytes `node` sends to other nodes in one step."""
-        return sum(t.cable_bytes(node) for t in self.transfers)
-
-    @property
-    def between_racks_bytes(self) -> int:
-        """Bytes sent between racks, summed over all ranks and transfers. They are part of those between nodes."""
-        return sum(t.between_racks_bytes for t in self.transfers)
-
-    def rack_bytes(self, rack: int) -> int:
-        """Return how many bytes the nodes of `rack` send to other racks in one step."""
-        return sum(t.rack_bytes(rack) for t in self.transfers)
-
-    def by_kind(self) -> str:
-        """Return a text table with one line for each kind of transfer: calls, and bytes by class of link."""
-        links = {"inside nodes": "intra_bytes", "between nodes": "inter_bytes"}
-        if any(t.topology.nodes_per_rack for t in self.transfers):
-            links["between racks"] = "between_racks_bytes"
-        lines = [f"  {'kind':<20} {'calls':>6}" + "".join(f" {name:>16}" for name in links)]
-        for kind in TransferKind:
-            mine = [t for t in self.transfers if t.kind is kind]
-            if mine:
-                lines.append(f"  {kind.value:<20} {_sums(mine, links.values())}")
-        return "\n".join([*lines, f"  {'total':<20} {_sums(self.transfers, links.values())}"])
-
-
-def _sums(transfers: Sequence[Transfer], names: Iterable[str]) -> str:
-    """Return the number of transfers, and the sums of their attributes `names`."""
-    sums = (sum(getattr(t, name) for t in transfers) for name in names)
-    return f"{len(transfers):>6}" + "".join(f" {nbytes:>16,}" for nbytes in sums)
 
 
 @lru_cache(maxsize=1024)

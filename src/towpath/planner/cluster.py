@@ -43,6 +43,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
+from towpath.core.exact import Shares
 from towpath.core.formats import FLOATING, codec_names
 from towpath.errors import ConfigError
 from towpath.sim.hardware import CodecSpeed, Hardware, HostMemory, Launching, Link, Racks
@@ -107,6 +108,10 @@ class Cluster:
         ranks, racks = ranks_per_node or self.topology.ranks_per_node, self.hardware.racks
         topology = Topology(nodes, ranks) if racks is None else racks.topology(nodes, ranks)
         return replace(self, hardware=replace(self.hardware, topology=topology))
+
+    def with_exact_shares(self, shares: Shares) -> Cluster:
+        """Return the cluster with these measured shares of exact messages, if there are any."""
+        return replace(self, hardware=replace(self.hardware, exact_shares=shares)) if shares else self
 
 
 def from_table(name: str, table: Mapping[str, Any]) -> Cluster:

@@ -46,8 +46,9 @@ from towpath.planner.model import (
     kept_bytes,
     optimizer_seconds,
 )
+from towpath.planner.prediction import Batching, Prediction
 from towpath.planner.request import Request
-from towpath.planner.solver import Batching, Candidate, Prediction, Solver
+from towpath.planner.solver import Candidate, Solver
 from towpath.sim.hardware import TransferShape, phase_costs, seconds_alone
 from towpath.sim.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.topology.cluster import Topology

@@ -8,6 +8,7 @@ from math import isqrt
 from pathlib import Path
 from typing import Any, Literal
 
+from towpath.core.exact import Shares
 from towpath.core.formats import Codec, Precision, item_bytes
 from towpath.core.strategy import Offload
 from towpath.errors import ConfigError
@@ -63,6 +64,10 @@ class Request:
         offload: "optimizer" to keep the optimizer's states in the host's memory.
         interleaved: Optimizer steps of the run, if codecs of gradients are used only in the first half of it. The
             predicted step is then the mean over the run. Default: 0, for codecs that are used in every step.
+        exact: Whether gradients and parameter syncs are sent exactly, which is lossless. Default: where the planner
+            expects a faster step. True: wherever they can be.
+        exact_shares: The bytes of exact messages as a share of their values, from `load_exact_shares`. Default: as
+            expected on paper.
     """
 
     batch: int
@@ -76,6 +81,8 @@ class Request:
     checkpointing: bool | None = None
     offload: Offload | None = None
     interleaved: int = 0
+    exact: bool | None = None
+    exact_shares: Shares = ()
 
     @property
     def compute_dtype(self) -> str:

@@ -1,5 +1,9 @@
 """The solver: it ranks all placements, routes, codecs, micro-batches and choices of checkpointing that fit into memory.
 
+Exact transports are lossless, so each candidate that could use them has two forms, with them and without. A form has
+exact transports for the kinds of transfers that are faster so, each for itself. Both forms are candidates, and the
+simulation decides between them. So they share the limit of simulations, and plans take no longer than without.
+
 The search is branch and bound. Each candidate has a lower bound on its step time. Candidates are simulated until no
 other can be better than those found, or until a limit. The next one is that of the least expected time: its bound times
 a ratio that similar candidates have shown. Routes are the exception: each kind of transfer uses the route that is
@@ -11,8 +15,8 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import inf
@@ -21,10 +25,11 @@ from typing import Any
 from towpath.core.formats import Precision, item_bytes
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.presets import name_of, strategy
-from towpath.core.routes import ALL_TO_ALL, ROUTES, Op
+from towpath.core.routes import ALL_TO_ALL, ROUTES, Op, Route
 from towpath.core.schedule import Compute, Part, depends_on_memory, steady_tasks
 from towpath.core.strategy import (
     AS_TRAINED,
+    EXACT_KINDS,
     GRADIENTS,
     WEIGHTS,
     WITH_TRANSPORT,
@@ -45,6 +50,7 @@ from towpath.planner.model import (
     host_bytes,
     optimizer_seconds,
 )
+from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
 from towpath.planner.request import Request
 from towpath.sim.engine import KERNELS_OF_A_PARAMETER
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, TransferShape, phase_costs
@@ -64,126 +70,24 @@ _Phase = tuple[Strategy, list[UnitPlan]]
 
 
 @dataclass(frozen=True, slots=True)
-class Batching:
-    """How a rank computes its share of a step.
-
-    Args:
-        micro_batch: Sequences of one forward pass.
-        micro_steps: Forward passes per optimizer step.
-        checkpointing: Whether blocks are recomputed in the backward pass.
-    """
-
-    micro_batch: int
-    micro_steps: int
-    checkpointing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Candidate:
-    """A combination that the solver considers. `weights` and `gradients` are codecs between nodes, or "none"."""
+    """A combination that the solver considers. `weights` and `gradients` are codecs between nodes, or "none".
+
+    With `exact`, what no codec encodes is sent exactly where that is faster.
+    """
 
     placement: Placement
     weights: str
     gradients: str
     batching: Batching
+    exact: bool = False
 
 
-def _kinds(candidate: Candidate) -> tuple[object, object]:
-    """Return the two keys by which candidates are similar: batching, and placement with codecs."""
-    placement = candidate.placement
-    return candidate.batching, (placement.grads, placement.optimizer, candidate.weights, candidate.gradients)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The predicted optimizer step of a strategy.
-
-    Args:
-        strategy: The strategy.
-        batching: How each rank computes its share.
-        seconds: Duration of the step.
-        computing: Seconds of computation, without the optimizer.
-        exposed: Seconds that the computation waits for each kind of transfer.
-        in_flight: Seconds for which transfers of each kind run.
-        memory: Bytes that a rank holds, by part.
-        inter_bytes: Bytes that all ranks together send between nodes.
-        intra_bytes: Bytes that all ranks together send inside nodes.
-        host_memory: Bytes in the host's memory for each rank, by part.
-        host_copy_bytes: Bytes copied between the device and the host, both directions together.
-        launching: Seconds for which the thread that trains launches, where a device computes.
-        unlaunched: Seconds for which the device waits because nothing has been launched yet.
-    """
-
-    strategy: Strategy
-    batching: Batching
-    seconds: float
-    computing: float
-    exposed: dict[TransferKind, float]
-    in_flight: dict[TransferKind, float]
-    memory: dict[str, int]
-    inter_bytes: int
-    intra_bytes: int
-    host_memory: dict[str, int] = field(default_factory=dict[str, int], kw_only=True)
-    host_copy_bytes: int = field(default=0, kw_only=True)
-    launching: float = field(default=0.0, kw_only=True)
-    unlaunched: float = field(default=0.0, kw_only=True)
-
-    @property
-    def order(self) -> tuple[bool, float, int]:
-        """The key by which predictions are ranked: those that launch longer than they compute come last."""
-        return self.launches_too_long, self.seconds, self.peak_bytes
-
-    @property
-    def launches_too_long(self) -> bool:
-        """Whether the thread that trains launches for longer than the device computes."""
-        return self.launching > self.computing
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that a rank holds."""
-        return sum(self.memory.values())
-
-    def sequences(self, world: int) -> int:
-        """Return the sequences of a step on `world` ranks."""
-        return self.batching.micro_batch * self.batching.micro_steps * world
-
-
-@dataclass(frozen=True)
-class Infeasible:
-    """The result if nothing fits into memory.
-
-    Args:
-        nearest: The prediction for the candidate that needs least.
-        missing_bytes: How much more it needs than there is.
-    """
-
-    nearest: Prediction
-    missing_bytes: int
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """The result of a search.
-
-    Args:
-        ranked: The best predictions, the fastest first.
-        considered: Number of candidates.
-        fitting: Number of candidates that may fit into memory.
-        replayed: Number of candidates that were simulated.
-        open_bound: A lower bound on the step time of those that were not simulated and may be among the best, or None
-            if there are none.
-    """
-
-    ranked: tuple[Prediction, ...]
-    considered: int
-    fitting: int
-    replayed: int
-    open_bound: float | None
-
-    @property
-    def proven(self) -> bool:
-        """Whether no other candidate can be among the best."""
-        return self.open_bound is None
+def _kinds(candidate: Candidate) -> tuple[object, ...]:
+    """Return the keys by which candidates are similar: the batching, the placement with codecs, and the other form."""
+    placement, exact = candidate.placement, candidate.exact
+    kind = placement.grads, placement.optimizer, candidate.weights, candidate.gradients, exact
+    return candidate.batching, kind, replace(candidate, exact=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +113,8 @@ class Solver:
     """
 
     def __init__(self, model: Model, cluster: Cluster, request: Request) -> None:
-        self.model, self.cluster, self.request = model, cluster, request
-        self._hardware, self._topology = cluster.hardware, cluster.topology
+        self.model, self.cluster, self.request = model, cluster.with_exact_shares(request.exact_shares), request
+        self._hardware, self._topology = self.cluster.hardware, cluster.topology
         self._compute, self._reduce, self._summed = request.precision.dtypes(request.own)
         # Units by size. Only trainable parameters count, because frozen ones may be sharded inside the node. Whatever
         # they add, the bounds stay lower bounds.
@@ -223,6 +127,7 @@ class Solver:
         # step. Only the first embedding is.
         self._unit_sizes: Counter[tuple[int, bool, bool]] = Counter(size for size in sizes if size[0])
         self._costs: dict[object, _TransferSeconds] = {}
+        self._exact: dict[object, bool] = {}  # by kind of transfer and its shapes: whether exact forms encode it
         # By micro-batch and checkpointing: the seconds of computation, and the bytes of activations.
         self._seconds: dict[tuple[int, bool], ComputeSeconds] = {}
         self._kept: dict[tuple[int, bool], int] = {}
@@ -239,8 +144,34 @@ class Solver:
             crosses = {kind: any(s.grid.nodes > 1 for s in found) for kind, found in shapes.items()}
             mine = weights if any(crosses[kind] for kind in WEIGHTS) else ("none",)
             theirs = gradients if any(crosses[kind] for kind in GRADIENTS) else ("none",)
+            exact = {kind for kind in EXACT_KINDS if self._is_exact(kind, shapes[kind])}
             for w, g, (size, steps), again in product(mine, theirs, shares, checkpointing):
-                yield Candidate(placement, w, g, Batching(size, steps, again))
+                for form in self._forms(exact, w, g):
+                    yield Candidate(placement, w, g, Batching(size, steps, again), form)
+
+    def _forms(self, exact: Collection[TransferKind], weights: str, gradients: str) -> tuple[bool, ...]:
+        """Return the forms of candidates with these codecs: without exact transports, with them, or both."""
+        codecs = {kind: gradients if kind in GRADIENTS and not self.request.interleaved else "none" for kind in exact}
+        codecs |= {kind: weights for kind in exact if kind in WEIGHTS}
+        if self.request.exact is False or set(codecs.values()).isdisjoint({"none"}):
+            return (False,)
+        return (True,) if self.request.exact else (False, True)
+
+    def _is_exact(self, kind: TransferKind, shapes: Sequence[MoveShape]) -> bool:
+        """Return whether candidates with exact transports have one for this kind of transfer.
+
+        It can encode the largest unit, and alone it is then faster, unless the request requires it.
+        """
+        key = kind, tuple(shapes)
+        if key not in self._exact:
+            numel = max(numel for numel, *_ in self._unit_sizes)
+            plain, exact = (
+                [Transport(route, exact=exact) for route in self._routes(shapes)] for exact in (False, True)
+            )
+            encodes = any(self._shape(kind, s, t, numel).exact for s in shapes for t in exact)
+            seconds = [min(self._cost(kind, shapes, t, numel).alone for t in each) for each in (plain, exact)]
+            self._exact[key] = encodes and (self.request.exact is True or seconds[1] < seconds[0])
+        return self._exact[key]
 
     def strategy(self, candidate: Candidate) -> Strategy:
         """Return the strategy of a candidate. Each kind of transfer uses the route that is fastest alone."""
@@ -251,7 +182,7 @@ class Solver:
                 fastest = self._fastest(kind, shapes, candidate, numel)
                 if fastest.changes:
                     plain = self._fastest(kind, shapes, replace(candidate, gradients="none"), numel)
-                    fastest = replace(fastest, plain_route=plain.route)
+                    fastest = replace(fastest, plain_route=plain.route, exact=plain.exact)
                 transports[kind.value] = fastest
         name = name_of(candidate.placement, self._topology)
         return Strategy(self._topology, candidate.placement, name, **transports, offload=self.request.offload)
@@ -271,8 +202,12 @@ class Solver:
             until = self.request.interleaved // 2
             yield from (Transport(route, codec, until=until) for route in ALL_TO_ALL)
             return
-        routes = ROUTES if any(not s.grid.plain for s in shapes) else ("flat",)
-        yield from (Transport(route, codec) for route in routes)
+        exact = codec == "none" and candidate.exact and kind in EXACT_KINDS and self._is_exact(kind, shapes)
+        yield from (Transport(route, codec, exact=exact) for route in self._routes(shapes))
+
+    @staticmethod
+    def _routes(shapes: Sequence[MoveShape]) -> tuple[Route, ...]:
+        return ROUTES if any(not s.grid.plain for s in shapes) else ("flat",)
 
     # Bounds ---------------------------------------------------------------------------------------------------------
 
@@ -324,7 +259,7 @@ class Solver:
         shapes = move_shapes(candidate.placement, self._topology)[kind]
         if not shapes:
             return _TransferSeconds(0.0, (0.0, 0.0, 0.0))
-        key = (kind, shapes, codec, numel, candidate.placement.backward_params is None)
+        key = (kind, shapes, codec, candidate.exact, numel, candidate.placement.backward_params is None)
         if key not in self._costs:
             costs = [
                 self._cost(kind, shapes, transport, numel) for transport in self._transports(kind, shapes, candidate)
@@ -338,19 +273,20 @@ class Solver:
     ) -> _TransferSeconds:
         key = (kind, tuple(shapes), transport, numel)
         if key not in self._costs:
-            dtype = self._reduce if kind in GRADIENTS else self._compute
             alone, busy = 0.0, [0.0, 0.0, 0.0]
             capacities = self._hardware.capacities
             for shape in shapes:
-                for cost in phase_costs(
-                    TransferShape.of_move(shape, transport, numel, dtype, self._hardware.form), self._hardware
-                ):
+                for cost in phase_costs(self._shape(kind, shape, transport, numel), self._hardware):
                     taken = {name: need / capacities[name] for name, need in cost.needs.items()}
                     alone += cost.seconds + max(taken.values(), default=0.0)
                     for i, name in enumerate((CABLE, INSIDE, PROCESSOR)):
                         busy[i] += taken.get(name, 0.0)
             self._costs[key] = _TransferSeconds(alone, (busy[0], busy[1], busy[2]))
         return self._costs[key]
+
+    def _shape(self, kind: TransferKind, move: MoveShape, transport: Transport, numel: int) -> TransferShape:
+        dtype = self._reduce if kind in GRADIENTS else self._compute
+        return TransferShape.of_move(move, transport, numel, dtype, self._hardware.form)
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
@@ -518,6 +454,8 @@ class Solver:
             ),
             launching=timeline.launching,
             unlaunched=timeline.unlaunched,
+            saved_inter_bytes=timeline.saved_inter_bytes,
+            saved_intra_bytes=timeline.saved_intra_bytes,
         )
 
     def _replayed(

@@ -9,7 +9,8 @@ from typing import Any
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.planner.cluster import GIB
 from towpath.planner.pipelines import PipelinePrediction
-from towpath.planner.solver import Prediction, Solver
+from towpath.planner.prediction import Prediction
+from towpath.planner.solver import Solver
 
 BASELINE = "zero3"  # the strategy that a choice is compared with
 _WORTH_TELLING = 0.02  # the share of a step in which the device waits for launches

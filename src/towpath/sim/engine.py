@@ -61,6 +61,8 @@ class _TransferCost:
     communicators: tuple[tuple[Communicator, ...], ...]
     inter_bytes: int
     intra_bytes: int
+    saved_inter_bytes: int
+    saved_intra_bytes: int
 
 
 # An estimate of how many kernels a forward pass launches for each parameter: products, norms, activations, casts.
@@ -253,8 +255,9 @@ class SimulatedEngine:
         found = [self._cost_of(transfer) for transfer in transfers]
         costs = deque(phase for cost in found for phase in cost.phases)
         communicators = deque(each for cost in found for each in cost.communicators)
-        self._timeline.inter_bytes += self._copies * sum(cost.inter_bytes for cost in found)
-        self._timeline.intra_bytes += self._copies * sum(cost.intra_bytes for cost in found)
+        for name in ("inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes"):
+            total = getattr(self._timeline, name) + self._copies * sum(getattr(cost, name) for cost in found)
+            setattr(self._timeline, name, total)
         if extra := self._queue_seconds(task):
             costs.append(PhaseCost(0.0, {PROCESSOR: self._hardware.processor(extra)}))
         if (copies := self._host_copies(task)) is not None:
@@ -280,7 +283,10 @@ class SimulatedEngine:
             if own := self._hardware.host.transfer:
                 phases = (PhaseCost(0.0, {PROCESSOR: self._hardware.processor(own)}), *phases)
             calls = tuple(_called(transfer, self._lanes.communicators(transfer), phase) for phase in phases)
-            found = self._costs[transfer] = _TransferCost(phases, calls, transfer.inter_bytes, transfer.intra_bytes)
+            saved = 1.0 - self._hardware.exact_share(transfer.move.op, transfer.dtype) if transfer.exact else 0.0
+            inter, intra = transfer.inter_bytes, transfer.intra_bytes
+            inside = round(saved * intra) if transfer.encoded_inside else 0
+            found = self._costs[transfer] = _TransferCost(phases, calls, inter, intra, round(saved * inter), inside)
         return found
 
     def _queue_seconds(self, task: Task) -> float:

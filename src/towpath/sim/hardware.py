@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
-from towpath.core.exact import expected_share
+from towpath.core.exact import DIFFERENCES, VALUES, Shares, exact_codec, expected_share
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.launches import Launches
 from towpath.core.route_costs import Phase, phases, share_leaving_racks
@@ -31,7 +31,8 @@ _FACTOR_COPIES, _FACTOR_BYTES = 2.5, 4
 # The same for a low-rank message between pipeline stages. The sender adds the earlier error, multiplies twice, and
 # subtracts the received value from the sent one. The receiver multiplies once.
 _ENCODED_COPIES, _DECODED_COPIES = 4.0, 1.0
-# A processor encodes or decodes an element exactly in about the time in which it copies so many bytes (an estimate).
+# Where the speed of an exact codec is not known: a processor encodes or decodes an element in the time in which it
+# copies so many bytes.
 _BYTES_OF_AN_EXACT_ELEMENT = 16
 # The share of a ring's rate that NCCL's tuner expects of a tree (`busBw * .92` in its tuning.cc).
 _TREE_RATE = 0.92
@@ -174,7 +175,7 @@ class Hardware:
         inter: The link between nodes.
         memory_rate: Bytes per second that one rank copies.
         sum_rate: Bytes per second that one rank adds to others.
-        codecs: The speed of each codec.
+        codecs: The speed of each codec. Those of exact codecs may be left out.
         racks: Links that several nodes share, if there are any.
         cores: Cores that compute, move bytes and encode for `ranks_sharing` ranks together. None means that each rank
             has a device, which computes without slowing messages down.
@@ -184,6 +185,8 @@ class Hardware:
         launching: What launches cost the thread that trains. None means that they cost nothing, as where processors
             compute: there, `host` has the engine's work.
         measured: Collectives that were measured on this cluster. They correct the costs of the same collectives.
+        exact_shares: The bytes of exact messages as a share of their values, as a run of the same model has measured
+            them. Default: as expected on paper.
     """
 
     topology: Topology
@@ -199,6 +202,7 @@ class Hardware:
     host_memory: HostMemory | None = None
     launching: Launching | None = None
     measured: MeasuredCollectives | None = None
+    exact_shares: Shares = ()
 
     @property
     def form(self) -> Form:
@@ -229,6 +233,8 @@ class Hardware:
     def codec_speed(self, codec: str) -> CodecSpeed:
         """Return the speed of a codec, or raise StrategyError if the cluster's description has none."""
         speed = dict(self.codecs).get(codec)
+        if speed is None and codec in (DIFFERENCES, VALUES):
+            return CodecSpeed(*(self.memory_rate / _BYTES_OF_AN_EXACT_ELEMENT,) * 2)
         if speed is None:
             known = ", ".join(name for name, _ in self.codecs) or "none"
             raise StrategyError(
@@ -236,6 +242,11 @@ class Hardware:
                 "with it, or describe it under [codecs]."
             )
         return speed
+
+    def exact_share(self, op: Op, dtype: str) -> float:
+        """Return the bytes of exact messages as a share of their values: as measured, or else as expected on paper."""
+        measured = dict(self.exact_shares).get((exact_codec(op), dtype))
+        return expected_share(op, dtype) if measured is None else measured
 
     def processor(self, seconds: float) -> float:
         """Return the processor need of `seconds` of work by one rank, if all ranks that share it do the same."""
@@ -476,7 +487,7 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
     cable, inside = phase.leaving * shape.slice_bytes * groups, phase.inside * shape.slice_bytes
     if shape.exact is not None:
-        share = expected_share(op, shape.exact)
+        share = hardware.exact_share(op, shape.exact)
         cable *= share
         inside *= share if op is Op.ALL_GATHER else 1.0  # a parameter sync stays encoded inside nodes
     used = [link for link, sent in ((hardware.inter, phase.leaving), (hardware.intra, phase.inside)) if sent]
@@ -499,7 +510,7 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
 
 def _exact_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, PhaseCost]:
     """Return the cost of encoding what crosses nodes, and of decoding what arrives."""
-    members = shape.grid.nodes * shape.grid.width
+    members, speed = shape.grid.nodes * shape.grid.width, hardware.codec_speed(exact_codec(shape.op))
     if shape.op is Op.ALL_GATHER:  # each member encodes its slice once, and decodes those of all others
         sent, received = shape.elements / members, shape.elements * (members - 1) / members
         if shape.form is Form.COLLECTIVES:  # encoded before the ranks agree on sizes
@@ -507,9 +518,8 @@ def _exact_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, P
     else:
         each = phases(shape.op, shape.route, shape.grid, shape.parts, shape.form)
         sent = received = sum(p.leaving for p in each) / shape.grid.width * shape.elements / members
-    seconds = _BYTES_OF_AN_EXACT_ELEMENT / hardware.memory_rate
-    before, after = (PhaseCost(0.0, {PROCESSOR: hardware.processor(n * seconds)}) for n in (sent, received))
-    return before, after
+    before, after = (hardware.processor(n / rate) for n, rate in ((sent, speed.encode), (received, speed.decode)))
+    return PhaseCost(0.0, {PROCESSOR: before}), PhaseCost(0.0, {PROCESSOR: after})
 
 
 def _tree_cost(shape: TransferShape, ring: Sequence[PhaseCost], hardware: Hardware) -> PhaseCost | None:

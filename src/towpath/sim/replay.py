@@ -165,6 +165,8 @@ class PipelineTimeline:
     ranks: tuple[Timeline, ...]
     inter_bytes: int
     intra_bytes: int
+    saved_inter_bytes: int
+    saved_intra_bytes: int
 
     def combined(self) -> Timeline:
         """Return one timeline for all ranks.
@@ -184,6 +186,8 @@ class PipelineTimeline:
             in_flight=dict(in_flight),
             launching=max(rank.launching for rank in self.ranks),
             unlaunched=max(rank.unlaunched for rank in self.ranks),
+            saved_inter_bytes=self.saved_inter_bytes,
+            saved_intra_bytes=self.saved_intra_bytes,
         )
 
 
@@ -262,8 +266,10 @@ class PipelineReplay:
         threads = [self._thread(rank) for rank in self._walk]
         run_threads(self._bandwidth, threads, [*self._engines.values(), self._links, *self._tied])
         timelines = tuple(self._timelines[rank] for rank in sorted(self._timelines))
-        inter, intra = (sum(getattr(t, name) for t in timelines) for name in ("inter_bytes", "intra_bytes"))
-        return PipelineTimeline(self._bandwidth.now, timelines, inter, intra)
+        names = "inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes"
+        return PipelineTimeline(
+            self._bandwidth.now, timelines, *(sum(getattr(t, name) for t in timelines) for name in names)
+        )
 
     def _thread(self, rank: int) -> Thread:
         own = sorted(i for i, owner in self._owners.items() if owner == rank)

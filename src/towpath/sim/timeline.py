@@ -79,6 +79,8 @@ class Timeline:
         computed: Seconds of computation.
         inter_bytes: Bytes that all ranks together send between nodes.
         intra_bytes: Bytes that all ranks together send inside nodes.
+        saved_inter_bytes: How many of the bytes between nodes exact transfers are expected not to send.
+        saved_intra_bytes: The same inside nodes.
         events: All intervals, for a trace.
         exposed: Seconds that the computation waited for each kind of transfer.
         in_flight: Seconds for which transfers of each kind ran.
@@ -97,6 +99,8 @@ class Timeline:
     thread_events: list[ThreadEvent] = field(default_factory=list[ThreadEvent])
     launching: float = 0.0
     unlaunched: float = 0.0
+    saved_inter_bytes: int = 0
+    saved_intra_bytes: int = 0
 
     def waited(self, kind: TransferKind, name: str, began: float, ended: float) -> None:
         """Record that the computation waited for a transfer."""
@@ -115,16 +119,21 @@ class Timeline:
         def more(mine: float, theirs: float) -> float:
             return mine + times * (mine - theirs)
 
+        def more_bytes(mine: int, theirs: int) -> int:
+            return round(mine + times * (mine - theirs))
+
         return Timeline(
             more(self.seconds, shorter.seconds),
             more(self.computed, shorter.computed),
-            round(self.inter_bytes + times * (self.inter_bytes - shorter.inter_bytes)),
-            round(self.intra_bytes + times * (self.intra_bytes - shorter.intra_bytes)),
+            more_bytes(self.inter_bytes, shorter.inter_bytes),
+            more_bytes(self.intra_bytes, shorter.intra_bytes),
             self.events,
             {kind: more(found, shorter.exposed.get(kind, 0.0)) for kind, found in self.exposed.items()},
             {kind: more(found, shorter.in_flight.get(kind, 0.0)) for kind, found in self.in_flight.items()},
             launching=more(self.launching, shorter.launching),
             unlaunched=max(0.0, more(self.unlaunched, shorter.unlaunched)),
+            saved_inter_bytes=more_bytes(self.saved_inter_bytes, shorter.saved_inter_bytes),
+            saved_intra_bytes=more_bytes(self.saved_intra_bytes, shorter.saved_intra_bytes),
         )
 
 
