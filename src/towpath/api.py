@@ -71,6 +71,7 @@ def shard(
     values: Values | None = None,
     workload: Workload | None = None,
     offload: Offload | None = None,
+    exact: bool | None = None,
     check_every: int = CHECK_EVERY,
     **theirs: Never,
 ) -> Model:
@@ -100,6 +101,8 @@ def shard(
         workload: What a step computes, and in how much memory. Required by "auto", and refused otherwise.
         offload: "optimizer" keeps the master parameters, their `.grad` and the optimizer's states in the host's memory,
             and steps on the CPU. By default, the strategy's own setting. Use it if the states do not fit on the GPU.
+        exact: True sends gradients and updated parameters in fewer bytes between nodes, and every bit stays the same.
+            False does not. By default, the strategy's own setting, and "auto" uses it where it expects a faster step.
         check_every: The number of optimizer steps between two comparisons of parameters. Ranks with copies of the same
             parameters ("ddp", "mics") raise an error with the unit's name if they differ. 0 is never.
         **theirs: Not supported. An argument of FSDP or FSDP2 raises an error that names the counterpart.
@@ -117,7 +120,9 @@ def shard(
     """
     if theirs:
         check_arguments(theirs, inspect.signature(shard).parameters)
-    return _shard(model, strategy, topology, units, precision, group, mesh, values, workload, offload, check_every)
+    return _shard(
+        model, strategy, topology, units, precision, group, mesh, values, workload, offload, exact, check_every
+    )
 
 
 @contextmanager
@@ -147,6 +152,7 @@ def _shard(
     values: Values | None,
     workload: Workload | None,
     offload: Offload | None,
+    exact: bool | None,
     check_every: int,
 ) -> Model:
     _check_kinds(topology, group, mesh, check_every)
@@ -163,14 +169,14 @@ def _shard(
         topology = Topology(*detect_shape(groups))
     with agreement(groups) as lines:
         precision = Precision.of(precision)
-        chosen = _resolve(strategy, topology, workload, offload, groups.world)
+        chosen = _resolve(strategy, topology, workload, offload, exact, groups.world)
         check_class(model, "auto" if chosen is None else chosen.name)
         layouts = lay_out(model, units, precision)
         if chosen is not None:
             check_exchangeable(chosen, layouts, groups)
             lines += [f"strategy {chosen.to_toml()}"]
         else:
-            lines += ["strategy auto", f"{workload}", f"{topology}", f"{offload}"]
+            lines += ["strategy auto", f"{workload}", f"{topology}", f"{offload}", f"exact {exact}"]
         lines += [f"{precision}", f"values as {'the model has' if values is None else 'values= gives'} them"]
         lines += _environment(groups, check_every)
         # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
@@ -179,7 +185,7 @@ def _shard(
         from towpath.auto.choice import choose_for  # imported here, because it also imports what traces a model
 
         assert workload is not None and topology is not None
-        chosen = choose_for(model, layouts, workload, groups, topology, precision, offload)
+        chosen = choose_for(model, layouts, workload, groups, topology, precision, offload, exact)
         # The planner runs the model without values. A recurrent module that `check_exchangeable` has prepared for the
         # engine would run with its own weights instead, so the check follows the plan.
         with agreement(groups):
@@ -232,7 +238,12 @@ def _of_mesh(
 
 
 def _resolve(
-    strategy: str | Strategy, topology: Topology | None, workload: Workload | None, offload: Offload | None, world: int
+    strategy: str | Strategy,
+    topology: Topology | None,
+    workload: Workload | None,
+    offload: Offload | None,
+    exact: bool | None,
+    world: int,
 ) -> Strategy | None:
     """Return the strategy that the user named, or None for "auto"."""
     if strategy == "auto":
@@ -254,6 +265,7 @@ def _resolve(
         _check_is_strategy("shard", strategy)
         _check_topology(strategy, topology)
         _check_world(strategy.topology, world)
+    strategy = strategy if exact is None else strategy.with_exact_transports(exact)
     return strategy if offload is None else replace(strategy, offload=offload)
 
 

@@ -24,7 +24,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from towpath.auto.live import describe_module
     from towpath.auto.probe import probe
-    from towpath.planner.catalog import describe_model, load_cluster, model_shape, shipped_clusters
+    from towpath.planner.catalog import (
+        describe_model,
+        load_cluster,
+        load_exact_shares,
+        model_shape,
+        shipped_clusters,
+    )
     from towpath.planner.cluster import Cluster
     from towpath.planner.model import Model, ModelUnit, StagedModel, Transformer
     from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
@@ -61,6 +67,7 @@ __all__ = [
     "expected_delay",
     "explain",
     "load_cluster",
+    "load_exact_shares",
     "model_shape",
     "probe",
     "shipped_clusters",
@@ -69,7 +76,7 @@ __all__ = [
 _HOMES = {
     "auto.live": ("describe_module",),
     "auto.probe": ("probe",),
-    "planner.catalog": ("describe_model", "load_cluster", "model_shape", "shipped_clusters"),
+    "planner.catalog": ("describe_model", "load_cluster", "load_exact_shares", "model_shape", "shipped_clusters"),
     "planner.cluster": ("Cluster",),
     "planner.model": ("Model", "ModelUnit", "StagedModel", "Transformer"),
     "planner.pipelines": ("Layout", "PipelinePrediction", "Pipelines"),

@@ -29,6 +29,7 @@ from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
+from towpath.planner.catalog import load_exact_shares
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model
 from towpath.planner.pipelines import Layout, PipelinePrediction
@@ -135,6 +136,7 @@ def choose_for(
     topology: Topology,
     precision: Precision,
     offload: Offload | None,
+    exact: bool | None,
 ) -> Strategy:
     """Return the strategy that the planner ranks first for a model and a workload. Rank 0 prints it, and why.
 
@@ -158,6 +160,8 @@ def choose_for(
             checkpointing=False,  # the model recomputes by itself, if at all
             offload=offload,
             interleaved=workload.interleaved,
+            exact=exact,
+            exact_shares=load_exact_shares(workload.exact_from) if workload.exact_from else (),
         )
 
     def describe(device: torch.device) -> Model:
@@ -271,7 +275,7 @@ def _planned(
                 f'strategy="auto": no stages fit into {solver.request.memory / GIB:.2f} GiB a rank. Take more of them, '
                 "a smaller micro-batch or activation checkpointing."
             )
-        return _staged_choice(stages, "the layout is as configured", how)
+        return _staged_choice(stages, "the layout is as configured", how, solver)
     found: Ranking | Infeasible | None = None
     try:
         found = solver.solve(best=1)
@@ -282,10 +286,10 @@ def _planned(
         best = found.ranked[0]
         if stages is not None and stages.order < best.order:
             without = f"without stages {tables.label(best.strategy)} would take {tables.seconds(best.seconds)}"
-            return _staged_choice(stages, without, how)
+            return _staged_choice(stages, without, how, solver)
         return Choice(best.strategy, best.batching, best.seconds, _why(best, found, solver, how))
     if stages is not None:
-        return _staged_choice(stages, "nothing fits without stages", how)
+        return _staged_choice(stages, "nothing fits without stages", how, solver)
     assert found is not None
     needed, limit = found.nearest.peak_bytes / GIB, solver.request.memory / GIB
     raise PlanError(
@@ -295,13 +299,14 @@ def _planned(
     )
 
 
-def _staged_choice(stages: PipelinePrediction, compared: str, how: str) -> Choice:
+def _staged_choice(stages: PipelinePrediction, compared: str, how: str, solver: Solver) -> Choice:
     batching = stages.batching
     again = ", checkpointed" if batching.checkpointing else ""
+    told = "".join(f" {line}" for line in tables.exact_bits([stages], solver))
     why = (
         f"auto: {stages.layout}, micro-batch {batching.micro_batch} × {batching.micro_steps}{again}: "
         f"{tables.seconds(stages.seconds)} a step as planned, {stages.idle:.0%} of it idle, "
-        f"{stages.peak_bytes / GIB:.2f} GiB; {compared}; {how}."
+        f"{stages.peak_bytes / GIB:.2f} GiB; {compared}; {how}.{told}"
     )
     return Choice(stages.strategy, batching, stages.seconds, why, stages.layout)
 
@@ -319,7 +324,7 @@ def _why(best: Prediction, found: Ranking, solver: Solver, how: str) -> str:
     if best.strategy == usual.strategy:
         compared = "nothing found was faster"
     waits = sum(best.exposed.values()) / best.seconds
-    told = "".join(f" {line}" for line in tables.launches([best]))
+    told = "".join(f" {line}" for line in (*tables.exact_bits([best], solver), *tables.launches([best])))
     return (
         f"auto: {tables.label(best.strategy)} (P, G, OS {tables.extents(best.strategy)}), micro-batch "
         f"{batching.micro_batch} × {batching.micro_steps}{again}: {tables.seconds(best.seconds)} a step as planned, "

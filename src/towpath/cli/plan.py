@@ -20,7 +20,7 @@ from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, plain_walk
 from towpath.errors import ConfigError, PlanError
 from towpath.files import check_output_file, write_output_file
 from towpath.planner import tables
-from towpath.planner.catalog import describe_model, load_cluster, model_shape
+from towpath.planner.catalog import describe_model, load_cluster, load_exact_shares, model_shape
 from towpath.planner.cluster import GIB
 from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.prediction import Infeasible, Ranking
@@ -37,6 +37,14 @@ class PrecisionName(StrEnum):
 
     BF16 = "bf16"
     FP32 = "fp32"
+
+
+class ExactName(StrEnum):
+    """The values of --exact."""
+
+    ON = "on"
+    OFF = "off"
+    AUTO = "auto"
 
 
 class OffloadName(StrEnum):
@@ -101,6 +109,21 @@ OffloadOption = Annotated[
     OffloadName | None,
     typer.Option(
         metavar="optimizer", help="Keep the optimizer's masters and states in host memory.", show_default="nothing"
+    ),
+]
+ExactOption = Annotated[
+    ExactName,
+    typer.Option(
+        metavar="on|off|auto",
+        help="Send gradients and updated weights in fewer bytes, without losing a bit. auto: where it is faster.",
+    ),
+]
+ExactFrom = Annotated[
+    str,
+    typer.Option(
+        metavar="RUN",
+        help="A run's folder. Exact messages take what they took there, instead of what is expected on paper.",
+        show_default="on paper",
     ),
 ]
 Checkpointing = Annotated[bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass.")]
@@ -183,6 +206,8 @@ def plan(
     micro_batch: MicroBatches = None,
     checkpointing: EitherCheckpointing = None,
     allow: Codecs = "",
+    exact: ExactOption = ExactName.AUTO,
+    exact_from: ExactFrom = "",
     interleaved: Interleaved = None,
     pipeline: PipelineSizes = None,
     tensor: TensorSizes = None,
@@ -198,7 +223,8 @@ def plan(
     Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64 --pipeline 4`
 
     It simulates all placements of parameters, gradients and optimizer states, routes, micro-batches, activation
-    checkpointing, and the codecs that you allow. It needs neither PyTorch, nor a GPU, nor the cluster.
+    checkpointing, exact transports, and the codecs that you allow. It needs neither PyTorch, nor a GPU, nor the
+    cluster.
 
     Exit code: 0, or 1 if nothing fits in memory, or 2 for a mistake.
     """
@@ -209,6 +235,9 @@ def plan(
         raise ConfigError("--report draws strategies without pipelines only: leave out --pipeline, or --report.")
     solver = solver_of(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, batch)
     request = replace(solver.request, checkpointing=checkpointing, offload=offload, **_codecs(allow, interleaved))
+    request = replace(request, exact=None if exact is ExactName.AUTO else exact is ExactName.ON)
+    if exact_from:
+        request = replace(request, exact_shares=load_exact_shares(exact_from))
     if stages.pipelines and offload is not None:
         raise ConfigError("--offload is planned without pipelines only: leave out --pipeline, or --offload.")
     solver = Solver(solver.model, solver.cluster, replace(request, micro_batches=tuple(micro_batch or ())))
@@ -287,7 +316,7 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
         f"{found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
         style="dim",
     )
-    for line in tables.launches(found.ranked):
+    for line in (*tables.exact_bits(found.ranked, solver), *tables.launches(found.ranked)):
         console.print(line)
     if output is not None:
         batching = found.ranked[0].batching

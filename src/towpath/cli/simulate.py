@@ -248,6 +248,8 @@ def _show_step(sides: Sequence[Prediction], solver: Solver, conclusion: str, ste
     for cells in tables.compare(sides, solver):
         table.add_row(*cells)
     console.print(table)
+    for line in tables.exact_bits(sides, solver):
+        console.print(line)
     console.print(conclusion)
 
 

@@ -266,9 +266,9 @@ class Strategy:
         """True if the optimizer steps in host memory."""
         return self.offload == "optimizer"
 
-    def with_exact_transports(self) -> Strategy:
-        """Return the strategy with exact transports for gradients and the parameter sync."""
-        return replace(self, **{kind.value: replace(self.transport(kind), exact=True) for kind in EXACT_KINDS})
+    def with_exact_transports(self, exact: bool = True) -> Strategy:
+        """Return the strategy with exact transports for gradients and the parameter sync, or without."""
+        return replace(self, **{kind.value: replace(self.transport(kind), exact=exact) for kind in EXACT_KINDS})
 
     @property
     def is_exact(self) -> bool:

@@ -57,6 +57,8 @@ class Sharding:
         mesh: A DeviceMesh of the data-parallel ranks. By default, all ranks.
         workload: What a step computes. Required by "auto".
         offload: "optimizer" keeps the optimizer's states in the host's memory.
+        exact: True sends gradients and updated parameters in fewer bytes between nodes, and every bit stays the same.
+            By default, the strategy's own setting, and "auto" uses it where it expects a faster step.
         check_every: The number of optimizer steps between two comparisons of parameters.
 
     Raises:
@@ -70,6 +72,7 @@ class Sharding:
     mesh: DeviceMesh | None = None
     workload: Workload | None = None
     offload: Offload | None = None
+    exact: bool | None = None
     check_every: int = CHECK_EVERY
 
     def __post_init__(self) -> None:
@@ -116,6 +119,7 @@ class Sharding:
             mesh=self.mesh,
             workload=self.workload,
             offload=self.offload,
+            exact=self.exact,
             check_every=self.check_every,
         )
 

@@ -29,7 +29,7 @@ from towpath.core.pipeline import compression as named_compression
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import MoveShape, Strategy, TransferKind
+from towpath.core.strategy import EXACT_KINDS, MoveShape, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
@@ -101,7 +101,9 @@ class Layout:
     def __str__(self) -> str:
         parts = f" × {self.tensor} tensor-parallel" if self.tensor > 1 else ""
         packed = f", {self.compression}" if self.compression != "none" else ""
-        name = self.strategy if isinstance(self.strategy, str) else self.strategy.name
+        name = self.strategy
+        if isinstance(name, Strategy):
+            name = f"{name.name} exact" if name.is_exact else name.name
         return f"{self.stages} stages on {self.pipeline}{parts}, {self.schedule}, {name}{packed}"
 
 
@@ -144,7 +146,8 @@ class Pipelines:
         request: Request,
         walks: Walks = plain_walk,
     ) -> None:
-        self._staged, self.cluster, self.request, self._walks = cache(staged), cluster, request, walks
+        self._staged, self.request, self._walks = cache(staged), request, walks
+        self.cluster = cluster.with_exact_shares(request.exact_shares)
         self._topology = cluster.hardware.topology
         self._plans: dict[object, UnitPlan] = {}
         self._solvers: dict[tuple[int, int, int], Solver] = {}
@@ -187,10 +190,35 @@ class Pipelines:
             or order[0][0] < sorted(ordinary)[best - 1]
         ):
             _, _, layout, batching = heapq.heappop(order)
+            if self.request.exact:
+                layout = self._exact_form(layout)
             if sum(self._memory(layout, batching).values()) <= self.request.memory:
                 found.append(self.predict(layout, batching))
             say(total - len(order), total)
-        return sorted(found, key=lambda p: p.order)[:best]
+        return sorted(self._with_exact(found, best), key=lambda p: p.order)[:best]
+
+    def _with_exact(self, found: Sequence[PipelinePrediction], most: int) -> Iterator[PipelinePrediction]:
+        """Yield the predictions, with exact transports where that is faster. It tries them for at most `most` layouts.
+
+        Exact transports shorten only the waits for what can be exact. So it tries those layouts first that would be the
+        fastest without these waits, and none that has no such wait.
+        """
+
+        def without_waits(plain: PipelinePrediction) -> float:
+            return plain.seconds - sum(plain.exposed.get(kind, 0.0) for kind in EXACT_KINDS)
+
+        for number, plain in enumerate(sorted(found, key=without_waits)):
+            layout, batching = self._exact_form(plain.layout), plain.batching
+            tried = self.request.exact is None and number < most and without_waits(plain) < plain.seconds
+            fits = tried and sum(self._memory(layout, batching).values()) <= self.request.memory
+            exact = self.predict(layout, batching) if fits and layout != plain.layout else plain
+            yield min(plain, exact, key=lambda p: p.order)
+
+    def _exact_form(self, layout: Layout) -> Layout:
+        """Return the layout with exact transports, or itself if there is none that pays."""
+        plain = self.strategy(layout)
+        exact = self._solver_of_stage(layout).exact_form(plain)
+        return layout if exact == plain else replace(layout, strategy=exact)
 
     def _candidates(
         self,
@@ -353,6 +381,8 @@ class Pipelines:
             max(0.0, 1 - found.computed / found.seconds),
             launching=found.launching,
             unlaunched=found.unlaunched,
+            saved_inter_bytes=found.saved_inter_bytes,
+            saved_intra_bytes=found.saved_intra_bytes,
         )
 
     def replay(self, layout: Layout, batching: Batching) -> PipelineTimeline:

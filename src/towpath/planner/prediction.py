@@ -75,6 +75,16 @@ class Prediction:
         """The most bytes that a rank holds."""
         return sum(self.memory.values())
 
+    @property
+    def expected_inter_bytes(self) -> int:
+        """The bytes that all ranks together are expected to send between nodes."""
+        return self.inter_bytes - self.saved_inter_bytes
+
+    @property
+    def expected_intra_bytes(self) -> int:
+        """The bytes that all ranks together are expected to send inside nodes."""
+        return self.intra_bytes - self.saved_intra_bytes
+
     def sequences(self, world: int) -> int:
         """Return the sequences of a step on `world` ranks."""
         return self.batching.micro_batch * self.batching.micro_steps * world

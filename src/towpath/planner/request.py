@@ -134,6 +134,8 @@ class Workload:
             profile in the user's cache.
         interleaved: Optimizer steps of the run, to use codecs of gradients only in the first half of it. Default: 0,
             which uses them in every step.
+        exact_from: The folder of a run of `towpath train` with exact transports, or its `metrics.jsonl`. Exact messages
+            are then expected to take what they took there. Default: what is expected on paper.
     """
 
     tokens: int
@@ -144,6 +146,7 @@ class Workload:
     inputs: Sequence[Any] = field(default=(), repr=False)
     profile: str | Path = ""
     interleaved: int = 0
+    exact_from: str | Path = ""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "micro_steps", "memory"):

@@ -149,6 +149,16 @@ class Solver:
                 for form in self._forms(exact, w, g):
                     yield Candidate(placement, w, g, Batching(size, steps, again), form)
 
+    def exact_form(self, strategy: Strategy) -> Strategy:
+        """Return a strategy with the exact transports that candidates of its placement can have.
+
+        Args:
+            strategy: The strategy without them.
+        """
+        shapes = move_shapes(strategy.placement, self._topology)
+        kinds = [kind for kind in EXACT_KINDS if self._is_exact(kind, shapes[kind])]
+        return replace(strategy, **{kind.value: replace(strategy.transport(kind), exact=True) for kind in kinds})
+
     def _forms(self, exact: Collection[TransferKind], weights: str, gradients: str) -> tuple[bool, ...]:
         """Return the forms of candidates with these codecs: without exact transports, with them, or both."""
         codecs = {kind: gradients if kind in GRADIENTS and not self.request.interleaved else "none" for kind in exact}

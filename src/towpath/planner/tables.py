@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
+from towpath.core.exact import EXACT, exact_codec, in_bits
+from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.planner.cluster import GIB
 from towpath.planner.pipelines import PipelinePrediction
 from towpath.planner.prediction import Prediction
@@ -29,7 +30,7 @@ def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
         f"{tokens_per_second(step, solver):,.0f}",
         f"{mfu(step, solver):.1%}",
         f"{step.peak_bytes / GIB:.1f}",
-        f"{step.inter_bytes / solver.cluster.topology.nodes / 1e9:.3g}",
+        _gigabytes(step.inter_bytes, step.saved_inter_bytes, solver.cluster.topology.nodes, 3),
         f"{sum(step.exposed.values()) / step.seconds:.0%}",
     )
 
@@ -45,9 +46,9 @@ def title(step: Prediction) -> str:
 
 
 def label(strategy: Strategy) -> str:
-    """Return the strategy's name and its codecs."""
+    """Return the strategy's name, its codecs, and whether it has exact transports."""
     codecs = dict.fromkeys(w.encoding.name for k in WITH_TRANSPORT if (w := strategy.transport(k)).encoding is not None)
-    return " ".join([strategy.name, *codecs])
+    return " ".join([strategy.name, *codecs, *(["exact"] if strategy.is_exact else [])])
 
 
 def extents(strategy: Strategy) -> str:
@@ -88,6 +89,32 @@ def launches(steps: Sequence[Prediction]) -> list[str]:
     return found
 
 
+def exact_bits(steps: Sequence[Prediction], solver: Solver) -> list[str]:
+    """Return a sentence about the bits that exact messages of these steps are expected to take, if there are any."""
+    compute, reduce, _ = solver.request.precision.dtypes(solver.request.own)
+    hardware = solver.cluster.hardware
+    shares: dict[tuple[str, str], float] = {}
+    for step in steps:
+        for kind in EXACT_KINDS if step.saved_inter_bytes else ():
+            dtype = reduce if kind in GRADIENTS else compute
+            if step.strategy.transport(kind).exact and dtype in EXACT:
+                for move in getattr(step.strategy.moves, kind.value):
+                    shares[exact_codec(move.op), dtype] = hardware.exact_share(move.op, dtype)
+    seen = {key: share for key, share in shares.items() if key in dict(hardware.exact_shares)}
+    on_paper = {key: share for key, share in shares.items() if key not in seen}
+    return [
+        f"Exact transports lose nothing. Expected {where}: {in_bits(found)}."
+        for where, found in (("on paper", on_paper), ("as measured", seen))
+        if found
+    ]
+
+
+def _gigabytes(most: int, saved: int, nodes: int, digits: int) -> str:
+    """Return the bytes of a node in GB. Where exact transports save some, the expected ones and the upper bound."""
+    every = f"{most / nodes / 1e9:.{digits}g}"
+    return f"{(most - saved) / nodes / 1e9:.{digits}g} of {every}" if saved else every
+
+
 def mfu(step: Prediction, solver: Solver) -> float:
     """Return the model FLOPs utilization: the share of the ranks' peak that goes into the model."""
     peak = solver.cluster.peak_of(solver.request.compute_dtype)
@@ -119,6 +146,8 @@ def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
         "host_copy_bytes": step.host_copy_bytes,
         "inter_bytes": step.inter_bytes,
         "intra_bytes": step.intra_bytes,
+        "expected_inter_bytes": step.expected_inter_bytes,
+        "expected_intra_bytes": step.expected_intra_bytes,
         "exposed_seconds": {kind.value: found for kind, found in step.exposed.items()},
         "launching_seconds": step.launching,
         "unlaunched_seconds": step.unlaunched,
@@ -161,8 +190,8 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
             "  launching",
             [f"{seconds(p.launching)} of the thread, {seconds(p.unlaunched)} exposed" for p in steps],
         )
-    add("GB out of a node", [f"{p.inter_bytes / nodes / 1e9:.4g}" for p in steps])
-    add("GB inside a node", [f"{p.intra_bytes / nodes / 1e9:.4g}" for p in steps])
+    add("GB out of a node", [_gigabytes(p.inter_bytes, p.saved_inter_bytes, nodes, 4) for p in steps])
+    add("GB inside a node", [_gigabytes(p.intra_bytes, p.saved_intra_bytes, nodes, 4) for p in steps])
     add("GiB of a rank", [f"{p.peak_bytes / GIB:.2f}" for p in steps])
     for part in dict.fromkeys(part for p in steps for part, size in p.memory.items() if size):
         add(f"  {part}", [f"{p.memory.get(part, 0) / GIB:.2f}" for p in steps])

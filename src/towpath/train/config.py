@@ -210,9 +210,9 @@ class TrainConfig:
 _EXTENTS = ("group", "params", "grads", "optimizer", "backward_params", "frozen")
 _PRESET_OPTIONS = (
     *("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec"),
-    *("sync_gradients", "exact"),
+    "sync_gradients",
 )
-_AUTO_OPTIONS = ("allow", "memory", "profile", "pipelines", "tensors", "schedules", "compressions")
+_AUTO_OPTIONS = ("allow", "memory", "profile", "exact_from", "pipelines", "tensors", "schedules", "compressions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +236,7 @@ class StrategyConfig:
     gradients_until: int = option(0, "the last step with compressed gradients; 0: all steps")
     interleaved: bool = option(False, "compressed gradients in the first half of train.steps only")
     offload: str = option("", "optimizer: its states, masters and gradients in host memory", one_of("", *OFFLOADS))
-    exact: bool = option(False, "fewer bytes between nodes, and bit for bit the same training")
+    exact: bool | None = option(None, "fewer bytes, the same bits; empty: false, and auto decides itself")
     sync_gradients: str = option("", "micro-step: no two-hop synchronization", one_of("", *SYNC_GRADIENTS))
     group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")
     params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the parameters")
@@ -248,6 +248,7 @@ class StrategyConfig:
     allow: tuple[str, ...] = option((), "auto: codecs that it may use between nodes; empty: none")
     memory: float = option(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
     profile: str = option("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
+    exact_from: str = option("", "auto: a run's folder, for what exact messages take; empty: on paper")
     pipelines: tuple[int, ...] = option((), "auto: values to try for parallel.pipeline")
     tensors: tuple[int, ...] = option((), "auto: values to try for parallel.tensor")
     schedules: tuple[str, ...] = option((), "auto: values to try for parallel.schedule")
@@ -333,6 +334,7 @@ class StrategyConfig:
         options: dict[str, Any] = {key: getattr(self, key) for key in _PRESET_OPTIONS if getattr(self, key)}
         options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
         options |= {"interleaved": steps} if self.interleaved else {}
+        options |= {"exact": True} if self.exact else {}
         offload = self.offload_option
         if self.file is None:
             return presets.strategy(self.name, topology, offload=offload, **options)
@@ -509,7 +511,9 @@ class Config:
             lines += [f"[{section.NAME}]"]
             for f in fields(section):
                 if not getattr(section, f.metadata["unless"], None):  # else another key decides this one
-                    lines += [f"{f'{f.name} = {written(getattr(section, f.name))}':<32} # {f.metadata['about']}"]
+                    value = getattr(section, f.name)
+                    text = f"{f.name} = {written('' if value is None else value)}"
+                    lines += [f"{text:<32} # {f.metadata['about']}"]
             lines += [""]
         return "\n".join(lines)
 
@@ -545,6 +549,10 @@ def _typed(kind: Any, value: Any, key: str) -> Any:
         if len(inner) == len(values) or Ellipsis in get_args(kind):
             return tuple(_typed(inner[0], v, key) for v in values)
         raise ConfigError(f"{key} = {value!r}: expected {len(inner)} values.")
+    if kind == (bool | None):
+        if value == "":
+            return None
+        kind = bool
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:

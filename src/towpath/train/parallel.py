@@ -21,6 +21,7 @@ from towpath.core.pipeline import compression
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, ShardError
+from towpath.planner.catalog import load_exact_shares
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model, StagedModel
 from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
@@ -191,6 +192,8 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Conf
             gradients=gradients,
             offload=offload,
             interleaved=interleaved,
+            exact=options.exact,
+            exact_shares=load_exact_shares(options.exact_from) if options.exact_from else (),
         )
 
     def inputs(sequences: int) -> list[Tensor]:
