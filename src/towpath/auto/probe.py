@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -24,8 +24,16 @@ import torch.distributed as dist
 
 from towpath.auto.collectives import collectives_to_measure, sizes_up_to
 from towpath.auto.measure import measure_host_work
+from towpath.codecs.exact import (
+    decode_difference,
+    decode_values,
+    encode_difference,
+    encode_values,
+    message_bound,
+)
 from towpath.codecs.kernels import kernels_for
 from towpath.collectives.native import all_gather_single, launched_together
+from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.errors import TopologyError
 from towpath.planner.profile import (
@@ -271,6 +279,9 @@ class _Prober:
             encode, decode = self._coding(name)
             self._measure(f"encode {name}", _ELEMENTS, encode, alone=True)
             self._measure(f"decode {name}", _ELEMENTS, decode, alone=True)
+        for name, (encode, decode) in exact_coding(self._device, _ELEMENTS).items():
+            self._measure(f"encode {name}", _ELEMENTS, encode, alone=True)
+            self._measure(f"decode {name}", _ELEMENTS, decode, alone=True)
 
     def _coding(self, name: str) -> tuple[Work, Work]:
         kernels, codec = kernels_for(self._device), Codec.parse(name)
@@ -436,7 +447,7 @@ def _nothing() -> None:
     pass
 
 
-def _ignore(_: torch.Tensor) -> None:
+def _ignore(_: object) -> None:
     pass
 
 
@@ -482,6 +493,36 @@ def launches_to_measure(
     yield LAUNCHED_CODEC, 1, partial(kernels.encode, codec, shard, message)
     yield LAUNCHED_OPERATION, 1, lambda: _ignore(shard.add_(1))
     yield LAUNCHED_TASK, 1, task
+
+
+# Exact codecs --------------------------------------------------------------------------------------------------------
+
+
+def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, Work]]:
+    """Return functions that encode and decode with each exact codec, by its name.
+
+    The values are bfloat16: normally distributed gradients, and weights that a step of the optimizer has changed by
+    about a hundredth of their size.
+    """
+    old, step = 0.02 * torch.randn(2, elements, generator=torch.Generator().manual_seed(0)).to(device)
+    weights = [old.bfloat16(), (old + 0.01 * step).bfloat16()]
+    values, held, received = step.bfloat16(), weights[0].clone(), torch.empty_like(weights[0])
+    messages = [torch.empty(message_bound(elements, held.dtype), dtype=torch.uint8, device=device) for _ in range(3)]
+    # Decoding changes the values that the receiver holds. So there and back take turns.
+    for at in (0, 1):
+        encode_difference(weights[at], weights[1 - at], messages[at])
+    encode_values(values, messages[2])
+    turns = cycle(messages[:2])
+    return {
+        DIFFERENCES: (
+            lambda: _ignore(encode_difference(*weights, messages[0])),
+            lambda: _ignore(decode_difference(next(turns), held)),
+        ),
+        VALUES: (
+            lambda: _ignore(encode_values(values, messages[2])),
+            lambda: _ignore(decode_values(messages[2], received)),
+        ),
+    }
 
 
 # Two activities at the same time -------------------------------------------------------------------------------------

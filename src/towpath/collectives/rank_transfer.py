@@ -222,9 +222,9 @@ class RankTransfer:
         values, messages = workspace.exact_bytes
         with self.observer.running([self.transfer], workspace.micro_step), self.explained():
             self.collective.run(region, shard, workspace)
-        if workspace.exact_bytes != (values, messages):
-            after = workspace.exact_bytes
-            self.observer.encoded(self.transfer, after[0] - values, after[1] - messages)
+            if workspace.exact_bytes != (values, messages):
+                after = workspace.exact_bytes
+                self.observer.encoded(self.transfer, after[0] - values, after[1] - messages)
 
     def check_fit(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes.

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
+from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import FLOATING, codec_names
 from towpath.core.routes import Form, Grid, Op, Route
 from towpath.core.strategy import MoveShape
@@ -210,7 +211,7 @@ class Profile:
         estimated = {"float64": single / 2, "float16": measured.get("bfloat16", single)}
         codecs = tuple(
             (codec, CodecSpeed(self.fit(f"encode {codec}").rate, self.fit(f"decode {codec}").rate))
-            for codec in codec_names()
+            for codec in (*codec_names(), DIFFERENCES, VALUES)
             if self.has(f"encode {codec}")
         )
         hardware = Hardware(

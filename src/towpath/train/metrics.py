@@ -10,12 +10,14 @@ import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO, final
 
+from towpath.core.exact import METRICS
 from towpath.errors import ConfigError
 
 
@@ -35,6 +37,8 @@ class StepRow:
     memory_bytes: int
     skipped: bool = False  # whether the gradient was not finite, so that the weights did not change
     mfu: float | None = None  # model-FLOPs utilization: the share of what all ranks could compute
+    # The bytes of exact messages as a share of their values, by exact codec and dtype.
+    exact_shares: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,9 +68,10 @@ def _kind_of(row: Row) -> str:
 
 
 def _values_of(row: Row) -> dict[str, float]:
-    found = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "step"}
+    found = {f.name: getattr(row, f.name) for f in fields(row) if f.name not in ("step", "exact_shares")}
     if isinstance(row, StepRow):
         found["tokens_per_second"] = row.tokens_per_second
+        found |= {name: row.exact_shares[key] for name, key in METRICS.items() if key in row.exact_shares}
     return {n: int(v) if isinstance(v, bool) else v for n, v in found.items() if v is not None}
 
 

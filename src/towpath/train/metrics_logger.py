@@ -138,6 +138,7 @@ class MetricsLogger:
             memory_bytes=memory_bytes(self._job.device),
             skipped=skipped,
             mfu=self._step_flops / seconds / self._peak_flops,
+            exact_shares=sent.exact_shares,
         )
         self._progress.show(row)
         if step % self._log.every == 0:
@@ -360,7 +361,7 @@ def _transfers_table(done: Stats, steps: int) -> Table:
     rows: dict[tuple[str, str], list[TransferStats]] = {}
     for each in done.transfers:
         encoding = each.transfer.transport.encoding
-        codec = "" if encoding is None else f", {encoding}"
+        codec = ", exact" if each.transfer.exact else "" if encoding is None else f", {encoding}"
         rows.setdefault((each.transfer.kind.value, f"{each.transfer.route}{codec}"), []).append(each)
     for (kind, route), transfers in rows.items():
         table.add_row(kind, route, *_totals(transfers, steps))

@@ -17,6 +17,7 @@ from typing import final
 from torch.autograd import profiler
 
 from towpath.codecs.kernels import Watch
+from towpath.core.exact import exact_codec
 from towpath.core.formats import Codec
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Transfer
@@ -195,13 +196,15 @@ class Trace:
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
-    def transferred(self, transfers: Sequence[Transfer], began: Mark, ended: Mark, micro_step: int) -> None:
-        """Add the interval of these transfers, which were one message, to the tracks of all links that it used."""
+    def transferred(
+        self, transfers: Sequence[Transfer], began: Mark, ended: Mark, micro_step: int, sent: tuple[int, int]
+    ) -> None:
+        """Add the interval of these transfers, which were one message, to the tracks of all links that it used.
+
+        `sent` has its bytes between nodes and inside nodes.
+        """
         args = _args(transfers) | {"micro_step": micro_step}
-        for track, sent_bytes in (
-            (BETWEEN, sum(t.inter_bytes for t in transfers)),
-            (INSIDE, sum(t.intra_bytes for t in transfers)),
-        ):
+        for track, sent_bytes in zip((BETWEEN, INSIDE), sent, strict=True):
             if sent_bytes:
                 self.add(track, _name(transfers), began, ended, {**args, "bytes": sent_bytes})
 
@@ -229,7 +232,7 @@ def _args(transfers: Sequence[Transfer]) -> Args:
         "kind": first.kind.value,
         "unit": first.unit or "root",
         "route": first.route,
-        "codec": str(first.transport.codec),
+        "codec": exact_codec(first.move.op) if first.exact else str(first.transport.codec),
         "calls": len(transfers),
     }
 
@@ -277,11 +280,17 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """The sums over all transfers since the start. Bytes are those of all ranks together, seconds are this rank's."""
+    """The sums over all transfers since the start. Bytes are those of all ranks together, seconds are this rank's.
+
+    `exact_bytes` are those that this rank saw encoded, by exact codec and dtype: of values, and of their messages.
+    """
 
     calls: int = 0
     intra_bytes: int = 0
     inter_bytes: int = 0
+    exact_bytes: Mapping[tuple[str, str], tuple[int, int]] = field(
+        default_factory=dict[tuple[str, str], tuple[int, int]]
+    )
     exposed_seconds: Mapping[TransferKind, float] = field(default_factory=dict[TransferKind, float])
     host_seconds: float = 0.0
 
@@ -290,14 +299,26 @@ class Sums:
         """Seconds in which the computation waited for transfers of any kind."""
         return sum(self.exposed_seconds.values())
 
+    @property
+    def exact_shares(self) -> dict[tuple[str, str], float]:
+        """The bytes of exact messages as a share of their values, by codec and dtype."""
+        return {key: messages / values for key, (values, messages) in self.exact_bytes.items() if values}
+
     def plus(self, other: Sums, sign: int = 1) -> Sums:
         """Return the sum of both, or the difference with `sign=-1`."""
+        none = (0, 0)
+        encoded = {
+            key: (mine[0] + sign * theirs[0], mine[1] + sign * theirs[1])
+            for key in {**self.exact_bytes, **other.exact_bytes}
+            for mine, theirs in [(self.exact_bytes.get(key, none), other.exact_bytes.get(key, none))]
+        }
         kinds = (*self.exposed_seconds, *other.exposed_seconds)
         mine, theirs = self.exposed_seconds, other.exposed_seconds
         return Sums(
             calls=self.calls + sign * other.calls,
             intra_bytes=self.intra_bytes + sign * other.intra_bytes,
             inter_bytes=self.inter_bytes + sign * other.inter_bytes,
+            exact_bytes=encoded,
             exposed_seconds={k: mine.get(k, 0.0) + sign * theirs.get(k, 0.0) for k in kinds},
             host_seconds=self.host_seconds + sign * other.host_seconds,
         )
@@ -323,10 +344,11 @@ class _Span:
 
 @dataclass(slots=True)
 class _Total:
-    """The running totals of one transfer."""
+    """The running totals of one transfer. Each call sends at most these bytes, and less if the transfer is exact."""
 
     intra_bytes_each: int
     inter_bytes_each: int
+    encoded_inside: bool
     calls: int = 0
     seconds_in_flight: float = 0.0
     seconds_exposed: float = 0.0
@@ -334,10 +356,19 @@ class _Total:
     exact_messages: int = 0
 
     @property
-    def inter_bytes(self) -> int:
-        """The bytes sent between nodes so far. An exact transfer is scaled by what this rank has seen of it."""
-        most = self.calls * self.inter_bytes_each
-        return round(most * self.exact_messages / self.exact_values) if self.exact_values else most
+    def sent(self) -> tuple[int, int]:
+        """The bytes sent between nodes so far, and inside nodes."""
+        return self.sent_since(0, 0, 0)
+
+    def sent_since(self, calls: int, values: int, messages: int) -> tuple[int, int]:
+        """Return the bytes sent between nodes, and inside nodes, since there were so many calls and exact bytes.
+
+        An exact transfer is scaled by what this rank has seen of it.
+        """
+        values, messages = self.exact_values - values, self.exact_messages - messages
+        share = messages / values if values else 1.0
+        inter, intra = ((self.calls - calls) * each for each in (self.inter_bytes_each, self.intra_bytes_each))
+        return round(share * inter), round(share * intra) if self.encoded_inside else intra
 
 
 # How many spans may wait for the device before `Record` checks which of them have ended.
@@ -403,6 +434,7 @@ class Record:
         activity, timer = self.peers.activity, self.timer_of(transfers)
         activity.begins(transfers)
         began = timer.mark() if self.is_timed(transfers) else None
+        before = self._counts(transfers) if self.trace is not None else None
         try:
             with profiled("", transfers):
                 yield
@@ -415,8 +447,15 @@ class Record:
             if began is None or ended is None:
                 return
             self._note(_Span(transfers, began, ended, exposed=False))
-        if self.trace is not None:
-            self.trace.transferred(transfers, began, ended, micro_step)
+        if self.trace is not None and before is not None:
+            sent = [self._totals[t].sent_since(*counts) for t, counts in zip(transfers, before, strict=True)]
+            inter, intra = map(sum, zip(*sent, strict=True))
+            self.trace.transferred(transfers, began, ended, micro_step, (inter, intra))
+
+    def _counts(self, transfers: Sequence[Transfer]) -> list[tuple[int, int, int]]:
+        """Return the calls of each transfer so far, and the bytes of its exact values and messages."""
+        with self._lock:
+            return [(t.calls, t.exact_values, t.exact_messages) for t in map(self._total, transfers)]
 
     def encoded(self, transfer: Transfer, values: int, messages: int) -> None:
         """Note that an exact transfer encoded `values` bytes of values in `messages` bytes of messages."""
@@ -468,7 +507,8 @@ class Record:
     def _total(self, transfer: Transfer) -> _Total:
         total = self._totals.get(transfer)  # one look-up, because hashing a transfer is slow
         if total is None:
-            total = self._totals[transfer] = _Total(transfer.intra_bytes, transfer.inter_bytes)
+            total = _Total(transfer.intra_bytes, transfer.inter_bytes, transfer.encoded_inside)
+            self._totals[transfer] = total
         return total
 
     def begins(self, work: str, unit: str) -> None:
@@ -489,15 +529,9 @@ class Record:
         with self._lock:
             self._add_known()
             return [
-                TransferStats(
-                    transfer,
-                    total.calls,
-                    total.calls * total.intra_bytes_each,
-                    total.inter_bytes,
-                    total.seconds_in_flight,
-                    total.seconds_exposed,
-                )
+                TransferStats(transfer, total.calls, intra, inter, total.seconds_in_flight, total.seconds_exposed)
                 for transfer, total in self._totals.items()
+                for inter, intra in [total.sent]
                 if total.calls
             ]
 
@@ -508,12 +542,18 @@ class Record:
             self._add_known()
             totals = list(self._totals.items())
         exposed: dict[TransferKind, float] = defaultdict(float)
+        encoded: dict[tuple[str, str], tuple[int, int]] = {}
         for transfer, total in totals:
             exposed[transfer.kind] += total.seconds_exposed
+            if total.exact_values:
+                key = exact_codec(transfer.move.op), transfer.dtype
+                values, messages = encoded.get(key, (0, 0))
+                encoded[key] = values + total.exact_values, messages + total.exact_messages
         return Sums(
             calls=sum(t.calls for _, t in totals),
-            intra_bytes=sum(t.calls * t.intra_bytes_each for _, t in totals),
-            inter_bytes=sum(t.inter_bytes for _, t in totals),
+            intra_bytes=sum(t.sent[1] for _, t in totals),
+            inter_bytes=sum(t.sent[0] for _, t in totals),
+            exact_bytes=encoded,
             exposed_seconds=dict(exposed),
             host_seconds=self.host.seconds,
         )
