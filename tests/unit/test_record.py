@@ -146,6 +146,27 @@ def test_several_gathers_in_one_message_share_its_seconds() -> None:
     assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(1, 1.0), (1, 1.0)]
 
 
+def test_bytes_of_exact_messages_are_those_that_were_sent() -> None:
+    """In a trace, those of each interval. In totals, those of all calls."""
+    move = replace(PAIR, op=Op.ALL_GATHER)
+    sync = Transfer(
+        TransferKind.PARAM_SYNC, Range("a", "float32", 1 << 16, "float32"), move, Transport(exact=True), Topology(2, 1)
+    )
+    counted = record(HostTimer())
+    for traced, messages in ((False, 100), (True, 50)):
+        counted.trace = Trace(HostTimer()) if traced else None
+        with counted.running([sync], micro_step=0):
+            counted.encoded(sync, 200, messages)
+    assert counted.trace is not None
+    counted.trace.end()
+    sent = [each.args for each in counted.trace.intervals if each.track == "between nodes"]
+    assert [args["bytes"] for args in sent] == [sync.inter_bytes // 4]
+    assert [args["codec"] for args in sent] == ["exact differences"]
+    assert counted.totals()[0].inter_bytes == counted.sums().inter_bytes == sync.inter_bytes * 2 * 150 // 400
+    assert counted.sums().exact_shares == {("exact differences", "float32"): 150 / 400}
+    assert counted.sums().since(counted.sums()).exact_shares == {}
+
+
 def test_wire_buffers_are_made_once_and_only_as_large_as_is_needed() -> None:
     told: list[int] = []
     buffers = WireBuffers(torch.device("cpu"), lambda made: told.append(made.numel()))

@@ -1,0 +1,233 @@
+"""Exact transports in plans: where they pay they are chosen, priced as measured, and named with what is expected."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.profiles import made_profile
+from tests.unit.test_planner import SMALL, priced_of, small_cluster
+from towpath.cli import main
+from towpath.core.exact import DIFFERENCES, VALUES
+from towpath.core.formats import Precision
+from towpath.core.presets import strategy
+from towpath.core.routes import Op
+from towpath.core.schedule import schedule
+from towpath.core.strategy import GRADIENTS, Strategy
+from towpath.core.units import BucketSpec, UnitSpec
+from towpath.errors import ConfigError
+from towpath.planner import tables
+from towpath.planner.catalog import load_exact_shares
+from towpath.planner.cluster import Cluster
+from towpath.planner.pipelines import Pipelines
+from towpath.planner.prediction import Prediction, Ranking
+from towpath.planner.request import BF16, Request
+from towpath.planner.solver import Solver
+from towpath.topology.cluster import Topology
+from towpath.train.config import Config
+from towpath.train.metrics import JsonLines, StepRow
+
+SPEED = 1e9  # elements a second that a rank codes exactly
+
+
+def on_gloo(gigabits: float, coded: float = 2e11) -> Cluster:
+    """Ranks whose processors compute, send and encode."""
+    cluster = small_cluster(inter=gigabits)
+    return replace(cluster, hardware=replace(cluster.hardware, cores=4.0, ranks_sharing=2, memory_rate=16 * coded))
+
+
+def solver(cluster: Cluster, **options: Any) -> Solver:
+    request = Request(8, cluster.memory, BF16, micro_batches=(2,), checkpointing=False, **options)
+    return Solver(SMALL.model("small", 256), cluster, request)
+
+
+def best(found: Solver) -> Prediction:
+    answer = found.solve(best=1)
+    assert isinstance(answer, Ranking)
+    return answer.ranked[0]
+
+
+def test_a_slow_cable_gets_exact_transports_and_the_plan_names_what_it_expects() -> None:
+    found = solver(on_gloo(1.0))
+    first, plain = best(found), best(solver(on_gloo(1.0), exact=False))
+
+    assert first.strategy.is_exact and not plain.strategy.is_exact
+    assert first.seconds < 0.8 * plain.seconds
+    assert tables.label(first.strategy) == f"{first.strategy.name} exact"
+    assert 0 < first.expected_inter_bytes < 0.8 * first.inter_bytes
+    (line,) = tables.exact_bits([first, plain], found)
+    assert line.startswith("Exact transports lose nothing. Expected on paper: ")
+    assert "differences of bfloat16 take 5 of 16 bits" in line or "values of bfloat16 take 11.5 of 16 bits" in line
+    cells = dict(zip(tables.HEADINGS, tables.row(1, first, found), strict=True))
+    assert " of " in cells["GB out"]
+    told = tables.as_json(first, found)
+    assert told["expected_inter_bytes"] == first.expected_inter_bytes
+    assert Strategy.from_toml(told["toml"]) == first.strategy
+
+
+@pytest.mark.parametrize("gigabits, coded", [(1000.0, SPEED), (1.0, 1e6)], ids=["fast cable", "slow coder"])
+def test_where_coding_takes_longer_than_it_saves_transports_stay_as_they_are(gigabits: float, coded: float) -> None:
+    found = solver(on_gloo(gigabits, coded))
+    assert not any(candidate.exact for candidate in found.candidates())
+    assert best(solver(on_gloo(gigabits, coded), exact=True)).strategy.is_exact
+    assert not tables.exact_bits([best(found)], found)
+
+
+def test_backends_that_cannot_encode_sums_are_planned_without() -> None:
+    found = solver(small_cluster(inter=1.0), exact=True)
+    for candidate in found.candidates():
+        made = found.strategy(candidate)
+        assert not any(made.transport(kind).exact for kind in GRADIENTS), candidate
+
+
+@pytest.mark.parametrize("exact", [None, True])
+def test_both_forms_take_no_less_than_their_bounds_and_the_best_is_found(exact: bool | None) -> None:
+    found = solver(on_gloo(4.0), exact=exact)
+    candidates = list(found.candidates())
+    assert {c.exact for c in candidates} == ({True} if exact else {False, True})
+    priced = [(priced_of(found, candidate), candidate) for candidate in candidates]
+    for each, candidate in priced:
+        assert found.bound(candidate)[0] <= each.seconds * (1 + 1e-9), candidate
+        assert found.least_memory(candidate) <= each.peak_bytes, candidate
+    answer = found.solve(best=1, most=10_000)
+    assert isinstance(answer, Ranking) and answer.proven
+    assert answer.ranked[0].seconds == min(each.seconds for each, _ in priced)
+
+
+def test_stages_send_their_gradients_exactly_where_that_is_faster() -> None:
+    shape = replace(SMALL, depth=8)
+
+    def planned(gigabits: float, exact: bool | None) -> Any:
+        cluster = on_gloo(gigabits)
+        request = Request(8, cluster.memory, BF16, micro_batches=(2,), checkpointing=False, exact=exact)
+        return Pipelines(lambda count: shape.staged("small", 256, count), _across(cluster), request).solve([2], best=1)[
+            0
+        ]
+
+    slow, without = planned(0.5, None), planned(0.5, False)
+    assert slow.strategy.is_exact and slow.seconds < without.seconds and str(slow.layout).endswith(" exact")
+    assert slow.saved_inter_bytes and not without.saved_inter_bytes
+
+
+def _across(cluster: Cluster) -> Cluster:
+    """The copies of a stage are on different nodes."""
+    return cluster.on(4, 1)
+
+
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+
+def test_measured_shares_are_written_with_the_metrics_and_read_for_plans(tmp_path: Path) -> None:
+    shares = {(DIFFERENCES, "bfloat16"): 0.25, (VALUES, "bfloat16"): 0.75}
+    for share, steps in ((0.9, 1), (0.25, 3)):  # the last run of the file counts
+        lines = JsonLines(tmp_path / "metrics.jsonl")
+        lines.start(0, {}, {})
+        for step in range(steps):
+            seen = {**shares, (DIFFERENCES, "bfloat16"): 0.7 if step == 0 else share}  # the first one sends values
+            lines.write(_row(step + 1, seen))
+        lines.close()
+
+    found = load_exact_shares(tmp_path)
+
+    assert dict(found) == shares and load_exact_shares(tmp_path / "metrics.jsonl") == found
+    cluster = on_gloo(1.0)
+    measured = solver(cluster, exact_shares=found)
+    first = best(measured)
+    hardware = measured.cluster.hardware
+    assert (hardware.exact_share(Op.ALL_GATHER, "bfloat16"), hardware.exact_share(Op.ALL_REDUCE, "float32")) == (
+        0.25,
+        27.4 / 32,
+    )
+    (line,) = tables.exact_bits([first], measured)
+    assert line.startswith("Exact transports lose nothing. Expected as measured: ")
+    assert first.seconds != best(solver(cluster)).seconds
+
+
+def _row(step: int, shares: dict[tuple[str, str], float]) -> StepRow:
+    return StepRow(
+        step=step, loss=1.0, learning_rate=1.0, gradient_norm=1.0, tokens=1, seconds=1.0, inter_bytes=1, intra_bytes=1,
+        exposed_seconds=0.0, memory_bytes=1, exact_shares=shares,
+    )  # fmt: skip
+
+
+def test_a_run_that_sent_nothing_exactly_is_refused(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.start(0, {}, {})
+    lines.write(_row(1, {}))
+    lines.close()
+    with pytest.raises(ConfigError, match="has sent nothing exactly"):
+        load_exact_shares(tmp_path)
+    with pytest.raises(ConfigError, match="exact_from: cannot read"):
+        load_exact_shares(tmp_path / "nowhere")
+
+
+def test_a_profile_has_the_speed_of_exact_codecs_and_older_ones_an_estimate() -> None:
+    made = made_profile()
+    copied = made.cluster().hardware.memory_rate
+    assert made.cluster().hardware.codec_speed(DIFFERENCES).encode == copied / 16
+    points = [
+        replace(point, what=point.what.replace("int8", DIFFERENCES))
+        for point in made.points
+        if "code int8" in point.what
+    ]
+    speed = replace(made, points=(*made.points, *points)).cluster().hardware.codec_speed(DIFFERENCES)
+    assert (speed.encode, speed.decode) == pytest.approx((1e9, 2e9))
+
+
+# --- tables and options -----------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_has_the_expected_bytes_next_to_the_upper_bound() -> None:
+    topology, units = Topology(2, 2), [UnitSpec("", (BucketSpec((1 << 20,)),))]
+    made = [
+        schedule(strategy("paro-iig", topology, exact=exact), units, 1, Precision("bf16", "bf16")) for exact in (0, 1)
+    ]
+
+    plain, exact = (str(each).splitlines() for each in made)
+
+    assert "expected" not in plain[1] and plain[0] == exact[0]
+    assert exact[1].split()[-2:] == ["between nodes", "expected"] or exact[1].endswith("expected")
+    for kind, share in (("grad_sync", 11.5 / 16), ("param_sync", 5 / 16), ("gather", 1.0)):
+        *_, most, expected = next(line for line in exact if line.split()[0] == kind).replace(",", "").split()
+        assert int(expected) == round(share * int(most))
+    assert exact[-1] == (
+        "  expected on paper: differences of bfloat16 take 5 of 16 bits, values of bfloat16 take 11.5 of 16 bits"
+    )
+
+
+def test_configurations_take_true_false_or_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    for text, value in (("exact = true", True), ("exact = false", False), ("", None), ('exact = ""', None)):
+        for name in ("auto", "paro-iig"):
+            file.write_text(f'[strategy]\nname = "{name}"\n{text}\n')
+            config = Config.load(file, [])
+            assert config.strategy.exact is value
+            file.write_text(str(config))
+            assert Config.load(file, []) == config
+        assert config.strategy.build(Topology(2, 2), 10).is_exact is (value is True)
+    with pytest.raises(ConfigError, match=r'strategy\.exact = "often": expected true or false'):
+        Config.load(file, ["strategy.exact=often"])
+    with pytest.raises(ConfigError, match=r"only with strategy\.name = auto"):
+        Config.load(file, ["strategy.exact_from=run"])
+
+
+def test_the_command_plans_with_exact_transports_or_without(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(made_profile(cable=2e6).to_json())
+    model = str(Path(__file__).with_name("six-layers") / "config.json")
+
+    def planned(*options: str) -> dict[str, Any]:
+        arguments = ["plan", model, "--cluster", str(profile), "--batch", "4", "--length", "64", "--memory", "64"]
+        found = CliRunner().invoke(
+            main.app, [*arguments, "--precision", "fp32", "--no-checkpointing", "--top", "1", "--json", *options]
+        )
+        assert found.exit_code == 0, found.output
+        return json.loads(found.stdout)["plans"][0]
+
+    on, off, auto = (Strategy.from_toml(planned("--exact", how)["toml"]) for how in ("on", "off", "auto"))
+    assert on.is_exact and not off.is_exact and auto.is_exact
