@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,30 @@ def last_runs() -> list[dict[str, Any]]:
 def table() -> str:
     lines = ["| case | mean error | rank correlation | regret, lossless | regret, with codecs | starts | commit |"]
     lines.append("|---|---|---|---|---|---|---|")
-    runs = last_runs()
-    for run in runs:
-        starts = [found["start_error"] for found in run["timelines"].values()]
-        alike = all(found["same_order"] for found in run["timelines"].values())
-        regret = run["regret"]
-        lines.append(
-            f"| {run['case']['name']} | {run['mean_error']:.1%} | {run['rank_correlation']:.2f} | "
-            f"{regret['lossless']:.1%} | {regret['with codecs']:.1%} | "
-            f"{statistics.fmean(starts):.1%}{'' if alike else ', in another order'} | {results.measured_at(run)} |"
-        )
-    mean = [statistics.fmean(run[key] for run in runs) for key in ("mean_error", "rank_correlation")]
-    regrets = [statistics.fmean(run["regret"][kind] for run in runs) for kind in ("lossless", "with codecs")]
-    lines.append(f"| mean of {len(runs)} | {mean[0]:.1%} | {mean[1]:.2f} | {regrets[0]:.1%} | {regrets[1]:.1%} | | |")
+    # Cases with exact transports have none with codecs, and a mean of their own.
+    for exact in (False, True):
+        runs = [run for run in last_runs() if run["case"].get("exact", False) == exact]
+        kinds = ("lossless",) if exact else ("lossless", "with codecs")
+        for run in runs:
+            starts = [found["start_error"] for found in run["timelines"].values()]
+            alike = all(found["same_order"] for found in run["timelines"].values())
+            lines.append(
+                f"| {run['case']['name']} | {run['mean_error']:.1%} | {run['rank_correlation']:.2f} | "
+                f"{_regrets(run['regret'][kind] for kind in kinds)} | "
+                f"{statistics.fmean(starts):.1%}{'' if alike else ', in another order'} | {results.measured_at(run)} |"
+            )
+        if runs:
+            mean = [statistics.fmean(run[key] for run in runs) for key in ("mean_error", "rank_correlation")]
+            regrets = _regrets(statistics.fmean(run["regret"][kind] for run in runs) for kind in kinds)
+            name = f"mean of {len(runs)}{', exact' if exact else ''}"
+            lines.append(f"| {name} | {mean[0]:.1%} | {mean[1]:.2f} | {regrets} | | |")
     return "\n".join(lines)
+
+
+def _regrets(found: Iterable[float]) -> str:
+    """Return the cells of the regrets, lossless and with codecs."""
+    lossless, *codecs = (f"{regret:.1%}" for regret in found)
+    return f"{lossless} | {codecs[0] if codecs else '–'}"
 
 
 def picture() -> str:

@@ -6,6 +6,10 @@ A case is a link rate, a shape of the cluster, a model, micro-steps, and whether
 their own, `towpath probe` measures the cluster, and then the ranks measure the units of the model. The predictions use
 nothing else. Then every strategy runs, and the two that the planner ranks first, without and with codecs.
 
+Cases whose names end with "exact" train in bfloat16. There every lossless strategy also runs with exact transports, in
+place of those with codecs, and the planner chooses with and without them. Its predictions use the shares of exact
+messages that some steps before have measured.
+
 Figures are the error of each predicted step, the regret and the rank correlation. They also are how far apart each
 transfer begins in the engine's trace and in the simulator. The regret is the step of the planner's choice over the
 fastest measured step, less one.
@@ -34,36 +38,44 @@ from benchmarks.peers import CandidateSpec, stepper
 from benchmarks.workload import SQUARE, Workload
 from towpath.auto.measure import describe_measured
 from towpath.auto.probe import probe
+from towpath.core.exact import Shares
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.engine.layout import lay_out
-from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval
+from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval, Sums, sums
 from towpath.planner.model import Model
+from towpath.planner.prediction import Batching, Ranking
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
-from towpath.planner.solver import Batching, Ranking, Solver
+from towpath.planner.solver import Solver
 from towpath.sim.timeline import Event, Timeline
 from towpath.tracing import simulated_intervals
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")
 LOSSY = ("zero++", "ddp gradients=int8", "mics gradients=int4:64", "zero3 weights=int8 gradients=int8")
+EXACT = tuple(f"{name} exact=true" for name in LOSSLESS)
 ALLOWED = ("int8", "int4:64")
 AT_ONCE = 6  # candidates in memory at the same time
 PROBE_SECONDS = 60.0  # the default of `towpath probe`
-MOST_ERROR = {"on the cores": 0.15, "waiting": 0.10}
-MOST_REGRET = 0.10
+MOST_ERROR = {"on the cores": 0.15, "waiting": 0.10, "exact": 0.10}
+MOST_REGRET, MOST_REGRET_EXACT = 0.10, 0.03
 TRACED_STEPS = 3
 CHOSEN = ("the plan's", "the plan's with codecs")
 CHOSEN_BY_MESSAGES = ("the plan's by messages", "the plan's by messages, with codecs")
+WITHOUT_EXACT = "without exact"
+CHOSEN_EXACT = ("the plan's", f"the plan's {WITHOUT_EXACT}")
+CHOSEN_EXACT_BY_MESSAGES = ("the plan's by messages", f"the plan's by messages, {WITHOUT_EXACT}")
+SHARE_STEPS = 3  # whose exact messages are measured
 DRAWN = ("zero3", "paro-iig")
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerCase:
-    """A workload on links of a rate."""
+    """A workload on links of a rate. With `exact`, exact transports are compared instead of codecs."""
 
     inter: str
     workload: Workload
+    exact: bool = False
 
     @property
     def name(self) -> str:
@@ -71,7 +83,8 @@ class PlannerCase:
         w = self.workload
         size = "large" if w.width == 384 else "small"
         waits = ", waiting" if w.wait_seconds is not None else ""
-        return f"{self.inter}, {w.topology}, {size}, {w.micro_steps} micro-steps{waits}"
+        exact = f", {w.dtype}, exact" if self.exact else ""
+        return f"{self.inter}, {w.topology}, {size}, {w.micro_steps} micro-steps{waits}{exact}"
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Probe, predict, measure and compare."""
@@ -80,30 +93,36 @@ class PlannerCase:
         seconds = 2.0 if settings.quick else PROBE_SECONDS
         with started({"probe": Launch(cluster, Planning, (workload, seconds))}, settings.say) as running:
             profile, model = running["probe"].ask("found")[0]
-        plan, by_messages = (Plan(profile, model, workload, measured) for measured in (True, False))
-        strategies = {name: CandidateSpec.parse(name).strategy(workload.topology) for name in (*LOSSLESS, *LOSSY)}
-        chosen = dict(zip(CHOSEN, (plan.best(()), plan.best(ALLOWED)), strict=True))
-        others = by_messages.best(()), by_messages.best(ALLOWED)
+            shares = running["probe"].ask("exact_shares")[0] if self.exact else ()
+        plan, by_messages = (Plan(profile, model, workload, measured, shares) for measured in (True, False))
+        compared_with = EXACT if self.exact else LOSSY
+        names = CHOSEN_EXACT if self.exact else CHOSEN
+        names_by_messages = CHOSEN_EXACT_BY_MESSAGES if self.exact else CHOSEN_BY_MESSAGES
+        strategies = {
+            name: CandidateSpec.parse(name).strategy(workload.topology) for name in (*LOSSLESS, *compared_with)
+        }
+        chosen = dict(zip(names, self._chosen(plan), strict=True))
+        others = self._chosen(by_messages)
         # Where both ways of pricing choose the same strategy, it runs once.
         chosen_by_messages = tuple(
             name if strategy == chosen[name] else other
-            for name, other, strategy in zip(CHOSEN, CHOSEN_BY_MESSAGES, others, strict=True)
+            for name, other, strategy in zip(names, names_by_messages, others, strict=True)
         )
         chosen |= {n: s for n, s in zip(chosen_by_messages, others, strict=True) if n not in chosen}
         measured: dict[str, list[float]] = {}
         traces: dict[str, list[list[Interval]]] = {}
         strategies |= chosen
         for first in range(0, len(strategies), AT_ONCE):
-            names = list(strategies)[first : first + AT_ONCE]
-            launches = {name: Launch(cluster, TracedStep, (strategies[name], workload), warm_up=2) for name in names}
+            some = list(strategies)[first : first + AT_ONCE]
+            launches = {name: Launch(cluster, TracedStep, (strategies[name], workload), warm_up=2) for name in some}
             with started(launches, settings.say) as running:
                 measured |= compare(running, settings.rounds, settings.say).seconds
-                traces |= {name: running[name].ask("traced")[0] for name in names}
+                traces |= {name: running[name].ask("traced")[0] for name in some}
         predicted, others_predicted = (
             {name: round(each.seconds(strategy), 5) for name, strategy in strategies.items()}
             for each in (plan, by_messages)
         )
-        found = compared(predicted, measured)
+        found = compared(predicted, measured, names)
         by_default = compared(others_predicted, measured, chosen_by_messages)
         return {
             "checks": self._checks(by_default),
@@ -116,10 +135,16 @@ class PlannerCase:
             "measured_seconds": {name: [round(s, 5) for s in values] for name, values in measured.items()},
             "chosen": {name: strategy.to_toml() for name, strategy in chosen.items()},
             "computing_seconds": round(plan.computing, 5),
+            "exact_shares": {f"{codec} of {dtype}": share for (codec, dtype), share in shares},
             "profile": profile.to_json(),
             **found,
             **self._timelines(by_messages, strategies, traces, measured),
         }
+
+    def _chosen(self, plan: Plan) -> tuple[Strategy, Strategy]:
+        """Return the two strategies that the planner chooses."""
+        without = plan.best((), exact=False)
+        return (plan.best((), exact=None), without) if self.exact else (without, plan.best(ALLOWED, exact=False))
 
     def _timelines(
         self,
@@ -140,11 +165,11 @@ class PlannerCase:
         return {"timelines": tasks, "drawn": drawn}
 
     def _checks(self, found: Mapping[str, Any]) -> list[Check]:
-        how = "waiting" if self.workload.wait_seconds is not None else "on the cores"
+        how = "exact" if self.exact else "waiting" if self.workload.wait_seconds is not None else "on the cores"
+        most = MOST_REGRET_EXACT if self.exact else MOST_REGRET
         return [
             Check("mean |predicted / measured − 1|", found["mean_error"], MOST_ERROR[how]),
-            Check("regret, lossless", found["regret"]["lossless"], MOST_REGRET),
-            Check("regret, with codecs", found["regret"]["with codecs"], MOST_REGRET),
+            *(Check(f"regret, {which}", regret, most) for which, regret in found["regret"].items()),
             Check("rank correlation", found["rank_correlation"], at_least=0.9),
         ]
 
@@ -154,18 +179,21 @@ def compared(
 ) -> dict[str, Any]:
     """Return the figures of one case. The spread of repeated steps stands next to the errors.
 
-    `chosen` are the planner's choices without and with codecs.
+    `chosen` are the planner's choices without and with codecs, or with and without exact transports.
     """
     steps = medians(measured)
     errors = {name: predicted[name] / steps[name] - 1 for name in steps}
     lossless = [seconds for name, seconds in steps.items() if name not in LOSSY and "with codecs" not in name]
+    second, pool = "with codecs", list(steps.values())
+    if WITHOUT_EXACT in chosen[1]:
+        second, pool = WITHOUT_EXACT, [s for name, s in steps.items() if name in LOSSLESS or WITHOUT_EXACT in name]
     return {
         "errors": {name: round(error, 4) for name, error in errors.items()},
         "spread": {name: round((max(v) - min(v)) / steps[name], 4) for name, v in measured.items()},
         "mean_error": statistics.fmean(map(abs, errors.values())),
         "regret": {
             "lossless": steps[chosen[0]] / min(lossless) - 1,
-            "with codecs": steps[chosen[1]] / min(steps.values()) - 1,
+            second: steps[chosen[1]] / min(pool) - 1,
         },
         "rank_correlation": rank_correlation([predicted[n] for n in steps], list(steps.values())),
     }
@@ -185,10 +213,14 @@ class Plan:
     model: Model
     workload: Workload
     measured_collectives: bool = True
+    exact_shares: Shares = ()
 
-    def best(self, allowed: Sequence[str]) -> towpath.Strategy:
-        """Return the strategy that the planner ranks first, with these codecs allowed."""
-        found = self._solver(allowed).solve(best=1)
+    def best(self, allowed: Sequence[str], exact: bool | None) -> towpath.Strategy:
+        """Return the strategy that the planner ranks first, with these codecs allowed.
+
+        With `exact` None it may have exact transports.
+        """
+        found = self._solver(allowed, exact).solve(best=1)
         assert isinstance(found, Ranking)
         return found.ranked[0].strategy
 
@@ -209,17 +241,19 @@ class Plan:
     def _batching(self) -> Batching:
         return Batching(1, self.workload.micro_steps)
 
-    def _solver(self, allowed: Sequence[str]) -> Solver:
+    def _solver(self, allowed: Sequence[str], exact: bool | None = None) -> Solver:
         weights, gradients = codecs_for_both(allowed)
         request = Request(
             self.workload.micro_steps * self.workload.topology.world,
             self.profile.memory,
-            towpath.Precision(self.workload.torch_dtype),
+            self.workload.precision,
             optimizer=Optimizer.named("adamw"),
             weights=weights,
             gradients=gradients,
             micro_batches=(1,),
             checkpointing=False,
+            exact=exact,
+            exact_shares=self.exact_shares,
         )
         cluster = self.profile.cluster(measured_collectives=self.measured_collectives)
         return Solver(self.model, cluster, request)
@@ -230,7 +264,8 @@ class Planning:
 
     def __init__(self, rank: int, world: int, workload: Workload, seconds: float) -> None:
         inputs, tokens = next(workload.data(0)), workload.batch * workload.length
-        model, precision = workload.model(), towpath.Precision(workload.torch_dtype)
+        model, precision = workload.model(), workload.precision
+        self._workload, self._rank = workload, rank
         largest = max(4 * sum(bucket.numels) for layout in lay_out(model) for bucket in layout.spec.buckets)
         self._profile = probe(workload.topology, seconds, largest=largest)
         device = torch.device("cpu")
@@ -241,14 +276,24 @@ class Planning:
         """Return what was measured."""
         return self._profile, self._model
 
+    def exact_shares(self) -> Shares:
+        """Return what exact messages take in some steps of `zero1`, after one that sends values instead."""
+        strategy = towpath.strategy("zero1", self._workload.topology, exact=True)
+        stepped = TracedStep(self._rank, self._workload.topology.world, strategy, self._workload)
+        seen: list[Sums] = []
+        for _ in range(1 + SHARE_STEPS):
+            stepped.sample()
+            seen.append(sums(stepped.model))
+        return tuple(seen[-1].since(seen[0]).exact_shares.items())
+
 
 class TracedStep:
     """A worker whose sample is one optimizer step, and that can trace steps."""
 
     def __init__(self, rank: int, world: int, strategy: towpath.Strategy, workload: Workload) -> None:
-        self._model: Any = towpath.shard(workload.model(), strategy, precision=towpath.Precision(workload.torch_dtype))
+        self.model: Any = towpath.shard(workload.model(), strategy, precision=workload.precision)
         self._work = stepper(
-            self._model,
+            self.model,
             lambda model, last: nullcontext() if last else model.no_sync(),
             workload.data(rank),
             workload.micro_steps,
@@ -262,7 +307,7 @@ class TracedStep:
         """Return the intervals of some steps."""
         found: list[Sequence[Interval]] = []
         for _ in range(TRACED_STEPS):
-            with towpath.tracing.trace(self._model) as trace:
+            with towpath.tracing.trace(self.model) as trace:
                 self._work()
             found.append(trace.intervals)
         return found
@@ -372,6 +417,12 @@ def cases() -> Iterator[PlannerCase]:
     yield PlannerCase("200mbit", Workload(SQUARE, width=384, depth=9))
     yield PlannerCase("1gbit", Workload(SQUARE, width=384, depth=9))
     yield PlannerCase("1gbit", Workload(FOUR, 4, width=384, depth=9))
+    for inter, topology, micro_steps in (
+        *(("50mbit", SQUARE, 1), ("200mbit", SQUARE, 1), ("1gbit", SQUARE, 1)),
+        *(("200mbit", SQUARE, 4), ("200mbit", THREE, 1)),
+    ):
+        yield PlannerCase(inter, Workload(topology, micro_steps, "bfloat16", width=192, depth=6), exact=True)
+    yield PlannerCase("200mbit", Workload(dtype="bfloat16", width=384, depth=9), exact=True)
 
 
 SUITES = (Suite("planner", __doc__ or "", list(cases())),)
