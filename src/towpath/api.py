@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, Never, TypeVar, cast
 
@@ -101,8 +101,7 @@ def shard(
         workload: What a step computes, and in how much memory. Required by "auto", and refused otherwise.
         offload: "optimizer" keeps the master parameters, their `.grad` and the optimizer's states in the host's memory,
             and steps on the CPU. By default, the strategy's own setting. Use it if the states do not fit on the GPU.
-        exact: True sends gradients and updated parameters in fewer bytes between nodes, and every bit stays the same.
-            False does not. By default, the strategy's own setting, and "auto" uses it where it expects a faster step.
+        exact: True sends fewer bytes between nodes, without losing a bit. By default, the strategy or "auto" decides.
         check_every: The number of optimizer steps between two comparisons of parameters. Ranks with copies of the same
             parameters ("ddp", "mics") raise an error with the unit's name if they differ. 0 is never.
         **theirs: Not supported. An argument of FSDP or FSDP2 raises an error that names the counterpart.
@@ -120,9 +119,21 @@ def shard(
     """
     if theirs:
         check_arguments(theirs, inspect.signature(shard).parameters)
-    return _shard(
-        model, strategy, topology, units, precision, group, mesh, values, workload, offload, exact, check_every
-    )
+    changes = _Changes(offload, exact)
+    return _shard(model, strategy, topology, units, precision, group, mesh, values, workload, changes, check_every)
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """The arguments of `shard` that change a named strategy, and that bind the planner. None leaves them open."""
+
+    offload: Offload | None
+    exact: bool | None
+
+    def of(self, strategy: Strategy) -> Strategy:
+        """Return the changed strategy."""
+        changed = strategy if self.exact is None else strategy.with_exact_transports(self.exact)
+        return changed if self.offload is None else replace(changed, offload=self.offload)
 
 
 @contextmanager
@@ -151,8 +162,7 @@ def _shard(
     mesh: DeviceMesh | None,
     values: Values | None,
     workload: Workload | None,
-    offload: Offload | None,
-    exact: bool | None,
+    changes: _Changes,
     check_every: int,
 ) -> Model:
     _check_kinds(topology, group, mesh, check_every)
@@ -169,23 +179,23 @@ def _shard(
         topology = Topology(*detect_shape(groups))
     with agreement(groups) as lines:
         precision = Precision.of(precision)
-        chosen = _resolve(strategy, topology, workload, offload, exact, groups.world)
+        chosen = _resolve(strategy, topology, workload, changes, groups.world)
         check_class(model, "auto" if chosen is None else chosen.name)
         layouts = lay_out(model, units, precision)
         if chosen is not None:
             check_exchangeable(chosen, layouts, groups)
             lines += [f"strategy {chosen.to_toml()}"]
         else:
-            lines += ["strategy auto", f"{workload}", f"{topology}", f"{offload}", f"exact {exact}"]
-        lines += [f"{precision}", f"values as {'the model has' if values is None else 'values= gives'} them"]
-        lines += _environment(groups, check_every)
+            lines += ["strategy auto", f"{workload}", f"{topology}", f"{changes}"]
+        source = "the model has" if values is None else "values= gives"
+        lines += [f"{precision}", f"values as {source} them", *_environment(groups, check_every)]
         # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
         lines += describe(model, layouts)
     if chosen is None:
         from towpath.auto.choice import choose_for  # imported here, because it also imports what traces a model
 
         assert workload is not None and topology is not None
-        chosen = choose_for(model, layouts, workload, groups, topology, precision, offload, exact)
+        chosen = choose_for(model, layouts, workload, groups, topology, precision, changes.offload, changes.exact)
         # The planner runs the model without values. A recurrent module that `check_exchangeable` has prepared for the
         # engine would run with its own weights instead, so the check follows the plan.
         with agreement(groups):
@@ -238,12 +248,7 @@ def _of_mesh(
 
 
 def _resolve(
-    strategy: str | Strategy,
-    topology: Topology | None,
-    workload: Workload | None,
-    offload: Offload | None,
-    exact: bool | None,
-    world: int,
+    strategy: str | Strategy, topology: Topology | None, workload: Workload | None, changes: _Changes, world: int
 ) -> Strategy | None:
     """Return the strategy that the user named, or None for "auto"."""
     if strategy == "auto":
@@ -265,8 +270,7 @@ def _resolve(
         _check_is_strategy("shard", strategy)
         _check_topology(strategy, topology)
         _check_world(strategy.topology, world)
-    strategy = strategy if exact is None else strategy.with_exact_transports(exact)
-    return strategy if offload is None else replace(strategy, offload=offload)
+    return changes.of(strategy)
 
 
 def _environment(groups: Groups, check_every: int) -> list[str]:

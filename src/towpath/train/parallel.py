@@ -177,21 +177,19 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Conf
     from towpath.auto.measure import describe_measured
 
     weights, gradients = codecs_for_both(options.allow)
-    interleaved = train.steps if options.interleaved else 0
     share = max(1, train.batch // topology.world)
     model, precision = _WithLoss(bundle.model), train.dtypes
     layouts = lay_out(model, None, precision)
 
     def request(memory: int) -> Request:
-        limit, offload = int(options.memory * GIB) or memory, options.offload_option
         return Request(
             train.batch,
-            limit,
+            int(options.memory * GIB) or memory,
             precision,
             weights=weights,
             gradients=gradients,
-            offload=offload,
-            interleaved=interleaved,
+            offload=options.offload_option,
+            interleaved=train.steps if options.interleaved else 0,
             exact=options.exact,
             exact_shares=load_exact_shares(options.exact_from) if options.exact_from else (),
         )
