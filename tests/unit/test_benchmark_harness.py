@@ -625,6 +625,12 @@ class TestPrediction:
         assert found["spread"][names[0]] == 0 and found["spread"][names[1]] == 8.5
         assert found["rank_correlation"] > 0.9
 
+    def test_choices_without_exact_transports_are_judged_among_such(self) -> None:
+        predicted = dict(zip(["ddp", "mics", "ddp exact=true", *planner.CHOSEN_EXACT], range(1, 6), strict=True))
+        measured = dict(zip(predicted, ([4.0], [3.0], [1.0], [1.5], [6.0]), strict=True))
+        found = planner.compared(predicted, measured, planner.CHOSEN_EXACT)
+        assert found["regret"] == {"lossless": 0.5, "without exact": 1.0}
+
     def test_two_ways_of_pricing_are_judged_on_the_same_steps(self) -> None:
         line = {
             "case": {"name": "a case"},

@@ -67,6 +67,8 @@ class TestCandidates:
             ("qwz", "bfloat16", False),
             ("mics gradients=int8", "bfloat16", False),
             ("mics gradients=bf16", "bfloat16", True),
+            ("mics exact=true", "float32", True),
+            ("mics gradients=int4 exact=true", "float32", False),
             ("mics gradients=bf16", "float32", False),
             (LOW_RANK, "bfloat16", False),
             ("auto", "bfloat16", True),

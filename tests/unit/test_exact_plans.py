@@ -78,16 +78,25 @@ def test_where_coding_takes_longer_than_it_saves_transports_stay_as_they_are(gig
     assert not tables.exact_bits([best(found)], found)
 
 
-def test_backends_that_cannot_encode_sums_are_planned_without() -> None:
+def test_backends_that_cannot_encode_sums_only_get_exact_parameter_syncs() -> None:
     found = solver(small_cluster(inter=1.0), exact=True)
+    assert any(found.strategy(candidate).param_sync.exact for candidate in found.candidates())
     for candidate in found.candidates():
         made = found.strategy(candidate)
         assert not any(made.transport(kind).exact for kind in GRADIENTS), candidate
 
 
-@pytest.mark.parametrize("exact", [None, True])
-def test_both_forms_take_no_less_than_their_bounds_and_the_best_is_found(exact: bool | None) -> None:
-    found = solver(on_gloo(4.0), exact=exact)
+@pytest.mark.parametrize(
+    "cluster, exact",
+    [
+        (on_gloo(4.0), None),
+        (small_cluster(inter=1.0), None),
+        pytest.param(on_gloo(4.0), True, marks=pytest.mark.parity),
+    ],
+    ids=["gloo", "nccl", "required"],
+)
+def test_both_forms_take_no_less_than_their_bounds_and_the_best_is_found(cluster: Cluster, exact: bool | None) -> None:
+    found = solver(cluster, exact=exact)
     candidates = list(found.candidates())
     assert {c.exact for c in candidates} == ({True} if exact else {False, True})
     priced = [(priced_of(found, candidate), candidate) for candidate in candidates]

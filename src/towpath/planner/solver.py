@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from math import inf
+from math import ceil, inf
 from typing import Any
 
 from towpath.core.formats import Precision, item_bytes
@@ -296,6 +296,8 @@ class Solver:
 
     def _shape(self, kind: TransferKind, move: MoveShape, transport: Transport, numel: int) -> TransferShape:
         dtype = self._reduce if kind in GRADIENTS else self._compute
+        if transport.exact:  # the engine pads buckets, so that slices are equal, as collectives of messages need them
+            numel = ceil(numel / self._topology.world) * self._topology.world
         return TransferShape.of_move(move, transport, numel, dtype, self._hardware.form)
 
     # Memory ---------------------------------------------------------------------------------------------------------

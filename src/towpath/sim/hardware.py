@@ -466,7 +466,7 @@ def message_cost(transfer: Transfer, hardware: Hardware, source: StageLocation, 
 
 def encoding_seconds(transfer: Transfer, hardware: Hardware) -> float:
     """Return the seconds in which one member encodes its slice for an exact parameter sync."""
-    return transfer.elements / transfer.move.members * _BYTES_OF_AN_EXACT_ELEMENT / hardware.memory_rate
+    return transfer.elements / transfer.move.members / hardware.codec_speed(exact_codec(transfer.move.op)).encode
 
 
 def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> float:
