@@ -42,7 +42,8 @@ def on_gloo(gigabits: float, coded: float = 2e11) -> Cluster:
 
 
 def solver(cluster: Cluster, **options: Any) -> Solver:
-    request = Request(8, cluster.memory, BF16, micro_batches=(2,), checkpointing=False, **options)
+    batch = 2 * cluster.topology.world
+    request = Request(batch, cluster.memory, BF16, micro_batches=(2,), checkpointing=False, **options)
     return Solver(SMALL.model("small", 256), cluster, request)
 
 
@@ -79,7 +80,8 @@ def test_where_coding_takes_longer_than_it_saves_transports_stay_as_they_are(gig
 
 
 def test_backends_that_cannot_encode_sums_only_get_exact_parameter_syncs() -> None:
-    found = solver(small_cluster(inter=1.0), exact=True)
+    """Three ranks, so that buckets are padded."""
+    found = solver(small_cluster(3, 1, inter=1.0), exact=True)
     assert any(found.strategy(candidate).param_sync.exact for candidate in found.candidates())
     for candidate in found.candidates():
         made = found.strategy(candidate)

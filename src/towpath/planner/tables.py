@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from towpath.core.exact import EXACT, exact_codec, in_bits
-from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Strategy, TransferKind
+from towpath.core.exact import SMALLEST_BYTES, exact_codec, in_bits
+from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Strategy, TransferKind, move_shapes
 from towpath.planner.cluster import GIB
 from towpath.planner.pipelines import PipelinePrediction
 from towpath.planner.prediction import Prediction
@@ -95,11 +95,13 @@ def exact_bits(steps: Sequence[Prediction], solver: Solver) -> list[str]:
     hardware = solver.cluster.hardware
     shares: dict[tuple[str, str], float] = {}
     for step in steps:
+        shapes = move_shapes(step.strategy.placement, step.strategy.topology)
         for kind in EXACT_KINDS if step.saved_inter_bytes else ():
-            dtype = reduce if kind in GRADIENTS else compute
-            if step.strategy.transport(kind).exact and dtype in EXACT:
-                for move in getattr(step.strategy.moves, kind.value):
-                    shares[exact_codec(move.op), dtype] = hardware.exact_share(move.op, dtype)
+            dtype, transport = reduce if kind in GRADIENTS else compute, step.strategy.transport(kind)
+            for shape in shapes[kind]:
+                large = SMALLEST_BYTES * shape.grid.nodes * shape.grid.width
+                if transport.encodes_exactly(shape.op, shape.grid, large, dtype, hardware.form):
+                    shares[exact_codec(shape.op), dtype] = hardware.exact_share(shape.op, dtype)
     seen = {key: share for key, share in shares.items() if key in dict(hardware.exact_shares)}
     on_paper = {key: share for key, share in shares.items() if key not in seen}
     return [
