@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from towpath.core.exact import exact_codec
 from towpath.core.schedule import JobSchedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
@@ -23,9 +24,22 @@ from towpath.observing import BETWEEN, INSIDE, Stats, Sums, Trace, TransferStats
 from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
+# By exact codec and dtype: the upper bound of the bytes that are encoded between nodes, and inside nodes.
+ExactBytes = dict[tuple[str, str], tuple[int, int]]
 
 
 # --- stats ------------------------------------------------------------------------------------------------------------
+
+
+def _exact_bytes(job: JobSchedule) -> ExactBytes:
+    found: ExactBytes = {}
+    for transfer in job.transfers:
+        if transfer.exact:
+            key = exact_codec(transfer.move.op), transfer.dtype
+            between, inside = found.get(key, (0, 0))
+            inside += transfer.intra_bytes if transfer.encoded_inside else 0
+            found[key] = between + transfer.inter_bytes, inside
+    return found
 
 
 class StepCounter:
@@ -47,7 +61,7 @@ class StepCounter:
         self._changes = sorted({0, *changes})
         # How many optimizer steps were made, and how many steps inside no_sync, by the first step of their schedule.
         self._steps, self._accumulated = Counter[int](), Counter[int]()
-        self._planned: dict[tuple[int, int], tuple[Counter[Transfer], Sums]] = {}
+        self._planned: dict[tuple[int, int], tuple[Counter[Transfer], Sums, ExactBytes]] = {}
         self.seconds_waited = 0.0  # for neighbors: in the bubble, and for what links take
 
     @property
@@ -61,8 +75,11 @@ class StepCounter:
         self._steps[first] += 1
         self._accumulated[first] += accumulated
 
-    def planned(self, first: int = 0, accumulated: int = 0) -> tuple[Counter[Transfer], Sums]:
-        """Return how often a step sends each message, and the totals of all its transfers. Every rank must call it."""
+    def planned(self, first: int = 0, accumulated: int = 0) -> tuple[Counter[Transfer], Sums, ExactBytes]:
+        """Return how often a step sends each message, the totals of all its transfers, and the bytes of exact ones.
+
+        Every rank must call it.
+        """
         # The first call plans all changes of the schedule. Later calls without accumulation then need no other rank.
         keys = [(first, accumulated)]
         for key in keys if self._planned else [*((each, 0) for each in self._changes), *keys]:
@@ -70,10 +87,10 @@ class StepCounter:
                 job = self._plan(*key)
                 sent = Counter(replace(t, micro_step=0) for t in job.transfers if t.kind in _MESSAGES)
                 total = Sums(calls=sent.total(), intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
-                self._planned[key] = sent, total
+                self._planned[key] = sent, total, _exact_bytes(job)
         return self._planned[first, accumulated]
 
-    def _all_planned(self) -> Iterator[tuple[int, Counter[Transfer], Sums]]:
+    def _all_planned(self) -> Iterator[tuple[int, Counter[Transfer], Sums, ExactBytes]]:
         """Yield how often each planned step was made, and what `planned` returns for it. Every rank must call it.
 
         All steps inside `no_sync` send the same, so a step with several of them is not planned. It counts as several
@@ -114,7 +131,7 @@ class StepCounter:
     def _messages(self) -> list[TransferStats]:
         """Return the messages by kind and transport. The first one has the seconds of waiting for any of them."""
         sent: Counter[Transfer] = Counter()
-        for steps, messages, _ in self._all_planned():
+        for steps, messages, *_ in self._all_planned():
             for message, count in messages.items():
                 sent[message] += steps * count
         return [
@@ -125,16 +142,25 @@ class StepCounter:
         ]
 
     def sums(self) -> Sums:
-        """Return the totals over all transfers. Every rank must call it."""
+        """Return the totals over all transfers. Every rank must call it.
+
+        Exact transfers of other ranks' stages are scaled by what this rank has seen of its own.
+        """
         own = Sums()
         for module in self._modules():
             own = own.plus(sums(module))
-        steps = [(count, total) for count, _, total in self._all_planned()]
+        planned, shares = list(self._all_planned()), own.exact_shares
+        steps = [(count, total) for count, _, total, _ in planned]
+        inter, intra = 0.0, 0.0  # what exact transfers have not sent
+        for count, *_, exact in planned:
+            for key, (between, inside) in exact.items():
+                saved = count * (1.0 - shares.get(key, 1.0))
+                inter, intra = inter + saved * between, intra + saved * inside
         return replace(
             own,
             calls=own.calls + sum(count * each.calls for count, each in steps),
-            intra_bytes=sum(count * each.intra_bytes for count, each in steps),
-            inter_bytes=sum(count * each.inter_bytes for count, each in steps),
+            intra_bytes=sum(count * each.intra_bytes for count, each in steps) - round(intra),
+            inter_bytes=sum(count * each.inter_bytes for count, each in steps) - round(inter),
             exposed_seconds={**own.exposed_seconds, TransferKind.ACTIVATION: self.seconds_waited},
         )
 

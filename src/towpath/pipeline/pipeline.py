@@ -505,7 +505,7 @@ class Pipeline(Observable):
             StepError: A trace of the pipeline is active already.
         """
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
-        messages, _ = self._counter.planned()
+        messages, *_ = self._counter.planned()
         leaves = {t.payload.unit: t.inter_bytes > 0 for t in messages if t.kind is TransferKind.ACTIVATION}
         engines = [engine_of(module) for module in self._sharded_modules()]
         return self._trace.recording(engines, meshes, lambda stage: leaves.get(f"stage {stage}", True))
