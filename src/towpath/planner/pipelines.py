@@ -208,10 +208,11 @@ class Pipelines:
             return plain.seconds - sum(plain.exposed.get(kind, 0.0) for kind in EXACT_KINDS)
 
         for number, plain in enumerate(sorted(found, key=without_waits)):
-            layout, batching = self._exact_form(plain.layout), plain.batching
-            tried = self.request.exact is None and number < most and without_waits(plain) < plain.seconds
-            fits = tried and sum(self._memory(layout, batching).values()) <= self.request.memory
-            exact = self.predict(layout, batching) if fits and layout != plain.layout else plain
+            exact, batching = plain, plain.batching
+            if self.request.exact is None and number < most and without_waits(plain) < plain.seconds:
+                layout = self._exact_form(plain.layout)
+                fits = sum(self._memory(layout, batching).values()) <= self.request.memory
+                exact = self.predict(layout, batching) if fits and layout != plain.layout else plain
             yield min(plain, exact, key=lambda p: p.order)
 
     def _exact_form(self, layout: Layout) -> Layout:
