@@ -194,9 +194,10 @@ def test_a_profile_has_the_speed_of_exact_codecs_and_older_ones_an_estimate() ->
 
 
 def test_a_schedule_has_the_expected_bytes_next_to_the_upper_bound() -> None:
-    topology, units = Topology(2, 2), [UnitSpec("", (BucketSpec((1 << 20,)),))]
+    topology, units = Topology(2, 2), (UnitSpec("", (BucketSpec((1 << 20,)),)),)
     made = [
-        schedule(strategy("paro-iig", topology, exact=exact), units, 1, Precision("bf16", "bf16")) for exact in (0, 1)
+        schedule(strategy("paro-iig", topology, exact=exact), units, 1, Precision("bf16", "bf16"))
+        for exact in (False, True)
     ]
 
     plain, exact = (str(each).splitlines() for each in made)

@@ -515,7 +515,7 @@ def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, W
     turns = cycle(messages[:2])
     return {
         DIFFERENCES: (
-            lambda: _ignore(encode_difference(*weights, messages[0])),
+            lambda: _ignore(encode_difference(weights[0], weights[1], messages[0])),
             lambda: _ignore(decode_difference(next(turns), held)),
         ),
         VALUES: (
