@@ -254,7 +254,7 @@ def test_a_report_shows_which_strategy_when_and_needs_nothing_from_elsewhere(tmp
     # Reports of other models have other titles, and no two rows of a picture have one name.
     assert "<title>Which strategy for six-layers on ethernet-10g?</title>" in written
     timelines = written[written.index("One step, from inside") :]
-    assert re.findall(r">(best: [^<]*|zero3)</text>", timelines) == ["best: lins", "zero3"]
+    assert re.findall(r">(best: [^<]*|zero3)</text>", timelines) == ["best: lins exact", "zero3"]
 
 
 def test_a_caption_says_dotted_only_where_something_is() -> None:
