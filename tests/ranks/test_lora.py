@@ -27,13 +27,13 @@ LABELS = ("zero3", "hpz", "mics", "paro-iig")
 VOCABULARY = 32
 
 
-def _adapted() -> nn.Module:
+def _adapted(zeros: bool = False) -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
-    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=zeros)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a name that Transformers gives up
         return get_peft_model(model, lora)

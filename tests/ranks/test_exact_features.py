@@ -1,0 +1,419 @@
+"""Exact transports next to what else changes a step: training equals that without them to the bit.
+
+A case trains twice: once with exact transports, and once on the routes that these take. Functions whose names begin
+with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint as recomputed
+
+import towpath
+from tests.ranks import test_frozen
+from tests.ranks.models import DEVICE, LOUDNESS, MODELS, TiedGPT
+from tests.ranks.server import World
+from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.test_exact import PRECISIONS, _bits, _by_messages
+from tests.ranks.test_lora import _adapted
+from tests.ranks.test_lora import _loss as _loss_of_adapted
+from tests.ranks.test_pipeline import BATCH, WIDTH, Block, Plain
+from towpath import Strategy, Topology, checkpoint
+from towpath.collectives import exact as exact_collectives
+from towpath.core import exact
+from towpath.core.strategy import TransferKind
+from towpath.core.transport import Transport
+from towpath.optim import chain, owner_stepped
+from towpath.pipeline import Pipeline
+
+Worlds = Callable[[int], World]
+Loss = Callable[[nn.Module, int, int], Tensor]
+
+SHAPE, HALF = Topology(2, 2), Topology(2, 1)
+
+
+@dataclass
+class Training:
+    """One of the two trainings of a case, and what is compared: `kept`."""
+
+    exactly: bool
+    label: str
+    precision: str
+    steps: int
+    folder: Path
+    models: list[Any] = field(default_factory=list)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return PRECISIONS[self.precision][0]
+
+    def strategy(self, topology: Topology = SHAPE, label: str = "", **options: Any) -> Strategy:
+        made = replace(strategy_of(label or self.label, topology), **options)
+        return made.with_exact_transports() if self.exactly else _by_messages(made)
+
+    def shard(self, model: nn.Module, strategy: Strategy | None = None, **options: Any) -> Any:
+        made: Any = towpath.shard(
+            model.to(DEVICE), strategy or self.strategy(), precision=PRECISIONS[self.precision][1], **options
+        )
+        self.models.append(made)
+        return made
+
+    def gpt(self, strategy: Strategy | None = None, **options: Any) -> tuple[Any, optim.Optimizer]:
+        return _with_adamw(self.shard(MODELS["gpt"].make(self.dtype), strategy, **options))
+
+    def loss(self, model: nn.Module, micro: int, step: int) -> Tensor:
+        entry = MODELS["gpt"]
+        return LOUDNESS[step % len(LOUDNESS)] * entry.loss(
+            model, *entry.micro_batch(dist.get_rank(), micro, step, self.dtype)
+        )
+
+    def keep(self, name: str, values: Any) -> None:
+        assert name not in self.kept
+        self.kept[name] = getattr(values, "local", torch.as_tensor(values)).detach().clone()
+
+    def backward(self, model: Any, step: int, loss: Loss | None = None, micro_steps: int = 1) -> None:
+        """One accumulation, of which losses and gradients are kept, and then clipped."""
+        for micro in range(micro_steps):
+            with nullcontext() if micro == micro_steps - 1 else model.no_sync():
+                found = (loss or self.loss)(model, micro, step)
+                (found / micro_steps).backward()
+            self.keep(f"{len(self.models)}: loss {step}.{micro}", found)
+        self.keep_gradients(model, step)
+
+    def keep_gradients(self, model: Any, step: int) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self.keep(f"{len(self.models)}: {name}.grad {step}", parameter.grad)
+        if not isinstance(model, Pipeline):
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+
+    def train(
+        self, model: Any, optimizer: optim.Optimizer, steps: Sequence[int] | None = None, loss: Loss | None = None
+    ) -> None:
+        for step in range(self.steps) if steps is None else steps:
+            self.backward(model, step, loss, micro_steps=1 + step % 2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def end(self, model: Any, optimizer: optim.Optimizer) -> None:
+        prefix = f"{len(self.kept)}: "
+        for name, parameter in model.named_parameters():
+            self.keep(prefix + name, parameter)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                self.keep(f"{prefix}{name}.{key}", value)
+
+
+def _with_adamw(model: Any) -> tuple[Any, optim.Optimizer]:
+    return model, optim.AdamW(model.parameters(), lr=1e-3)
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def _lora(run: Training) -> None:
+    """The second matrix of each adapter is zero at first."""
+    torch.manual_seed(0)
+    model, optimizer = _with_adamw(run.shard(_adapted(zeros=True).to(run.dtype)))
+    run.train(model, optimizer, loss=lambda m, micro, step: _loss_of_adapted(m, dist.get_rank(), micro, step))
+    run.end(model, optimizer)
+
+
+def _offloaded_optimizer(run: Training) -> None:
+    model, optimizer = run.gpt(run.strategy(offload="optimizer"))
+    run.train(model, optimizer)
+    run.end(model, optimizer)
+
+
+def _loss_scaling(run: Training) -> None:
+    """The loss of step 1 overflows on one rank, and no rank steps."""
+    model, optimizer = run.gpt()
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=256.0, growth_interval=2)
+
+    def loss(model: nn.Module, micro: int, step: int) -> Tensor:
+        overflow = (dist.get_rank(), step) == (1, 1)
+        return scaler.scale(run.loss(model, micro, step).float()) * (torch.inf if overflow else 1.0)
+
+    for step in range(run.steps):
+        run.backward(model, step, loss)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        run.keep(f"scale {step}", scaler.get_scale())
+    assert run.kept["scale 1"] < run.kept["scale 0"]
+    run.end(model, optimizer)
+
+
+def _skipped_steps(run: Training) -> None:
+    """Gradients without a step, forwards between steps, and a comparison of parameters at each boundary."""
+    model, optimizer = run.gpt(check_every=1)
+    for step in range(run.steps):
+        run.backward(model, step)
+        if step % 3 != 1:
+            optimizer.step()
+        if step % 3:
+            optimizer.zero_grad()
+        with torch.no_grad():
+            run.keep(f"evaluated {step}", run.loss(model, 5, step))
+    run.end(model, optimizer)
+
+
+class Recomputed(TiedGPT):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = recomputed(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def _activation_checkpointing(run: Training) -> None:
+    torch.manual_seed(0)
+    model, optimizer = _with_adamw(run.shard(Recomputed().to(run.dtype)))
+    run.train(model, optimizer)
+    run.end(model, optimizer)
+
+
+def _square(dtype: torch.dtype) -> Loss:
+    def loss(model: nn.Module, micro: int, step: int) -> Tensor:
+        x, y = _rows(dist.get_rank() // 2, micro, step, dtype)
+        return (model(x) - y).square().mean()
+
+    return loss
+
+
+def _rows(replica: int, micro: int, step: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(replica + 10 * micro + 100 * step)
+    return torch.randn(2, BATCH, WIDTH, generator=generator).to(dtype)
+
+
+def _tensor_parallelism(run: Training) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan: Any = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    model = parallelize_module(Plain(0, run.dtype), mesh["tp"], plan)
+    model, optimizer = _with_adamw(
+        run.shard(model, run.strategy(HALF), group=mesh["dp"].get_group(), units=[Block])
+    )
+    run.train(model, optimizer, loss=_square(run.dtype))
+    run.end(model, optimizer)
+
+
+def _pipeline(run: Training) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    model = Pipeline(
+        [partial(Plain, seed, run.dtype) for seed in range(2)],
+        run.strategy(HALF),
+        mesh=mesh,
+        micro_batches=2,
+        loss=lambda output, target: (output - target).square().mean(),
+        example=torch.empty(BATCH, WIDTH, dtype=run.dtype),
+        precision=PRECISIONS[run.precision][1],
+        units=[Block],
+    )
+    run.models.append(model)
+    optimizer = optim.AdamW(list(model.parameters()), lr=1e-3)
+    for step in range(run.steps):
+        x, y = torch.cat([_rows(mesh.get_local_rank("dp"), micro, step, run.dtype) for micro in range(2)], dim=1)
+        run.keep(f"loss {step}", model.step(x, target=y))
+        run.keep_gradients(model, step)
+        run.keep(f"norm {step}", model.clip_grad_norm_(1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.end(model, optimizer)
+
+
+def _resumed(run: Training) -> None:
+    """Under the same strategy, another one, one without exact transports, and the first one again."""
+    legs = [("", run.exactly), ("", run.exactly), ("zero1@ring", run.exactly), ("", False), ("", run.exactly)]
+    each = max(run.steps // len(legs), 3)
+    for leg, (label, exactly) in enumerate(legs):
+        strategy = replace(run, exactly=exactly).strategy(label=label)
+        model, optimizer = run.gpt(strategy)
+        state = checkpoint.State(model, optimizer)
+        if leg:
+            loaded = checkpoint.load(run.folder, state)
+            assert loaded is not None and loaded.step == leg * each
+        run.train(model, optimizer, range(leg * each, (leg + 1) * each))
+        assert checkpoint.save(run.folder, (leg + 1) * each, state).ok
+        if run.exactly and not exactly:
+            run.models[-1] = None
+    run.end(model, optimizer)
+
+
+def _user_writes(run: Training) -> None:
+    """Inside full_parameters() and to the parameters themselves, alike on every rank."""
+    model, optimizer = run.gpt()
+    for step in range(run.steps):
+        run.train(model, optimizer, [step])
+        if step % 4 in (1, 3):
+            with towpath.full_parameters(model), torch.no_grad():
+                model.blocks[0].qkv.weight.mul_(0.5)
+                model.tokens.weight.fill_diagonal_(step)
+        with torch.no_grad():
+            if step % 4 in (2, 3):
+                model.blocks[1].widen.weight.clamp_(-0.1, 0.1)
+            if step % 4 == 0:
+                model.norm.weight.copy_(torch.linspace(-step, step, 12).to(run.dtype))
+    run.end(model, optimizer)
+
+
+def _frozen_parameters(run: Training) -> None:
+    """Frozen like the trainable ones, and written."""
+    torch.manual_seed(0)
+    model = test_frozen.Model().to(run.dtype)
+    model, optimizer = _with_adamw(run.shard(model, run.strategy(frozen="as-trained"), units=[test_frozen.Adapted]))
+
+    def loss(model: nn.Module, micro: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(dist.get_rank() + 10 * micro + 100 * step)
+        return model(torch.randn(3, test_frozen.WIDTH, generator=generator).to(DEVICE, run.dtype)).square().mean()
+
+    for step in range(run.steps):
+        run.train(model, optimizer, [step], loss)
+        with torch.no_grad():
+            if step % 3 == 1:
+                model.blocks[step % 2].base.weight.clamp_(-0.3 / step, 0.3 / step)
+            if step % 3 == 2:
+                with towpath.full_parameters(model):
+                    model.embed.weight.mul_(0.9)
+    run.end(model, optimizer)
+
+
+def _int4_gradients(run: Training) -> None:
+    model, optimizer = run.gpt(run.strategy(label=f"{run.label.partition('@')[0]} gradients=int4"))
+    run.train(model, optimizer)
+    run.end(model, optimizer)
+
+
+def _codecs_that_come_and_go(run: Training) -> None:
+    """Weights are encoded until step 2, and gradients from step 3 on."""
+    gradients = {kind: Transport("one-hop", "int8:64", after=3) for kind in ("reduce", "grad_sync")}
+    strategy = run.strategy(**gradients, param_sync=Transport("flat", "int8:64", until=2))
+    model, optimizer = run.gpt(strategy)
+    run.train(model, optimizer)
+    run.end(model, optimizer)
+
+
+def _muon(run: Training) -> None:
+    model = run.shard(MODELS["gpt"].make(run.dtype))
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    optimizer = chain(owner_stepped(optim.Muon(matrices, lr=0.01)), optim.AdamW(others, lr=1e-3))
+    run.train(model, optimizer)
+    run.end(model, optimizer)
+
+
+def _two_models(run: Training) -> None:
+    """They train in turn, under different strategies."""
+    pairs = [run.gpt(), run.gpt(run.strategy(label="zero1@ring"))]
+    for step in range(run.steps):
+        for number, (model, optimizer) in enumerate(pairs):
+            run.train(model, optimizer, [2 * step + number])
+    for model, optimizer in pairs:
+        run.end(model, optimizer)
+
+
+def _ranks_with_less_data(run: Training) -> None:
+    model, optimizer = run.gpt()
+    count = run.steps - dist.get_rank() % 2
+    for step, batch in enumerate(model.join(range(count))):
+        run.train(model, optimizer, [step], lambda m, micro, _, batch=batch: run.loss(m, micro, batch))
+    run.end(model, optimizer)
+
+
+class Sometimes(nn.Module):
+    """Every other step skips a unit, and one rank a parameter of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.gain, self.never = nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for block in self.blocks[step % 2 :]:
+            x = torch.tanh(block(x))
+        return x * self.gain if (dist.get_rank() + step) % 2 else x
+
+
+def _unused_parameters(run: Training) -> None:
+    torch.manual_seed(0)
+    model, optimizer = _with_adamw(run.shard(Sometimes().to(run.dtype), units=[nn.Linear], check_every=1))
+
+    def loss(model: nn.Module, micro: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(dist.get_rank() + 10 * micro + 100 * step)
+        return model(torch.randn(3, 6, generator=generator).to(DEVICE, run.dtype), step).square().mean()
+
+    run.train(model, optimizer, loss=loss)
+    run.end(model, optimizer)
+
+
+CASES: dict[str, Callable[[Training], None]] = {
+    case.__name__.removeprefix("_"): case
+    for case in (
+        *(_lora, _offloaded_optimizer, _loss_scaling, _skipped_steps, _activation_checkpointing, _tensor_parallelism),
+        *(_pipeline, _resumed, _user_writes, _frozen_parameters, _int4_gradients, _codecs_that_come_and_go, _muon),
+        *(_two_models, _ranks_with_less_data, _unused_parameters),
+    )
+}
+SYNCED = ("zero1", "paro-iig", "paro-nig", "zero2")  # with a parameter sync between nodes
+UNSYNCED = ("ddp", "mics", "zero3", "hpz")
+
+
+@pytest.mark.parametrize("name", CASES)
+@in_turn(list(product(SYNCED, PRECISIONS)), 1, "kind")
+def test_training_is_the_same_to_the_bit(
+    world: Worlds, name: str, kind: tuple[str, str], whole_product: bool, tmp_path: Path
+) -> None:
+    world(4).run(_compare, name, *kind, 20 if whole_product else 5, tmp_path)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", list(product(UNSYNCED, ("bf16", "bf16, fp32 masters"))), ids=str)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "int4_gradients"])
+def test_without_parameter_syncs_it_is_too(world: Worlds, name: str, kind: tuple[str, str], tmp_path: Path) -> None:
+    world(4).run(_compare, name, *kind, 20, tmp_path)
+
+
+def _compare(name: str, label: str, precision: str, steps: int, folder: Path) -> None:
+    runs = [Training(exactly, label, precision, steps, folder / str(exactly)) for exactly in (False, True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "SMALLEST_BYTES", 1)
+        syncs = _count_syncs(patch)
+        for run in runs:
+            CASES[name](run)
+        plain, found = (run.kept for run in runs)
+        assert plain.keys() == found.keys() and any(".grad" in key for key in plain)
+        for key, expected in plain.items():
+            assert torch.equal(_bits(found[key]), _bits(expected)), key
+        first, second = ([t for m in run.models if m is not None for t in towpath.stats(m).transfers] for run in runs)
+        encoded = [each for each in second if each.transfer.exact]
+        assert encoded and not any(each.transfer.exact for each in first)
+        # Of this size, encoded messages have another length than their values.
+        same = [each for each in encoded if each.inter_bytes == each.calls * each.transfer.inter_bytes]
+        assert not same, same
+        assert any(syncs) == any(each.transfer.kind is TransferKind.PARAM_SYNC for each in encoded)
+
+
+def _count_syncs(patch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that grows with each slice of an exact parameter sync: whether it has differences."""
+    syncs: list[bool] = []
+    for name, differs in (("encode_difference", True), ("encode_values", False)):
+
+        def noting(*args: Any, encode: Any = getattr(exact_collectives, name), differs: bool = differs) -> Any:
+            syncs.append(differs)
+            return encode(*args)
+
+        patch.setattr(exact_collectives, name, noting)
+    return syncs
