@@ -168,12 +168,13 @@ class ParamVersion:
     Each write also counts in the next larger one, `of`: a bucket's in its unit, a unit's in the model.
     """
 
-    __slots__ = ("_end_of_read", "count", "of")
+    __slots__ = ("_end_of_read", "_is_replaced", "count", "of")
 
     def __init__(self, of: ParamVersion | None = None) -> None:
         self.count = 0
         self.of = of
         self._end_of_read: Callable[[], None] | None = None
+        self._is_replaced = False
 
     def read_until(self, end_of_read: Callable[[], None]) -> None:
         """Call `end_of_read` before the next write: a copy reads the memory while the host goes on."""
@@ -190,6 +191,17 @@ class ParamVersion:
         self.count += 1
         if self.of is not None:
             self.of.written()
+
+    def replaced(self) -> None:
+        """Count a write of values that do not follow from those before, as a load does. Call it before the write."""
+        self.before_write()
+        self._is_replaced = True
+        self.written()
+
+    def take_replaced(self) -> bool:
+        """Return whether values were replaced since the last call."""
+        found, self._is_replaced = self._is_replaced, False
+        return found
 
 
 class Weights(Enum):

@@ -7,7 +7,7 @@ simulator and the planner all use the same plans.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from towpath.core.exact import message_cell
@@ -401,6 +401,8 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     factored = Factored.of(low_rank, spec) if low_rank and moves.grad_sync and spec.trainable else None
     # A codec encodes the accumulated sum as it is. Without one, the sum is rounded once, to the reduce dtype.
     synced = summed if strategy.grad_sync.encoding is not None and summed in ENCODED else reduce
+    # Frozen parameters are only sent after a write. Exact syncs would keep memory for them all the time.
+    param_sync = strategy.param_sync if spec.trainable else replace(strategy.param_sync, exact=False)
     transfers = {
         TransferKind.GATHER: bucket.transfers(TransferKind.GATHER, moves.gather, compute, strategy.gather),
         TransferKind.BACKWARD_GATHER: bucket.transfers(
@@ -412,9 +414,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
         TransferKind.GRAD_SYNC: bucket.transfers(
             TransferKind.GRAD_SYNC, moves.grad_sync if spec.trainable else (), synced, strategy.grad_sync
         ),
-        TransferKind.PARAM_SYNC: bucket.transfers(
-            TransferKind.PARAM_SYNC, moves.param_sync, compute, strategy.param_sync
-        ),
+        TransferKind.PARAM_SYNC: bucket.transfers(TransferKind.PARAM_SYNC, moves.param_sync, compute, param_sync),
     }
     if factored is not None:
         transfers[TransferKind.GRAD_SYNC] = bucket.factors(factored, reduce, strategy.grad_sync)

@@ -259,6 +259,9 @@ class Bucket:
 
     def _updated(self, workspace: Workspace) -> torch.Tensor:
         """Return this rank's part of the P shards as the optimizer left it."""
+        if self.version.take_replaced():
+            for bound in self.transfers[TransferKind.PARAM_SYNC]:
+                bound.collective.restart()  # an exact sync cannot know what the others hold now
         new = self._own_slice(self.shard)
         if self.plan.has_master:
             if self.plan.cast_apart:
@@ -313,17 +316,14 @@ class Bucket:
             self.version.written()
             return
         before = self.shard if self._rounded is None else self._rounded
-        self.version.before_write()
+        self.version.replaced()
         if self.plan.has_master:
             mine, was = self._own_slice(now), self._own_slice(before)
             master = self.master.to(mine.device)
             left = mine == (master.to(mine.dtype) if self._rounded is None else was)
             self.master.copy_(torch.where(left, master, mine.to(master.dtype)))
         self.shard.copy_(torch.where(now == before, self.shard, now))
-        for bound in self.transfers[TransferKind.PARAM_SYNC]:
-            bound.collective.restart()  # an exact sync cannot know what the others hold now
         self._rounded = None
-        self.version.written()
 
     # Gradients ----------------------------------------------------------------------------------------------------
 

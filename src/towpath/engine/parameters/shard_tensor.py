@@ -102,7 +102,7 @@ class ShardTensor(torch.Tensor):
     def write(self, values: torch.Tensor) -> None:
         """Write `values`, 1-D, to this rank's elements. They are encoded if the parameter is stored encoded."""
         if self.version is not None:
-            self.version.before_write()
+            (self.version.before_write if running_step.optimizer else self.version.replaced)()
         if isinstance(self.held, torch.Tensor):
             self.held.copy_(values)
         else:
@@ -223,8 +223,7 @@ class ShardTensor(torch.Tensor):
                 "write to it. Load with towpath.checkpoint.load, or towpath.checkpoint.set_model_state_dict."
             )
         if self.version is not None:
-            self.version.before_write()
-            self.version.written()
+            self.version.replaced()
         from towpath.engine.parameters.parallel import chunks_of
 
         return chunks_of(self.boxes())
