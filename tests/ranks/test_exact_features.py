@@ -296,8 +296,16 @@ def _frozen_parameters(run: Training) -> None:
 
 
 def _int4_gradients(run: Training) -> None:
-    model, optimizer = run.gpt(run.strategy(label=f"{run.label.partition('@')[0]} gradients=int4"))
-    run.train(model, optimizer)
+    """Runs with and without exact transports take over each other's error feedback."""
+    for leg, exactly in enumerate((run.exactly, False, run.exactly)):
+        strategy = replace(run, exactly=exactly).strategy(label=f"{run.label} gradients=int4 feedback=both")
+        model, optimizer = run.gpt(strategy)
+        state = checkpoint.State(model, optimizer)
+        if leg:
+            loaded = checkpoint.load(run.folder, state)
+            assert loaded is not None and not loaded.notes
+        run.train(model, optimizer, range(3 * leg, 3 * leg + 3))
+        assert checkpoint.save(run.folder, leg + 1, state).ok
     run.end(model, optimizer)
 
 

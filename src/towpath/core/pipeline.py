@@ -421,9 +421,9 @@ class Compression:
         """
         if self.gradients.codec == "none" or stage >= ceil(self.share_of_stages * stages):
             return strategy
-        moving = [kind for kind in GRADIENTS if getattr(strategy.moves, kind.value)]
+        moving = {k.value: strategy.transport(k) for k in GRADIENTS if getattr(strategy.moves, k.value)}
         return replace(
-            strategy, **{k.value: replace(self.gradients, route=strategy.transport(k).route) for k in moving}
+            strategy, **{k: replace(self.gradients, route=own.route, exact=own.exact) for k, own in moving.items()}
         )
 
 

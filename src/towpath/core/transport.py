@@ -278,6 +278,10 @@ class Transport:
         Raises:
             StrategyError: If it cannot, for example if every member of a ring would decode and encode again.
         """
+        if self.exact and (op is Op.SEND or op in WITH_OWNERS):
+            raise StrategyError(
+                f"{what} cannot be exact. Reductions of gradients and parameter syncs can. Leave exact= out of it."
+            )
         if op is Op.SEND:
             for route in (self.route, self.plain_route or "flat"):
                 if route != "flat":
@@ -322,4 +326,5 @@ class Transport:
         since = f", after {self.after} steps" if self.after else ""
         until = f", until step {self.until}" if self.until else ""
         plain = f", otherwise {self.plain_route}" if self.plain_route else ""
-        return self.route + codec + (", exact" if self.exact else "") + kept + since + until + plain
+        exact = ", exact" if self.exact and (not codec or self.changes) else ""
+        return self.route + codec + exact + kept + since + until + plain
