@@ -100,10 +100,10 @@ def test_nothing_outside_is_read_or_written(dtype: torch.dtype, difference: bool
 
 @each_dtype
 def test_any_pair_of_exponents_and_edge_mantissas(dtype: torch.dtype) -> None:
-    """Subnormals, -0, infinities and NaN payloads among them. For float32, every 15th exponent."""
+    """Subnormals, -0, infinities and NaN payloads among them."""
     form = reference.FORMATS[dtype]
     mantissas = torch.tensor([0, (1 << form.mantissa) - 1, *([1, 512] if dtype == torch.float16 else [])])
-    exponents = torch.arange(1 << form.exponents)[:: 1 if form.bits == 16 else 15]
+    exponents = torch.arange(1 << form.exponents)
     signs = torch.tensor([0, 1 << (form.bits - 1)])
     bits = (signs[:, None, None] | exponents[:, None] << form.mantissa | mantissas).flatten()
     every = torch.where(bits > form.all >> 1, bits - form.all - 1, bits).to(form.integer).view(dtype)

@@ -328,6 +328,11 @@ class StepMachine:
         self.staged = False
         self._forward_walk = self._walk = 0  # `ForwardPass.walk` of the running forward, and of the running backward
 
+    def use_plans(self, plans: Sequence[PlannedUnit]) -> None:
+        """Use the plans of a step in which transports have changed."""
+        for unit, plan in zip(self._units, plans, strict=True):
+            unit.plan = plan
+
     # Queries of the engine -------------------------------------------------------------------------------------------
 
     @property

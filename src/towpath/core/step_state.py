@@ -255,7 +255,10 @@ GRADIENTS_CHANGE: Mapping[Gradients, frozenset[Gradients]] = {
 
 
 class PlannedUnit(Protocol):
-    """The properties of a unit that the step machine needs. They never change. A `UnitPlan` has them."""
+    """The properties of a unit that the step machine needs. A `UnitPlan` has them.
+
+    They never change, except for `agrees_on_sizes`, where a codec serves only some of the steps.
+    """
 
     @property
     def name(self) -> str:

@@ -492,6 +492,7 @@ class Engine:
         plans = [plan_unit(now, unit.plan.spec, self.precision, self.comm.form) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):
             unit.take(plan, self.comm)
+        self.machine.use_plans(plans)
         self.comm.queues.plan(plans)
         self.exact_syncs.bind()
 
