@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from towpath.core.formats import Precision
 from towpath.core.transport import Transport
+from towpath.pipeline.agreement import meta_outputs
 from towpath.pipeline.stage import Encoding, Sender
 
 CPU = torch.device("cpu")
@@ -73,3 +76,16 @@ def test_a_sender_that_takes_over_anothers_state_sends_the_same() -> None:
         assert torch.equal(one.encoded(second), other.encoded(second)), transport
         one.restart()
         assert torch.equal(one._error, torch.zeros_like(one._error))
+
+
+def test_stages_agree_on_the_dtype_that_inputs_are_cast_to() -> None:
+    """A residual connection would keep float32. The hooks of a sharded stage cast its inputs first."""
+
+    class Residual(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + super().forward(x.to(self.weight.dtype))
+
+    stage, inputs = Residual(4, 4), (torch.empty(2, 4),)
+    for precision, expected in ((Precision(), torch.float32), (Precision("bfloat16"), torch.bfloat16)):
+        (output,) = meta_outputs(stage, inputs, precision)
+        assert output.dtype == expected

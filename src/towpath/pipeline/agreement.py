@@ -45,7 +45,12 @@ def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: P
             return made if parallel is None else parallel.wrap(made)
 
         state = {name: fake(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
-        found = functional_call(module, state, tuple(torch.empty(t.shape, dtype=t.dtype) for t in inputs))
+        # The forward of a sharded module casts its inputs, as hooks do in `engine/hooks.py`.
+        lower = [
+            precision.params if t.is_floating_point() and precision.params else dtype_name(t.dtype) for t in inputs
+        ]
+        given = tuple(torch.empty(t.shape, dtype=torch_dtype(d)) for t, d in zip(inputs, lower, strict=True))
+        found = functional_call(module, state, given)
     outputs = found if isinstance(found, (tuple, list)) else (found,)
     if not all(isinstance(t, torch.Tensor) for t in outputs):
         raise ShardError(
