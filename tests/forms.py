@@ -1,4 +1,4 @@
-"""The form of transfers that NCCL takes, forced on gloo."""
+"""The form of transfers that NCCL takes, forced on gloo, and the copies of a device with memory of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from towpath import api
 from towpath.core.routes import Form
+from towpath.engine.parameters import bucket
 from towpath.engine.streams import queue
 
 
@@ -22,4 +23,6 @@ def in_form(form: Form, shared: bool = False) -> Generator[None]:
         for module in (api, queue):
             patch.setattr(module, "form_for", lambda backend: form)
         patch.setattr(queue, "shares_groups", lambda backend: shared)
+        if form is Form.COLLECTIVES:
+            patch.setattr(bucket, "host_is_apart", lambda device: True)
         yield

@@ -100,7 +100,9 @@ def shard(
             ranks raise, and the model must be built again.
         workload: What a step computes, and in how much memory. Required by "auto", and refused otherwise.
         offload: "optimizer" keeps the master parameters, their `.grad` and the optimizer's states in the host's memory,
-            and steps on the CPU. By default, the strategy's own setting. Use it if the states do not fit on the GPU.
+            and steps on the CPU. Use it if the states do not fit on the GPU. "params" keeps each rank's shard of the
+            weights there, and copies it to the GPU for each gather. Use it if one copy of the weights in each node does
+            not fit. "optimizer+params" does both. By default, the strategy's own setting.
         exact: True sends fewer bytes between nodes, without losing a bit. By default, the strategy or "auto" decides.
         check_every: The number of optimizer steps between two comparisons of parameters. Ranks with copies of the same
             parameters ("ddp", "mics") raise an error with the unit's name if they differ. 0 is never.

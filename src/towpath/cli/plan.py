@@ -51,6 +51,8 @@ class OffloadName(StrEnum):
     """The values of --offload."""
 
     OPTIMIZER = "optimizer"
+    PARAMS = "params"
+    BOTH = "optimizer+params"
 
 
 PER_RANK = whole(1, 1_000_000)
@@ -108,7 +110,9 @@ MicroBatch = Annotated[
 OffloadOption = Annotated[
     OffloadName | None,
     typer.Option(
-        metavar="optimizer", help="Keep the optimizer's masters and states in host memory.", show_default="nothing"
+        metavar="optimizer|params|optimizer+params",
+        help="Keep in host memory: the optimizer's masters and states, or the shards of the weights, or both.",
+        show_default="nothing",
     ),
 ]
 ExactOption = Annotated[

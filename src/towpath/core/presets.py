@@ -166,7 +166,8 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
             - `frozen`: The Extent of frozen parameters, or 'as-trained'. By default each node has a copy where memory
               allows.
             - `frozen_codec`: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
-            - `offload`: 'optimizer' keeps what the optimizer works on in host memory. Use it to save device memory.
+            - `offload`: 'optimizer' keeps what the optimizer works on in host memory, 'params' the P shards, and
+              'optimizer+params' both. Use it to save device memory.
             - `sync_gradients`: 'micro-step' turns the two-hop synchronization of gradients off (MiCS, section 3.4). Use
               it only to measure what two hops save.
             - `exact`: True sends gradients and the parameter sync in fewer bytes, without losing a bit.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from towpath.core.collective_log import log_bytes
@@ -282,6 +282,7 @@ class Schedule(SentBytes):
         plans: One plan for each unit: its buckets, and what happens to them.
         transfers: The transfers in order, those of all units.
         matrices: The plan of an optimizer that needs full matrices, if any.
+        copied: The bytes that one rank copies between its device and host memory, by kind of transfer.
     """
 
     strategy: Strategy
@@ -289,6 +290,7 @@ class Schedule(SentBytes):
     plans: tuple[UnitPlan, ...]
     transfers: tuple[Transfer, ...]
     matrices: MatrixPlan | None = None
+    copied: dict[TransferKind, int] = field(default_factory=dict[TransferKind, int])
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
@@ -300,8 +302,7 @@ class Schedule(SentBytes):
 
     def host_copy_bytes(self) -> dict[TransferKind, int]:
         """Return the bytes that one rank copies between its device and host memory, by kind of transfer."""
-        found = {kind: sum(b.host_copy_bytes(kind) for p in self.plans for b in p.buckets) for kind in WITH_TRANSPORT}
-        return {kind: copied for kind, copied in found.items() if copied}
+        return dict(self.copied)
 
     def buffer_bytes(self) -> dict[str, int]:
         """Return the bytes of one rank's temporary buffers: slots for unsharded weights and gradients, wire buffers.
@@ -392,22 +393,25 @@ def schedule(
     if type(micro_steps) is not int or micro_steps < 1:
         raise StrategyError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
     plans = tuple(plan_unit(strategy, unit, precision or Precision(), form) for unit in units)
-    laid_out = tuple(_laid_out(strategy, plans, micro_steps, passes))
-    if not whole:
-        return Schedule(strategy, micro_steps, plans, laid_out)
-    matrices = plan_matrices(strategy, plans, whole)
+    root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
+    run = (*root, *(p for p in plans if not p.spec.kept))
+    tasks = list(staged_tasks(run, passes) if passes else steady_tasks(run, micro_steps))
+    laid_out = tuple(_laid_out(strategy, run, micro_steps, tasks))
+    copied: Counter[TransferKind] = Counter()
+    for _, task in tasks:
+        copied[task.kind] += sum(bucket.host_copy_bytes(task.kind) for bucket in run[task.unit].buckets)
     # A step runs from one delivery of gradients to the next, so the transfers of the optimizer come first.
-    return Schedule(strategy, micro_steps, plans, (*matrices.transfers(), *laid_out), matrices)
+    matrices = plan_matrices(strategy, plans, whole) if whole else None
+    transfers = (*(matrices.transfers() if matrices else ()), *laid_out)
+    return Schedule(strategy, micro_steps, plans, transfers, matrices, dict(+copied))
 
 
 def _laid_out(
-    strategy: Strategy, plans: tuple[UnitPlan, ...], micro_steps: int, passes: Sequence[StagePass]
+    strategy: Strategy, plans: tuple[UnitPlan, ...], micro_steps: int, tasks: Iterable[tuple[int, Task]]
 ) -> Iterator[Transfer]:
     """Yield the transfers of the tasks that the step machine submits in a steady step."""
-    root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
-    plans = (*root, *(p for p in plans if not p.spec.kept))
     sizes = message_sizes_transfers(strategy, plans)
-    for micro_step, task in staged_tasks(plans, passes) if passes else steady_tasks(plans, micro_steps):
+    for micro_step, task in tasks:
         agrees = task.kind is TransferKind.MESSAGE_SIZES
         of_unit = plans[task.unit].steady_transfers(task.kind) if not agrees else ()
         for transfer in (*(sizes if agrees else ()), *of_unit):

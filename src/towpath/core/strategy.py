@@ -102,8 +102,15 @@ EXACT_KINDS = (*GRADIENTS, TransferKind.PARAM_SYNC)
 # This value of `Strategy.frozen` gives frozen parameters the placement and the transports of trainable ones.
 AS_TRAINED = "as-trained"
 # These values of `Strategy.offload` say what is kept in host memory instead of device memory.
-Offload = Literal["optimizer"]
+Offload = Literal["optimizer", "params", "optimizer+params"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+
+
+def offloads(offload: Offload | None, part: Literal["optimizer", "params"]) -> bool:
+    """Return whether `offload` keeps a part in host memory: what the optimizer works on, or the P shards."""
+    return offload is not None and part in offload.split("+")
+
+
 # These values of `Strategy.sync_gradients` say when gradients are averaged over all ranks.
 SyncGradients = Literal["step", "micro-step"]
 SYNC_GRADIENTS: tuple[SyncGradients, ...] = get_args(SyncGradients)
@@ -129,7 +136,8 @@ class Strategy:
         frozen_codec: A `Codec` or its text ('int8', 'int4:64') in which frozen parameters are stored and sent. 'none'
             keeps them unencoded.
         offload: 'optimizer' keeps the optimizer's slice of the parameters, `.grad` and the optimizer states in host
-            memory. The optimizer then steps on the CPU.
+            memory. The optimizer then steps on the CPU. 'params' keeps the P shards of trainable parameters in host
+            memory, and copies them to the device for each gather. 'optimizer+params' does both.
         sync_gradients: With 'step', micro-steps reduce gradients inside a group, and the last one synchronizes the
             groups (two hops; MiCS, section 3.4). With 'micro-step', every micro-step all-reduces gradients over all
             ranks. Results are the same. Use it only to measure what two hops save.
@@ -264,7 +272,12 @@ class Strategy:
     @property
     def optimizer_on_host(self) -> bool:
         """True if the optimizer steps in host memory."""
-        return self.offload == "optimizer"
+        return offloads(self.offload, "optimizer")
+
+    @property
+    def params_on_host(self) -> bool:
+        """True if the P shards of trainable parameters are in host memory."""
+        return offloads(self.offload, "params")
 
     def with_exact_transports(self, exact: bool = True) -> Strategy:
         """Return the strategy with exact transports for gradients and the parameter sync, or without."""

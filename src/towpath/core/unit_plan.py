@@ -36,7 +36,8 @@ class BucketPlan:
 
     If `rests_in` is a codec, the P shard is stored encoded in it. The weights are then decoded before each use, even if
     nothing has to be gathered. With `optimizer_on_host`, the optimizer's slice and `.grad` are in host memory. Mean
-    gradients are copied there, and what the optimizer wrote is copied back.
+    gradients are copied there, and what the optimizer wrote is copied back. With `params_on_host`, the P shard is in
+    host memory. Each gather copies it to the device, and the parameter sync copies new values back.
     """
 
     spec: BucketSpec
@@ -53,11 +54,12 @@ class BucketPlan:
     factored: Factored | None = None  # how the gradient sync compresses gradients to low rank, if it does
     rests_in: Codec | None = None
     optimizer_on_host: bool = False
+    params_on_host: bool = False
 
     @property
     def always_whole(self) -> bool:
         """True if every rank's P shard has all weights, ready for compute."""
-        return self.params.count == 1 and self.rests_in is None
+        return self.params.count == 1 and self.rests_in is None and not self.params_on_host
 
     @property
     def has_master(self) -> bool:
@@ -68,7 +70,7 @@ class BucketPlan:
         if self.rests_in is not None:
             return False
         encoded = any(isinstance(t.transport.codec, Codec) for t in self.transfers[TransferKind.PARAM_SYNC])
-        return encoded or self.optimizer_on_host or self.compute_dtype != self.own_dtype
+        return encoded or self.optimizer_on_host or self.params_on_host or self.compute_dtype != self.own_dtype
 
     @property
     def has_param_sync(self) -> bool:
@@ -135,7 +137,7 @@ class BucketPlan:
             frozen
             | sent
             | {
-                "params": self.shard_bytes if self.spec.trainable else 0,
+                "params": self.shard_bytes if self.spec.trainable and not self.params_on_host else 0,
                 "master": master if self.has_master else 0,
                 "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
                 "grads": self.numel // self.grads.count * summed if self.spec.trainable else 0,
@@ -146,15 +148,28 @@ class BucketPlan:
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps in host memory for this bucket, by kind."""
-        if not self.optimizer_on_host:
-            return {}
-        elements, own = self.numel // self.optimizer.count, item_bytes(self.own_dtype)
-        return {"master": elements * own, "grad": elements * own}
+        held = {"params": self.shard_bytes} if self.params_on_host else {}
+        if self.optimizer_on_host:
+            held |= dict.fromkeys(("master", "grad"), self.numel // self.optimizer.count * item_bytes(self.own_dtype))
+        return held
 
     def host_copy_bytes(self, kind: TransferKind) -> int:
-        """Return the bytes that this kind copies: a gradient sync to the host, a parameter sync from it."""
+        """Return the bytes that one transfer of this kind copies between host and device, both directions together.
+
+        An exact parameter sync first copies old values to the device: those of this rank's slice to encode it, if ranks
+        then agree on sizes, and all to decode the slices of others.
+        """
         held = self.host_memory_bytes()
-        return held.get({TransferKind.GRAD_SYNC: "grad", TransferKind.PARAM_SYNC: "master"}.get(kind, ""), 0)
+        params = held.get("params", 0)
+        own = params // (self.optimizer.count // self.params.count)
+        old = 2 * own * self.agrees_on_sizes + params * self.syncs_exactly
+        copied = {
+            TransferKind.GATHER: params,
+            TransferKind.BACKWARD_GATHER: 0 if self.backward_copy else params,
+            TransferKind.GRAD_SYNC: held.get("grad", 0),
+            TransferKind.PARAM_SYNC: held.get("master", 0) + old + params,
+        }
+        return copied.get(kind, 0)
 
     @property
     def staged(self) -> int:
@@ -170,8 +185,19 @@ class BucketPlan:
         The P shard keeps the old values, which the differences are relative to. Otherwise the master is cast to the P
         shard itself, and this is 0.
         """
-        exact = any(t.exact for t in self.transfers[TransferKind.PARAM_SYNC])
-        return self.numel // self.optimizer.count if exact and self.has_master else 0
+        return self.numel // self.optimizer.count if self.syncs_exactly and self.has_master else 0
+
+    @property
+    def synced_in(self) -> tuple[int, int]:
+        """Start and end of the P shard in the wire buffer of a parameter sync, if it is stored in host memory.
+
+        The transfers, and the cast of the master, use the buffer up to the start. Without a copy, both are 0.
+        """
+        if not self.params_on_host:
+            return 0, 0
+        used = (t.wire_needs.get(self.compute_dtype, 0) for t in self.transfers[TransferKind.PARAM_SYNC])
+        start = round_up(max(self.cast_apart, *used, 0), _WIRE_ALIGNMENT)
+        return start, start + self.numel // self.params.count
 
     @property
     def sent_bytes(self) -> int:
@@ -184,6 +210,11 @@ class BucketPlan:
         own = self.numel // self.optimizer.count
         copy = own * item_bytes(self.own_dtype) if exact and not self.has_master else 0
         return copy + sum(message_cell(own, t.dtype) for t in exact if t.agrees_on_sizes)
+
+    @property
+    def syncs_exactly(self) -> bool:
+        """True if the parameter sync sends differences to the old values in the P shard."""
+        return any(t.exact for t in self.transfers[TransferKind.PARAM_SYNC])
 
     @property
     def agrees_on_sizes(self) -> bool:
@@ -277,7 +308,8 @@ class UnitPlan:
             if (span := bucket.narrowed_in) is not None:
                 narrowed.append({bucket.transfers[kind][0].dtype: span[1]})
         for bucket in self.buckets if kind is TransferKind.PARAM_SYNC else ():
-            narrowed += [{bucket.own_dtype: bucket.staged}, {bucket.compute_dtype: bucket.cast_apart}]
+            end = max(bucket.cast_apart, bucket.synced_in[1])
+            narrowed += [{bucket.own_dtype: bucket.staged}, {bucket.compute_dtype: end}]
         transfers = (t.wire_needs for t in self.transfers(kind))
         return largest([{"uint8": max([packed, *factors])}, *narrowed, *transfers])
 
@@ -290,7 +322,9 @@ class UnitPlan:
     def weight_needs(self) -> Needs:
         """The elements by dtype of the unit's unsharded weights. Empty if every rank always holds all of them."""
         return _sum_by_dtype(
-            (b.compute_dtype, b.numel) for b in self.buckets if b.transfers[TransferKind.GATHER] or b.rests_in
+            (b.compute_dtype, b.numel)
+            for b in self.buckets
+            if b.transfers[TransferKind.GATHER] or b.rests_in or b.params_on_host
         )
 
     @property
@@ -433,6 +467,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
         factored,
         None if rests_in is None else rests_in.within(spec.alignment),
         optimizer_on_host=strategy.optimizer_on_host and spec.trainable,
+        params_on_host=strategy.params_on_host and spec.trainable,
     )
 
 

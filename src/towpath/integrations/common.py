@@ -56,7 +56,8 @@ class Sharding:
         precision: The dtype to compute in. By default, the framework's own setting.
         mesh: A DeviceMesh of the data-parallel ranks. By default, all ranks.
         workload: What a step computes. Required by "auto".
-        offload: "optimizer" keeps the optimizer's states in the host's memory.
+        offload: "optimizer" keeps the optimizer's states in the host's memory, "params" the shards of the weights, and
+            "optimizer+params" both.
         exact: True sends gradients and updated parameters in fewer bytes between nodes, and every bit stays the same.
             By default, the strategy's own setting, and "auto" uses it where it expects a faster step.
         check_every: The number of optimizer steps between two comparisons of parameters.

@@ -61,7 +61,8 @@ class Request:
         gradients: Codecs that may be used for gradients between nodes. Default: lossless.
         micro_batches: Numbers of sequences that a rank may compute at once. Default: every divisor of its share.
         checkpointing: Whether blocks are recomputed in the backward pass. Default: the planner tries both.
-        offload: "optimizer" to keep the optimizer's states in the host's memory.
+        offload: "optimizer" to keep the optimizer's states in the host's memory, "params" to keep the P shards
+            there, or "optimizer+params".
         interleaved: Optimizer steps of the run, if codecs of gradients are used only in the first half of it. The
             predicted step is then the mean over the run. Default: 0, for codecs that are used in every step.
         exact: Whether gradients and parameter syncs are sent exactly, which is lossless. Default: where the planner

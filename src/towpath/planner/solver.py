@@ -37,6 +37,7 @@ from towpath.core.strategy import (
     Strategy,
     TransferKind,
     move_shapes,
+    offloads,
 )
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
@@ -244,7 +245,7 @@ class Solver:
                     before += cost.alone if kind is TransferKind.GATHER else 0.0
                     after += cost.alone if kind in GRADIENTS else 0.0
             first, last = max(first, before), max(last, after)
-        on_host = self.request.offload == "optimizer"
+        on_host = offloads(self.request.offload, "optimizer")
         seconds = self._computing(candidate.batching, candidate.placement.optimizer.size, on_host)
         computed = micro_steps * seconds.micro_step + seconds.optimizer
         worked = micro_steps * seconds.share * seconds.micro_step + seconds.optimizer
@@ -306,15 +307,17 @@ class Solver:
         """Return a lower bound on the memory of a rank, without padding, wire buffers and gradient slots."""
         place, numel, trainable = candidate.placement, self.model.parameters, self.model.trainable
         compute, summed, own = map(item_bytes, (self._compute, self._summed, self.request.own))
-        states = numel * compute / place.params.size + trainable * summed / place.grads.size
+        params_on_host = offloads(self.request.offload, "params")
+        sharded = numel - trainable if params_on_host else numel
+        states = sharded * compute / place.params.size + trainable * summed / place.grads.size
         has_param_sync = move_shapes(place, self._topology)[TransferKind.PARAM_SYNC]
         encoded = candidate.weights != "none" and any(shape.grid.nodes > 1 for shape in has_param_sync)
         master = self._compute != self.request.own or encoded
-        kept = self.request.optimizer.states + (self._summed != self.request.own)
-        if self.request.offload == "optimizer":
-            states += (numel - trainable) * master * own / place.optimizer.size
-        else:
-            states += (numel * master + trainable * kept) * own / place.optimizer.size
+        held = (numel - trainable) * master
+        if not offloads(self.request.offload, "optimizer"):
+            kept = self.request.optimizer.states + (self._summed != self.request.own)
+            held += trainable * (kept + (master or params_on_host))
+        states += held * own / place.optimizer.size
         if place.backward_params is not None:
             states += numel * compute / place.backward_params.size
         return round(states) + self._activations(candidate.batching)
@@ -461,9 +464,7 @@ class Solver:
             timeline.inter_bytes,
             timeline.intra_bytes,
             host_memory=host_bytes(plans, self.request.optimizer),
-            host_copy_bytes=sum(
-                b.host_copy_bytes(kind) for plan in plans for b in plan.buckets for kind in WITH_TRANSPORT
-            ),
+            host_copy_bytes=timeline.host_bytes,
             launching=timeline.launching,
             unlaunched=timeline.unlaunched,
             saved_inter_bytes=timeline.saved_inter_bytes,

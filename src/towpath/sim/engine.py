@@ -245,9 +245,10 @@ class SimulatedEngine:
     def _launches_of(self, task: Task) -> Launches:
         """Return what a task launches: its transfers, and what `_queue_seconds` and `_host_copies` time."""
         buckets = () if task.transfers else self.plans[task.unit].buckets
-        # A reduction divides, and adds to the sum. Parameters are cast, or copied from the host.
+        # A reduction divides, and adds to the sum. Parameters are cast, or copied from the host or to it.
         each = {TransferKind.REDUCE: 2, TransferKind.GRAD_SYNC: 2, TransferKind.PARAM_SYNC: 1}.get(task.kind, 0)
-        own = Launches(operations=each * sum(bucket.spec.trainable for bucket in buckets))
+        copies = sum(b.params_on_host and b.host_copy_bytes(task.kind) > 0 for b in buckets)
+        own = Launches(operations=each * sum(bucket.spec.trainable for bucket in buckets) + copies)
         return sum(map(launches_of, self._transfers_of(task)), own)
 
     def _submit(self, task: Task, micro_step: int) -> None:
@@ -261,7 +262,11 @@ class SimulatedEngine:
         if extra := self._queue_seconds(task):
             costs.append(PhaseCost(0.0, {PROCESSOR: self._hardware.processor(extra)}))
         if (copies := self._host_copies(task)) is not None:
-            costs.append(copies)
+            if task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER):  # the copy brings what they send
+                costs.appendleft(copies)
+                communicators.appendleft(())
+            else:
+                costs.append(copies)
         communicators.extend(() for _ in range(len(costs) - len(communicators)))
         waiting = self._queues.setdefault(QUEUES[task.kind], deque())
         last = waiting[-1] if waiting else None
@@ -313,10 +318,12 @@ class SimulatedEngine:
     def _host_copies(self, task: Task) -> PhaseCost | None:
         """Return the copies between device and host memory. The device casts what it gets."""
         # The unit of an optimizer's step is the number of its round. Its transfers copy nothing.
-        copied = [] if task.transfers else [b for b in self.plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
+        buckets = () if task.transfers else self.plans[task.unit].buckets
+        copied = sum(b.host_copy_bytes(task.kind) for b in buckets)
         if not copied:
             return None
-        seconds = sum(b.host_copy_bytes(task.kind) for b in copied) / self._hardware.offloading.copy_rate
+        self._timeline.host_bytes += copied
+        seconds = copied / self._hardware.offloading.copy_rate
         # A device copies while it computes. Processors can do nothing else meanwhile.
         if self._hardware.cores is None:
             return PhaseCost(seconds, {})

@@ -87,6 +87,7 @@ class Timeline:
         thread_events: What the training thread did, in order. `expected_delay` reads it.
         launching: Seconds for which the thread that trains launches, where a device computes.
         unlaunched: Seconds for which the device waits because nothing has been launched yet.
+        host_bytes: Bytes copied between the device and the host, both directions together.
     """
 
     seconds: float = 0.0
@@ -101,6 +102,7 @@ class Timeline:
     unlaunched: float = 0.0
     saved_inter_bytes: int = 0
     saved_intra_bytes: int = 0
+    host_bytes: int = 0
 
     def waited(self, kind: TransferKind, name: str, began: float, ended: float) -> None:
         """Record that the computation waited for a transfer."""
@@ -134,6 +136,7 @@ class Timeline:
             unlaunched=max(0.0, more(self.unlaunched, shorter.unlaunched)),
             saved_inter_bytes=more_bytes(self.saved_inter_bytes, shorter.saved_inter_bytes),
             saved_intra_bytes=more_bytes(self.saved_intra_bytes, shorter.saved_intra_bytes),
+            host_bytes=more_bytes(self.host_bytes, shorter.host_bytes),
         )
 
 

@@ -235,7 +235,7 @@ class StrategyConfig:
     gradients_after: int = option(0, "steps at the start without compressed gradients; 0: none")
     gradients_until: int = option(0, "the last step with compressed gradients; 0: all steps")
     interleaved: bool = option(False, "compressed gradients in the first half of train.steps only")
-    offload: str = option("", "optimizer: its states, masters and gradients in host memory", one_of("", *OFFLOADS))
+    offload: str = option("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     exact: bool | None = option(None, "fewer bytes, the same bits; empty: false, or auto decides")
     sync_gradients: str = option("", "micro-step: no two-hop synchronization", one_of("", *SYNC_GRADIENTS))
     group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")

@@ -3,13 +3,15 @@
 A bucket holds the parameters of one dtype, all trainable or all frozen. Its memory is 1-D and contiguous:
 
     full    numel          compute dtype   unsharded weights, in a slot shared by units; the shard itself if P is 1×1
-    shard   numel / P      compute dtype   this rank's P shard of the weights; bytes where it is stored encoded
+    shard   numel / P      compute dtype   this rank's P shard of the weights; bytes where it is stored encoded;
+                                           in host memory with `offload="params"`
     master  numel / OS     own dtype       the optimizer writes here: a view of shard, or a copy in mixed precision
     copy    numel / hpZ    compute dtype   the backward copy, if the strategy keeps one
     grads   numel / G      accumulate      the sum of gradients over the micro-steps so far (`gradients.py`)
 
-All of it is stored on the device, except for the master of a bucket whose optimizer works on the host
-(`OptimizerMemory` in `gradients.py`). The OS slice is inside the G slice, and the G slice inside the P slice.
+All of it is stored on the device, except for a P shard in host memory, and the master of a bucket whose optimizer works
+on the host (`OptimizerMemory` in `gradients.py`). The OS slice is inside the G slice, and the G slice inside the P
+slice.
 """
 
 from __future__ import annotations
@@ -30,7 +32,15 @@ from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Needs
 from towpath.core.unit_plan import BucketPlan, largest
 from towpath.engine.layout import BucketLayout, ParameterPlace, exchanged, torch_dtype
-from towpath.engine.parameters.gradients import FlatGradients, OptimizerMemory, gradients_of, slice_of, slice_within
+from towpath.engine.parameters.gradients import (
+    FlatGradients,
+    OptimizerMemory,
+    gradients_of,
+    host_is_apart,
+    moved_to_host,
+    slice_of,
+    slice_within,
+)
 from towpath.engine.parameters.initialise import Flat
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.parallel import Mesh, lead_to
@@ -146,6 +156,9 @@ class Bucket:
         # The P shard and the master are each rounded once, from the user's values.
         self.resting = EncodedShard(plan.rests_in, start.part(plan.params, own)) if plan.rests_in else None
         self.shard = self.resting.message if self.resting else start.part(plan.params, compute)
+        if plan.params_on_host:
+            self.shard = moved_to_host(self.shard)
+        self._is_copied = plan.params_on_host and host_is_apart(self.device)
         if plan.has_master:
             self.master = self._optimizer.holding(start.part(plan.optimizer, own))
         else:
@@ -245,24 +258,46 @@ class Bucket:
 
     def param_sync(self, workspace: Workspace) -> None:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
-        new = self._own_slice(self.shard) if self.plan.agrees_on_sizes else self._updated(workspace)
+        region = self._region(workspace)
+        if self._is_copied and self.plan.syncs_exactly:
+            region.copy_(self.shard, non_blocking=True)
+        new = self._own_slice(region) if self.plan.agrees_on_sizes else self._updated(region, workspace)
         for transfer in self.transfers[TransferKind.PARAM_SYNC]:
-            transfer.run(self.shard, new, workspace)
+            transfer.run(region, new, workspace)
+        if self._is_copied:
+            self.shard.copy_(region, non_blocking=True)
 
     def encode_param_sync(self, workspace: Workspace) -> None:
         """Cast the master as `param_sync` does, and encode the result, before the ranks agree on its size."""
-        new = self._updated(workspace)
+        region = self._region(workspace)
+        mine, stored = self._own_slice(region), self._own_slice(self.shard)
+        if self._is_copied:
+            mine.copy_(stored, non_blocking=True)
+        new = self._updated(region, workspace)
         for transfer in self.transfers[TransferKind.PARAM_SYNC]:
             assert isinstance(transfer.collective, AgreedAllGather)
             with transfer.explained():
-                transfer.collective.encode(self.shard, new)
+                transfer.collective.encode(region, new)
+        if self._is_copied:
+            stored.copy_(mine, non_blocking=True)
 
-    def _updated(self, workspace: Workspace) -> torch.Tensor:
-        """Return this rank's part of the P shards as the optimizer left it."""
+    def _region(self, workspace: Workspace) -> torch.Tensor:
+        """Return the P shard, or memory for it on the device if it is stored in host memory."""
+        # The parameter sync's stream writes to the host's copy, and the streams of gathers read it. The host itself
+        # does neither. So the step machine's order suffices, as for a P shard on the device: a gather follows the
+        # parameter sync of its unit (`Task.after`). The next parameter sync follows what the computation has waited
+        # for, and so every earlier gather: those that nothing used are waited for at the end of a pass.
+        if not self._is_copied:
+            return self.shard
+        start, end = self.plan.synced_in
+        return workspace.take(end, self.shard.dtype)[start:]
+
+    def _updated(self, region: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        """Return this rank's part of the P shards in `region` as the optimizer left it."""
         if self.version.take_replaced():
             for bound in self.transfers[TransferKind.PARAM_SYNC]:
                 bound.collective.restart()  # an exact sync cannot know what the others hold now
-        new = self._own_slice(self.shard)
+        new = self._own_slice(region)
         if self.plan.has_master:
             if self.plan.cast_apart:
                 new = workspace.take(self.plan.cast_apart, new.dtype)
@@ -270,12 +305,19 @@ class Bucket:
         return new
 
     def source(self, kind: TransferKind) -> torch.Tensor:
-        """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard."""
-        return self.copy if kind is TransferKind.BACKWARD_GATHER and self.copy is not None else self.shard
+        """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard.
+
+        A P shard in host memory is copied to its place in `full`.
+        """
+        if kind is TransferKind.BACKWARD_GATHER and self.copy is not None:
+            return self.copy
+        if self._is_copied:
+            return self._slice(self.full, self.plan.params).copy_(self.shard, non_blocking=True)
+        return self.shard
 
     def begin_gather(self, kind: TransferKind, workspace: Workspace) -> None:
-        """Start the non-blocking first phase of `gather`, before its turn in the queue."""
-        for transfer in self.transfers[kind][:1]:
+        """Start the non-blocking first phase of `gather`, before its turn in the queue, unless a copy comes first."""
+        for transfer in self.transfers[kind][: not self._is_copied]:
             transfer.begin(self.full, self.source(kind), workspace)
 
     def gather(self, kind: TransferKind, save_copy: bool, workspace: Workspace) -> None:
@@ -283,8 +325,8 @@ class Bucket:
         source = self.source(kind)
         if self.resting is not None and not self.transfers[kind]:
             self.resting.decode(self.full)
-        elif not self.transfers[kind] and source is not self.full:
-            self.full.copy_(source)  # an unsharded backward copy
+        elif not self.transfers[kind] and source.data_ptr() != self.full.data_ptr():
+            self.full.copy_(source)  # every rank has all of it, but not in its slot
         for transfer in self.transfers[kind]:
             transfer.run(self.full, source, workspace)
         self.save_backward_copy(save_copy)
@@ -315,14 +357,15 @@ class Bucket:
             self.resting.write(0, now)
             self.version.written()
             return
-        before = self.shard if self._rounded is None else self._rounded
+        shard = torch.empty_like(now).copy_(self.shard) if self._is_copied else self.shard
+        before = shard if self._rounded is None else self._rounded
         self.version.replaced()
         if self.plan.has_master:
             mine, was = self._own_slice(now), self._own_slice(before)
             master = self.master.to(mine.device)
             left = mine == (master.to(mine.dtype) if self._rounded is None else was)
             self.master.copy_(torch.where(left, master, mine.to(master.dtype)))
-        self.shard.copy_(torch.where(now == before, self.shard, now))
+        self.shard.copy_(torch.where(now == before, shard, now))
         self._rounded = None
 
     # Gradients ----------------------------------------------------------------------------------------------------
@@ -357,7 +400,7 @@ class Bucket:
         if sent := sum(k.sent_bytes for k in self.keepers.values() if isinstance(k, ExactSync)):
             others["sent"] = sent
         return others | {
-            "params": self.shard.nbytes if self.trainable else 0,
+            "params": self.shard.nbytes if self.trainable and not self.plan.params_on_host else 0,
             "master": self.master.nbytes if self.plan.has_master and not on_host else 0,
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
             "grads": self.gradients.nbytes,
@@ -366,10 +409,11 @@ class Bucket:
         }
 
     def host_memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that this bucket takes in the host's memory for the optimizer, by kind."""
-        if not self.plan.optimizer_on_host:
-            return {}
-        return {"master": self.master.nbytes, "grad": self.gradients.mean_nbytes}
+        """Return the bytes that this bucket takes in the host's memory, by kind."""
+        held = {"params": self.shard.nbytes} if self.plan.params_on_host else {}
+        if self.plan.optimizer_on_host:
+            held |= {"master": self.master.nbytes, "grad": self.gradients.mean_nbytes}
+        return held
 
 
 def reduce_together(

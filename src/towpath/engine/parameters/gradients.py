@@ -65,6 +65,16 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
+def host_is_apart(device: torch.device) -> bool:
+    """Return whether `device` has memory of its own. Otherwise it works on host memory itself, without copies."""
+    return device.type != "cpu"
+
+
+def moved_to_host(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `values` in host memory, for copies to and from their device."""
+    return host_memory(values.numel(), values.dtype, values.device).copy_(values)
+
+
 @final
 class OptimizerMemory:
     """The optimizer-side memory of one bucket: on the bucket's device, or on the host with offload.
