@@ -54,7 +54,7 @@ class Stats:
         buffers_made: The buffers that the engine has allocated. It makes none after the second step of a training loop.
         seconds_host: The time of the engine's bookkeeping on the training thread, around each unit's forward and
             backward. Waiting for transfers is not part of it: see `seconds_exposed`.
-        host_memory_bytes: The bytes in the host's memory, by kind, if the optimizer works there.
+        host_memory_bytes: The bytes in the host's memory, by kind, if the strategy offloads.
     """
 
     transfers: tuple[TransferStats, ...]
@@ -164,7 +164,7 @@ def stats(model: nn.Module | Observable) -> Stats:
     engine = engine_of(model)
     memory, host_memory = _memory_bytes(engine), _host_memory_bytes(engine)
     memory["optimizer"], on_host = _optimizer_bytes(engine)
-    if host_memory:
+    if "master" in host_memory:
         host_memory["optimizer"] = on_host
     record = engine.comm.record
     transfers = tuple(record.totals())

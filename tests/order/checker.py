@@ -34,6 +34,7 @@ import towpath.codecs.packing
 import towpath.collectives.native
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
+from towpath.engine.parameters import bucket as parameter_memory
 from towpath.engine.parameters import gradients as optimizer_memory
 from towpath.engine.parameters import shard_spec as encoded_shard
 from towpath.engine.parameters import unit
@@ -427,6 +428,7 @@ def checking() -> Generator[Checker]:
         patched(Streams, "of", staticmethod(lambda groups, device: made)),
         patched(messages, "_launched", launch),
         patched(optimizer_memory, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of))),
+        patched(parameter_memory, "host_is_apart", lambda device: True),
         native(towpath.codecs.packing),
         native(towpath.collectives.native),
         native(encoded_shard),

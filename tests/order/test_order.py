@@ -44,6 +44,7 @@ LABELS = (
     *("zero3@hierarchical weights=int8", "paro-iig weights=int8 gradients=int8", "ddp gradients=bf16"),
     *("mics sync_gradients=micro-step", "paro-iig sync_gradients=micro-step"),
     *("zero3 offload=optimizer", "paro-iig offload=optimizer", "ddp offload=optimizer", "zero++ offload=optimizer"),
+    *("paro-igg offload=params", "hpz offload=params", "zero1 offload=params", "zero++ offload=optimizer+params"),
 )
 
 
@@ -281,7 +282,7 @@ def _train(label: str, build: Callable[[], nn.Module], bf16: bool) -> None:
         check_communications(checker.communications)
 
 
-@in_turn(("zero3", "mics", "paro-iig", "zero++", "mics offload=optimizer"), 1)
+@in_turn(("zero3", "mics", "paro-iig", "zero++", "mics offload=optimizer", "mics offload=params"), 1)
 def test_what_users_do_between_steps_keeps_its_order(world: Worlds, label: str, tmp_path: Path) -> None:
     world(4).run(_between_steps, label, tmp_path)
 

@@ -47,7 +47,7 @@ from towpath.engine.layout import lay_out
 Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
-LABELS = ("zero3", "hpz", "mics:2x1", "paro-iig", "zero1")
+LABELS = ("zero3", "hpz", "mics:2x1", "paro-iig", "zero1", "paro-igg offload=params")
 labels = in_turn(LABELS, 1)
 
 WIDTH = 6
@@ -788,7 +788,10 @@ class ParallelModel(nn.Module):
 
 
 # Two data-parallel ranks: on two nodes (the tensor-parallel mesh is the node), or, for mics, as one.
-PARALLEL = (*((label, Topology(2, 1)) for label in ("zero3", "hpz", "paro-iig", "zero1")), ("mics:2x1", Topology(1, 2)))
+PARALLEL = (
+    *((label, Topology(2, 1)) for label in ("zero3", "hpz", "paro-iig", "zero1", "paro-igg offload=params")),
+    ("mics:2x1", Topology(1, 2)),
+)
 
 
 @in_turn(PARALLEL, 1, "parallel")

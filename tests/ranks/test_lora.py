@@ -23,7 +23,7 @@ from towpath.core.strategy import TransferKind
 
 Worlds = Callable[[int], World]
 SHAPE = towpath.Topology(2, 2)
-LABELS = ("zero3", "hpz", "mics", "paro-iig")
+LABELS = ("zero3", "hpz", "mics", "paro-iig", "paro-igg offload=params")
 VOCABULARY = 32
 
 

@@ -1,7 +1,8 @@
-"""An optimizer that works in the host's memory trains as it does in the device's, to the bit.
+"""Training with an optimizer, or P shards, in the host's memory is to the bit the same as in the device's.
 
-Where the model is on the CPU, both are the same memory, and the same code runs: a master of its own, the mean gradients
-copied to it at the boundary, what was written copied back when it is published.
+Where the model is on the CPU, both are the same memory. With the optimizer there, the same code runs: a master of its
+own, the mean gradients copied to it at the boundary, what was written copied back in the parameter sync. P shards are
+copied in the form of collectives only, as on a GPU.
 
 Functions whose names begin with an underscore run on every rank.
 """
@@ -9,6 +10,7 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +20,38 @@ import torch.distributed as dist
 from torch import nn
 
 import towpath
+from tests.forms import in_form
 from tests.ranks.checkpoints import Run, content, differing
 from tests.ranks.models import DEVICE, MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
+from tests.ranks.test_exact import _check_same
 from tests.ranks.twin import Twin, loss_on
 from towpath import Precision, Topology, checkpoint
+from towpath.core import exact
+from towpath.core.routes import Form
 from towpath.engine.executor import engine_of
 from towpath.errors import MismatchError, ShardError, StrategyError
 
 Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
+OFFLOADS = ("optimizer", "params", "optimizer+params")
+TWINS = [(label, each) for each in OFFLOADS[:2] for label in ("zero3", "paro-iig", "ddp", "paro-igg", "mics")]
 LABELS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", "paro-iig", "paro-nig", "zero++", "ddp gradients=low-rank:2")
 MIXED = Precision(params=torch.bfloat16, reduce=torch.float32)
 
 
 @pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
+@pytest.mark.parametrize("offload", OFFLOADS)
 @in_turn(LABELS, 1)
-def test_training_is_the_same_to_the_bit(world: Worlds, label: str, precision: Precision) -> None:
-    world(4).run(_compare_with_device, label, precision)
+def test_training_is_the_same_to_the_bit(world: Worlds, label: str, offload: str, precision: Precision) -> None:
+    world(4).run(_compare_with_device, label, offload, precision)
 
 
-def _compare_with_device(label: str, precision: Precision) -> None:
+def _compare_with_device(label: str, offload: str, precision: Precision) -> None:
     """Losses, the norms that clip, gradients, parameters and optimizer states, over steps that accumulate."""
-    runs = [Run.of(label, SHAPE, precision=precision, offload=offload) for offload in (None, "optimizer")]
+    runs = [Run.of(label, SHAPE, precision=precision, offload=each) for each in (None, offload)]
     device, host = runs
     entry = MODELS["gpt"]
     for step in range(3):
@@ -54,57 +63,75 @@ def _compare_with_device(label: str, precision: Precision) -> None:
             norms.append(nn.utils.clip_grad_norm_(run.model.parameters(), 0.5))
         assert torch.equal(*(norm.cpu() for norm in norms)), (step, norms)
         for (name, p), q in zip(device.model.named_parameters(), host.model.parameters(), strict=True):
-            assert torch.equal(p.grad.to_local().cpu(), q.grad.to_local()), (step, name)
+            assert torch.equal(p.grad.to_local().cpu(), q.grad.to_local().cpu()), (step, name)
         for run in runs:
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=step == 0)
     assert differing(host.content(), device.content()) == []
 
 
-def test_it_trains_as_one_process_does(world: Worlds) -> None:
-    world(4).run(_twin)
+@in_turn(TWINS, 3, "twin")
+@pytest.mark.parametrize("micro_steps", [seldom(1), 2])
+def test_it_trains_as_one_process_does(world: Worlds, twin: tuple[str, str], micro_steps: int) -> None:
+    world(4).run(_twin, *twin, micro_steps)
 
 
-def _twin() -> None:
-    for label in ("zero3", "paro-iig", "ddp"):
-        twin = Twin(
-            lambda: MODELS["gpt"].make(torch.float64),
-            loss_on("gpt"),
-            label,
-            SHAPE,
-            optimizer_first=True,
-            offload="optimizer",
-        )
-        for step in range(3):
-            twin.backward(step, micro_steps=2)
-            twin.check_gradients()
-            twin.step(set_to_none=step == 1)
-            twin.check_parameters()
+def _twin(label: str, offload: str, micro_steps: int) -> None:
+    """With P shards on the host in the form of a GPU, which copies them."""
+    form = Form.COLLECTIVES if offload == "params" else Form.MESSAGES
+    build = partial(MODELS["gpt"].make, torch.float64)
+    with in_form(form):
+        twin = Twin(build, loss_on("gpt"), label, SHAPE, optimizer_first=True, offload=offload)
+    for step in range(3):
+        twin.backward(step, micro_steps=micro_steps)
+        twin.check_gradients()
+        twin.step(set_to_none=step == 1)
+        twin.check_parameters()
 
 
 @pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
-def test_memory_is_what_the_schedule_says_of_device_and_host(world: Worlds, precision: Precision) -> None:
-    world(4).run(_compare_memory, precision)
+@pytest.mark.parametrize("form", [seldom(Form.MESSAGES), Form.COLLECTIVES])
+def test_memory_is_what_the_schedule_says_of_device_and_host(world: Worlds, form: Form, precision: Precision) -> None:
+    world(4).run(_compare_memory, form, precision)
 
 
-def _compare_memory(precision: Precision) -> None:
-    for label in ("zero3", "paro-iig", "ddp", "zero++"):
-        run = Run.of(label, SHAPE, precision=precision, offload="optimizer")
-        run.train(range(2))
-        strategy = engine_of(run.model).strategy
-        planned, found = towpath.schedule(strategy, run.model, 1, precision), towpath.stats(run.model)
-        assert (
-            planned.memory_bytes()["master"] == planned.memory_bytes()["grad"] == found.memory_bytes["optimizer"] == 0
-        )
-        for kind, expected in (planned.memory_bytes() | planned.buffer_bytes()).items():
+def _compare_memory(form: Form, precision: Precision) -> None:
+    cases = [(label, "optimizer") for label in ("zero3", "paro-iig", "ddp", "zero++")]
+    cases += [("paro-igg exact=True", "params"), ("zero1", "optimizer+params")]
+    for label, offload in cases:
+        with in_form(form), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exact, "SMALLEST_BYTES", 1)
+            run = Run.of(label, SHAPE, precision=precision, offload=offload)
+            run.train(range(2))
+            strategy = engine_of(run.model).strategy
+            planned, found = towpath.schedule(strategy, run.model, 1, precision), towpath.stats(run.model)
+            kept, buffers = planned.memory_bytes(), planned.buffer_bytes()
+        moved = ["params"] * ("params" in offload) + ["master", "grad"] * ("optimizer" in offload)
+        assert not any(kept[kind] for kind in moved)
+        for kind, expected in (kept | buffers).items():
             assert found.memory_bytes[kind] == expected, (label, kind)
         owned = sum(p.to_local().numel() for p in run.model.parameters())
-        states = {"optimizer": 2 * 4 * owned}  # AdamW's two, in the dtype of the masters
-        assert found.host_memory_bytes == planned.host_memory_bytes() | states, label
+        states = 2 * 4 * owned  # AdamW's two, in the dtype of the masters
+        on_host = {"optimizer": states} if "optimizer" in offload else {}
+        assert found.host_memory_bytes == planned.host_memory_bytes() | on_host, label
+        assert found.memory_bytes["optimizer"] == states - on_host.get("optimizer", 0)
         made = found.buffers_made
         run.train(range(2))
         assert towpath.stats(run.model).buffers_made == made, label
-        assert "in the host's memory: master" in str(found)
+        assert f"in the host's memory: {'master' if offload == 'optimizer' else 'params'}" in str(found)
+
+
+@pytest.mark.parametrize("form", [seldom(Form.MESSAGES), Form.COLLECTIVES])
+def test_exact_syncs_to_the_host_are_the_same_to_the_bit(
+    world: Worlds, form: Form, pytestconfig: pytest.Config
+) -> None:
+    world(4).run(_sync_exactly, form, 4 if "not parity" in pytestconfig.option.markexpr else 20)
+
+
+def _sync_exactly(form: Form, steps: int) -> None:
+    device, host = (strategy_of(f"paro-igg exact=True{each}", SHAPE) for each in ("", " offload=params"))
+    with in_form(form):
+        _check_same(device, host, "bf16", 2, steps)
 
 
 def test_the_model_computes_in_memory_of_its_own(world: Worlds) -> None:
@@ -132,37 +159,39 @@ def _apart() -> None:
 
 
 @pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
+@in_turn([(None, "optimizer"), ("optimizer", "params"), ("params", "optimizer+params"), ("params", None)], 2, "runs")
 def test_checkpoints_pass_between_runs_that_offload_and_others(
-    world: Worlds, tmp_path: Path, precision: Precision
+    world: Worlds, tmp_path: Path, runs: tuple[str | None, str | None], precision: Precision
 ) -> None:
-    world(4).run(_checkpoints, tmp_path, precision)
+    world(4).run(_checkpoints, tmp_path, *runs, precision)
 
 
-def _checkpoints(folder: Path, precision: Precision) -> None:
-    for number, (before, after) in enumerate(((None, "optimizer"), ("optimizer", None))):
-        first = Run.of("paro-iig", SHAPE, precision=precision, offload=before)
-        first.train(range(2))
-        assert checkpoint.save(folder / str(number), 2, first.state()).ok
-        second = Run.of("zero3", SHAPE, precision=precision, offload=after).spoil()
-        loaded = checkpoint.load(folder / str(number), second.state())
-        assert loaded is not None and loaded.step == 2
-        assert differing(second.content(), first.content()) == []
-        second.train(range(2, 3))
-        third = Run.of("zero3", SHAPE, precision=precision, offload=before)
-        assert checkpoint.load(folder / str(number), third.state()) is not None
-        third.train(range(2, 3))
-        assert differing(second.content(), third.content()) == []
+def _checkpoints(folder: Path, before: str | None, after: str | None, precision: Precision) -> None:
+    first = Run.of("paro-iig", SHAPE, precision=precision, offload=before)
+    first.train(range(2))
+    assert checkpoint.save(folder, 2, first.state()).ok
+    second = Run.of("zero3", SHAPE, precision=precision, offload=after).spoil()
+    loaded = checkpoint.load(folder, second.state())
+    assert loaded is not None and loaded.step == 2
+    assert differing(second.content(), first.content()) == []
+    second.train(range(2, 3))
+    third = Run.of("zero3", SHAPE, precision=precision, offload=before)
+    assert checkpoint.load(folder, third.state()) is not None
+    third.train(range(2, 3))
+    assert differing(second.content(), third.content()) == []
 
 
+@pytest.mark.parametrize("offload, form", [("optimizer", Form.MESSAGES), ("params", Form.COLLECTIVES)])
 @in_turn(("zero3", "paro-iig", "ddp", "zero++"), 1)
-def test_whole_parameters_may_be_read_and_written(world: Worlds, label: str) -> None:
-    world(4).run(_whole, label)
+def test_whole_parameters_may_be_read_and_written(world: Worlds, label: str, offload: str, form: Form) -> None:
+    world(4).run(_whole, label, offload, form)
 
 
-def _whole(label: str) -> None:
+def _whole(label: str, offload: str, form: Form) -> None:
     contents = []
-    for offload in (None, "optimizer"):
-        run = Run.of(label, SHAPE, precision=MIXED, offload=offload)
+    for each in (None, offload):
+        with in_form(form):
+            run = Run.of(label, SHAPE, precision=MIXED, offload=each)
         run.train(range(1))
         with towpath.full_parameters(run.model), torch.no_grad():
             for p in list(run.model.parameters())[::2]:
@@ -181,7 +210,7 @@ def _state_dicts() -> None:
 
     found: list[dict[str, Any]] = []
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    for offload in (None, "optimizer"):
+    for offload in (None, "optimizer+params"):
         run = Run.of("zero3", SHAPE, offload=offload)
         run.train(range(2))
         found.append(checkpoint.get_model_state_dict(run.model, options=options))
@@ -219,7 +248,7 @@ def test_what_cannot_be_is_refused_on_every_rank(world: Worlds) -> None:
 
 
 def _refused() -> None:
-    with pytest.raises(StrategyError, match="offload='parameters': expected 'optimizer', or None"):
+    with pytest.raises(StrategyError, match=r"offload='parameters': expected 'optimizer', 'params', .*, or None"):
         Run.of("zero3", Topology(1, 2), offload="parameters")
     mine = "optimizer" if dist.get_rank() else None
     with pytest.raises(MismatchError, match="given different things"):

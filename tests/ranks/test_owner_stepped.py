@@ -82,7 +82,7 @@ MAKE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
-@in_turn(LABELS, 1)
+@in_turn([*LABELS, "paro-igg offload=params"], 1)
 @pytest.mark.parametrize("name", [seldom(name) if name == "AdamW" else name for name in MAKE])
 def test_fed_the_same_gradients_it_leaves_the_bits_of_one_process(world: Worlds, name: str, label: str) -> None:
     world(4).run(_same_bits, name, label)

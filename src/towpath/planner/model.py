@@ -431,7 +431,7 @@ def engine_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer) -> dict[str, i
 def host_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes in the host's memory, by part. There are none unless the strategy offloads."""
     held = host_memory_bytes(plans)
-    return held | {"optimizer": _optimizer_bytes(plans, optimizer, True)} if held else {}
+    return held | ({"optimizer": _optimizer_bytes(plans, optimizer, True)} if "master" in held else {})
 
 
 def _optimizer_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer, on_host: bool) -> int:
