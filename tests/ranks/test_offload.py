@@ -101,24 +101,27 @@ def _compare_memory(form: Form, precision: Precision) -> None:
     for label, offload in cases:
         with in_form(form), pytest.MonkeyPatch.context() as patch:
             patch.setattr(exact, "SMALLEST_BYTES", 1)
-            run = Run.of(label, SHAPE, precision=precision, offload=offload)
-            run.train(range(2))
-            strategy = engine_of(run.model).strategy
-            planned, found = towpath.schedule(strategy, run.model, 1, precision), towpath.stats(run.model)
-            kept, buffers = planned.memory_bytes(), planned.buffer_bytes()
-        moved = ["params"] * ("params" in offload) + ["master", "grad"] * ("optimizer" in offload)
-        assert not any(kept[kind] for kind in moved)
-        for kind, expected in (kept | buffers).items():
-            assert found.memory_bytes[kind] == expected, (label, kind)
-        owned = sum(p.to_local().numel() for p in run.model.parameters())
-        states = 2 * 4 * owned  # AdamW's two, in the dtype of the masters
-        on_host = {"optimizer": states} if "optimizer" in offload else {}
-        assert found.host_memory_bytes == planned.host_memory_bytes() | on_host, label
-        assert found.memory_bytes["optimizer"] == states - on_host.get("optimizer", 0)
-        made = found.buffers_made
-        run.train(range(2))
-        assert towpath.stats(run.model).buffers_made == made, label
-        assert f"in the host's memory: {'master' if offload == 'optimizer' else 'params'}" in str(found)
+            _compare_memory_of(Run.of(label, SHAPE, precision=precision, offload=offload), offload, precision)
+
+
+def _compare_memory_of(run: Run, offload: str, precision: Precision) -> None:
+    run.train(range(2))
+    strategy = engine_of(run.model).strategy
+    planned, found = towpath.schedule(strategy, run.model, 1, precision), towpath.stats(run.model)
+    kept = planned.memory_bytes()
+    moved = ["params"] * ("params" in offload) + ["master", "grad"] * ("optimizer" in offload)
+    assert not any(kept[kind] for kind in moved)
+    for kind, expected in (kept | planned.buffer_bytes()).items():
+        assert found.memory_bytes[kind] == expected, (strategy.name, kind)
+    owned = sum(p.to_local().numel() for p in run.model.parameters())
+    states = 2 * 4 * owned  # AdamW's two, in the dtype of the masters
+    on_host = {"optimizer": states} if "optimizer" in offload else {}
+    assert found.host_memory_bytes == planned.host_memory_bytes() | on_host, strategy.name
+    assert found.memory_bytes["optimizer"] == states - on_host.get("optimizer", 0)
+    made = found.buffers_made
+    run.train(range(2))
+    assert towpath.stats(run.model).buffers_made == made, strategy.name
+    assert f"in the host's memory: {'master' if offload == 'optimizer' else 'params'}" in str(found)
 
 
 @pytest.mark.parametrize("form", [seldom(Form.MESSAGES), Form.COLLECTIVES])

@@ -1,4 +1,4 @@
-"""What offload="optimizer" means to the schedule, the step machine, the simulator and the planner."""
+"""What offload= means to the schedule, the step machine, the simulator and the planner."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import pytest
 import torch
 
 import towpath
+from tests.ranks.strategies import seldom
 from tests.unit.test_plan_command import told, told_wide
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.core import unit_plan
+from towpath.core.routes import Form
+from towpath.core.schedule import schedule
 from towpath.core.step import StepMachine
 from towpath.core.step_state import ParamVersion, Submit, Wait
-from towpath.core.strategy import TransferKind
+from towpath.core.strategy import Offload, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.parameters.gradients import OptimizerMemory
@@ -41,6 +44,31 @@ def test_the_schedule_tells_device_and_host_apart(label: str) -> None:
     assert offloaded.memory_bytes() == plain.memory_bytes() | {"master": 0}
     assert plain.host_memory_bytes() == plain.host_copy_bytes() == {}
     assert (offloaded.inter_bytes, offloaded.intra_bytes) == (plain.inter_bytes, plain.intra_bytes)
+
+
+@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("label", ["zero3", "paro-igg", "hpz", "zero1"])
+def test_the_schedule_counts_the_copies_of_params(label: str, form: Form) -> None:
+    block = UnitSpec("block", (BucketSpec((NUMEL,)),))
+    units = [UnitSpec("", (BucketSpec((NUMEL,)), BucketSpec((NUMEL,), trainable=False)), kept=True), block]
+    for exact in (False, True):
+        plain, offloaded = (
+            schedule(towpath.strategy(label, SHAPE, offload=offload, exact=exact), tuple(units), 3, MIXED, form=form)
+            for offload in (None, "params")
+        )
+        ways = {"zero3": 4, "paro-igg": 2, "hpz": 4, "zero1": 1}[label]
+        params = 2 * 2 * NUMEL // ways  # bfloat16, of both units
+        assert offloaded.host_memory_bytes() == {"params": params} and offloaded.memory_bytes()["params"] == 0
+        assert offloaded.memory_bytes()["frozen"] == plain.memory_bytes()["frozen"] > 0
+        assert offloaded.transfers == plain.transfers
+        # The root is unsharded from the forward to the backward pass. The block has a copy of its own with hpZ.
+        gathers = {TransferKind.GATHER: 3 * params, TransferKind.BACKWARD_GATHER: 3 * params // 2 * (label != "hpz")}
+        synced = params
+        if exact and label in ("paro-igg", "zero1"):  # the old values, and those of the own slice to encode it
+            synced += params + (2 * params * ways // 4 if form is Form.COLLECTIVES else 0)
+        expected = {kind: copied for kind, copied in gathers.items() if copied} | {TransferKind.PARAM_SYNC: synced}
+        assert offloaded.host_copy_bytes() == expected
+        assert plain.host_copy_bytes() == {}
 
 
 def test_what_the_device_casts_is_staged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +141,7 @@ def test_a_write_waits_once_for_the_copy_that_reads() -> None:
     assert waits == ["last"] and version.count == model.count == 0
 
 
-def _solver(offload: str | None, memory: int = 80 << 30) -> Solver:
+def _solver(offload: Offload | None, memory: int = 80 << 30) -> Solver:
     return Solver(
         describe_model("llama-7b", 2048), load_cluster("ethernet-25g", 4), Request(64, memory, offload=offload)
     )
@@ -136,18 +164,39 @@ def test_the_planner_prices_memory_and_the_copies() -> None:
     assert offloaded.in_flight[TransferKind.GRAD_SYNC] > plain.in_flight.get(TransferKind.GRAD_SYNC, 0.0)
 
 
-def test_what_does_not_fit_otherwise_fits() -> None:
+def test_the_planner_prices_copies_of_params() -> None:
+    batching = Batching(1, 2, True)
+    zero3, plain, offloaded = (
+        _solver(offload).predict(towpath.strategy(label, towpath.Topology(4, 4), offload=offload), batching)
+        for label, offload in (("zero3", None), ("paro-igg", None), ("paro-igg", "params"))
+    )
+    assert offloaded.memory["params"] == 0 < zero3.memory["params"] < plain.memory["params"]
+    assert offloaded.host_memory == {"params": plain.memory["params"]}
+    assert offloaded.peak_bytes < plain.peak_bytes
+    assert offloaded.inter_bytes == plain.inter_bytes < zero3.inter_bytes
+    # Each micro-step gathers nearly all of it twice, and the parameter sync copies it back.
+    params = plain.memory["params"]
+    assert 4.8 * params < offloaded.host_copy_bytes <= 5 * params
+    for seconds in ("in_flight", "exposed"):
+        with_copies, without = (getattr(p, seconds)[TransferKind.GATHER] for p in (offloaded, plain))
+        assert with_copies > without, seconds
+
+
+@pytest.mark.parametrize("offload", [seldom("optimizer"), seldom("params"), "optimizer+params"])
+def test_what_does_not_fit_otherwise_fits(offload: Offload) -> None:
     """Where all that the planner may choose offloads, and its bounds know of it."""
-    solver = _solver("optimizer")
+    solver = _solver(offload)
     candidates = [c for c in solver.candidates() if c.batching == Batching(1, 4, True)]
     assert candidates
     for candidate in candidates[:20]:
         made = solver.strategy(candidate)
-        assert made.optimizer_on_host
+        assert made.offload == offload
         priced = solver.predict(made, candidate.batching)
         assert solver.least_memory(candidate) <= priced.peak_bytes
         assert solver.bound(candidate)[0] <= priced.seconds * (1 + 1e-9)
-        assert solver.least_memory(candidate) < _solver(None).least_memory(candidate)
+        # Without a master of its own, offloading parameters that are sharded widely saves little.
+        saves = offload != "params" or made.placement.params.size < made.placement.optimizer.size
+        assert not saves or solver.least_memory(candidate) < _solver(None).least_memory(candidate)
 
 
 def test_a_cluster_without_its_host_is_refused() -> None:
