@@ -28,11 +28,14 @@ from towpath.train.trainer import Trainer
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 STEPS, MICRO_STEPS = 3, 2
-LABELS = ("ddp", "zero2", "zero3", "hpz", "mics:2x1", "paro-iig", "paro-nig", "zero3@hierarchical", "zero3@ho-ring")
+LABELS = (
+    *("ddp", "zero2", "zero3", "hpz", "mics:2x1", "paro-iig", "paro-nig", "zero3@hierarchical", "zero3@ho-ring"),
+    *("paro-igg offload=params", "paro-igg offload=optimizer+params"),
+)
 
 
 @pytest.mark.parametrize("precision", [None, towpath.Precision(params=torch.bfloat16, reduce=torch.float32)], ids=str)
-@pytest.mark.parametrize("label", ["ddp", "zero3", "hpz"])
+@pytest.mark.parametrize("label", ["ddp", "zero3", "hpz", "zero3 offload=params"])
 def test_one_rank_on_nccl_trains_as_the_bare_model(label: str, precision: Any, tmp_path: Path) -> None:
     _spawn(1, tmp_path, _train, label, Topology(1, 1), precision)
 
@@ -164,10 +167,14 @@ def _train_steps_under_sync_debug(folder: Path, offload_activations: bool) -> No
 
 def _enqueue_under_sync_debug() -> None:
     entry = MODELS["gpt"]
-    model = towpath.shard(entry.make(torch.float32).cuda(), "zero3", topology=Topology(2, 1))
-    inputs = [t.cuda() for t in entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)]
-    for step in range(4):
-        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-        entry.loss(model, *inputs).backward()
-    torch.cuda.set_sync_debug_mode("default")
-    assert towpath.stats(model).transfers
+    for offload in (None, "params"):
+        model = towpath.shard(entry.make(torch.float32).cuda(), "zero3", topology=Topology(2, 1), offload=offload)
+        optimizer = optimizer_for(model)
+        inputs = [t.cuda() for t in entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)]
+        for step in range(4):
+            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+            entry.loss(model, *inputs).backward()
+            torch.cuda.set_sync_debug_mode("default")
+            optimizer.step()
+            optimizer.zero_grad()
+        assert towpath.stats(model).transfers

@@ -322,18 +322,16 @@ class Schedule(SentBytes):
 def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
     """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
     total: Counter[str] = Counter()
-    for plan in plans:
-        for bucket in plan.buckets:
-            total.update(bucket.memory_bytes())
+    for bucket in (b for plan in plans for b in plan.buckets):
+        total.update(bucket.memory_bytes())
     return dict(total)
 
 
 def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
     """Return the bytes that one rank keeps between steps in host memory, by kind."""
     total: Counter[str] = Counter()
-    for plan in plans:
-        for bucket in plan.buckets:
-            total.update(bucket.host_memory_bytes())
+    for bucket in (b for plan in plans for b in plan.buckets):
+        total.update(bucket.host_memory_bytes())
     return dict(total)
 
 
@@ -399,7 +397,7 @@ def schedule(
     laid_out = tuple(_laid_out(strategy, run, micro_steps, tasks))
     copied: Counter[TransferKind] = Counter()
     for _, task in tasks:
-        copied[task.kind] += sum(bucket.host_copy_bytes(task.kind) for bucket in run[task.unit].buckets)
+        copied[task.kind] += sum(b.host_copy_bytes(task.kind) for b in run[task.unit].buckets)
     # A step runs from one delivery of gradients to the next, so the transfers of the optimizer come first.
     matrices = plan_matrices(strategy, plans, whole) if whole else None
     transfers = (*(matrices.transfers() if matrices else ()), *laid_out)
@@ -413,9 +411,8 @@ def _laid_out(
     sizes = message_sizes_transfers(strategy, plans)
     for micro_step, task in tasks:
         agrees = task.kind is TransferKind.MESSAGE_SIZES
-        of_unit = plans[task.unit].steady_transfers(task.kind) if not agrees else ()
-        for transfer in (*(sizes if agrees else ()), *of_unit):
-            yield transfer.in_micro_step(micro_step)
+        found = sizes if agrees else plans[task.unit].steady_transfers(task.kind)
+        yield from (transfer.in_micro_step(micro_step) for transfer in found)
     parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
     for transfer in unused_params_transfers(strategy, parameters, log_bytes(strategy, shared_lanes(strategy, plans))):
         yield transfer.in_micro_step(micro_steps - 1)
