@@ -43,10 +43,9 @@ MIXED = Precision(params=torch.bfloat16, reduce=torch.float32)
 
 
 @pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
-@pytest.mark.parametrize("offload", OFFLOADS)
-@in_turn(LABELS, 1)
-def test_training_is_the_same_to_the_bit(world: Worlds, label: str, offload: str, precision: Precision) -> None:
-    world(4).run(_compare_with_device, label, offload, precision)
+@in_turn([(label, offload) for label in LABELS for offload in OFFLOADS], 2, "case")
+def test_training_is_the_same_to_the_bit(world: Worlds, case: tuple[str, str], precision: Precision) -> None:
+    world(4).run(_compare_with_device, *case, precision)
 
 
 def _compare_with_device(label: str, offload: str, precision: Precision) -> None:

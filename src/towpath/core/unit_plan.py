@@ -153,14 +153,15 @@ class BucketPlan:
             held |= dict.fromkeys(("master", "grad"), self.numel // self.optimizer.count * item_bytes(self.own_dtype))
         return held
 
-    def host_copy_bytes(self, kind: TransferKind) -> int:
+    def host_copy_bytes(self, kind: TransferKind, is_apart: bool = True) -> int:
         """Return the bytes that one transfer of this kind copies between host and device, both directions together.
 
         An exact parameter sync first copies old values to the device: those of this rank's slice to encode it, if ranks
-        then agree on sizes, and all to decode the slices of others.
+        then agree on sizes, and all to decode the slices of others. Without `is_apart`, the device works on host
+        memory itself, and P shards are not copied.
         """
         held = self.host_memory_bytes()
-        params = held.get("params", 0)
+        params = held.get("params", 0) if is_apart else 0
         own = params // (self.optimizer.count // self.params.count)
         old = 2 * own * self.agrees_on_sizes + params * self.syncs_exactly
         copied = {

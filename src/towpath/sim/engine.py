@@ -319,7 +319,7 @@ class SimulatedEngine:
         """Return the copies between device and host memory. The device casts what it gets."""
         # The unit of an optimizer's step is the number of its round. Its transfers copy nothing.
         buckets = () if task.transfers else self.plans[task.unit].buckets
-        copied = sum(b.host_copy_bytes(task.kind) for b in buckets)
+        copied = sum(b.host_copy_bytes(task.kind, self._hardware.cores is None) for b in buckets)
         if not copied:
             return None
         self._timeline.host_bytes += copied
