@@ -26,6 +26,8 @@ SUITES = {
     "timeline": ("overlap", "the share of communication that runs while the device computes"),
     "collectives": ("collectives", "our routes against the flat one"),
     "kernels": ("kernels", "the codecs' kernels against a copy of memory and the reference implementation"),
+    "exact": ("exact", "steps with exact transport against the best peers, and against those without it"),
+    "exact_bytes": ("exact_bytes", "what exact transport sends when a GPT trains on text"),
     "exact_kernels": ("exact_kernels", "the exact codecs against a copy of memory and zstd"),
     "memory": ("memory", "peak memory of starting a model of a billion parameters, and of a memory limit"),
     "planner": ("planner", "predicted against measured steps, and the cost of the planner's choice"),

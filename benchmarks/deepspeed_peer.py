@@ -78,7 +78,7 @@ def build(options: Mapping[str, str], workload: Workload) -> Any:
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None  # it is for inference, and would be compiled here
     model = workload.model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate, fused=True)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=_configuration(options, workload), dist_init_required=False
     )

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from benchmarks.harness.candidates import CaseError, LabPlace, Launch, preloaded
 from benchmarks.harness.comparison import Pool, Say
 from benchmarks.peers import AUTO, CandidateSpec, TrainStep
-from benchmarks.workload import HEADS, Workload
+from benchmarks.workload import HEADS, LEARNING_RATE, Workload
 from towpath import lab
 from towpath.bench import reason_of
 from towpath.errors import LabError
@@ -71,7 +71,8 @@ class Environment:
         waits = "" if w.wait_seconds is None else "-waiting" if usually else f"-waiting{w.wait_seconds:g}"
         shape = f"{w.topology.nodes}x{w.topology.ranks_per_node}"
         in_step = "-in-step" if w.in_step else ""
-        return "".join([f"{shape}-{self.link}-micro{w.micro_steps}", dtype, waits, in_step, *sizes])
+        rate = "" if w.learning_rate == LEARNING_RATE else f"-lr{w.learning_rate:g}"
+        return "".join([f"{shape}-{self.link}-micro{w.micro_steps}", dtype, waits, in_step, *sizes, rate])
 
 
 def waiting(workload: Workload) -> Workload:
@@ -336,6 +337,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"wait of each forward pass of a block; --waiting alone: {_WAIT_SECONDS_PER_RANK:g} for each rank",
     )
     parser.add_argument(
+        "--learning-rate",
+        type=positive(float),
+        default=LEARNING_RATE,
+        help=f"of AdamW, which decides what exact parameter syncs send; default: {LEARNING_RATE:g}",
+    )
+    parser.add_argument(
         "--in-step",
         action="store_true",
         help="all ranks start each micro-step together, so that ranks that share cores do not drift apart",
@@ -398,6 +405,6 @@ def _workload(topology: Topology, micro_steps: int, options: argparse.Namespace)
     if options.waiting or options.wait is not None:
         given |= {"batch": given["batch"] or _WAITING_BATCH, "length": given["length"] or _WAITING_LENGTH}
         given["wait_seconds"] = _wait_seconds(topology) if options.wait is None else options.wait
-    given["in_step"] = options.in_step
+    given |= {"in_step": options.in_step, "learning_rate": options.learning_rate}
     chosen = {name: value for name, value in given.items() if value is not None}
     return Workload(topology, micro_steps, options.dtype, **chosen)

@@ -49,15 +49,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 import towpath
 from benchmarks import deepspeed_peer
 from benchmarks.harness.candidates import give_freed_memory_back, timed
-from benchmarks.workload import Workload
+from benchmarks.workload import LEARNING_RATE, Workload
 from towpath.auto.probe import device_of_job
 from towpath.bench import prefetch_next_block, register_bf16_hook
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.collectives.rank_transfer import select
+from towpath.core.formats import item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.presets import parse_strategy
 from towpath.core.routes import Group, Op
-from towpath.core.strategy import Strategy, TransferKind
+from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
 from towpath.topology.cluster import Topology
@@ -305,7 +306,14 @@ class TrainStep:
         elif spec.name == DEEPSPEED:
             self._work = deepspeed_peer.stepper(self._model, data, workload.micro_steps)
         else:
-            self._work = stepper(self._model, context, data, workload.micro_steps, self._optimizing.append)
+            self._work = stepper(
+                self._model,
+                context,
+                data,
+                workload.micro_steps,
+                self._optimizing.append,
+                workload.learning_rate,
+            )
         self._ours = not spec.foreign
         self._processor_seconds: list[float] = []  # by sample
         self._exposed_seconds: list[float] = []
@@ -316,6 +324,7 @@ class TrainStep:
         self._seconds = self._host_seconds = 0.0
         for kept in (self._processor_seconds, self._exposed_seconds, self._optimizing):
             kept.clear()
+        self._forgotten = towpath.stats(self._model) if self._ours else None
 
     def sample(self) -> float:
         """Take a step and return its seconds."""
@@ -343,14 +352,27 @@ class TrainStep:
         }
         if self._optimizing:
             found["optimizing"] = list(self._optimizing)
-        if not self._ours:
+        if self._forgotten is None:
             return found
+        stats = towpath.stats(self._model)
         return found | {
             "host_share": self._host_seconds / self._seconds,
             "exposed_seconds": median(self._exposed_seconds),
-            "stats": str(towpath.stats(self._model)),
+            "bits_between_nodes": bits_between_nodes(stats.since(self._forgotten)),
+            "stats": str(stats),
             "strategy": str(self._model.towpath_engine.strategy),
         }
+
+
+def bits_between_nodes(stats: towpath.Stats) -> dict[str, float]:
+    """Return the bits of an element between nodes, by kind of transfer, for kinds that are sent exactly."""
+    bits: dict[str, float] = {}
+    for kind in EXACT_KINDS:
+        crossing = [t for t in stats.transfers if t.transfer.kind is kind and t.transfer.inter_bytes]
+        elements = sum(t.calls * t.transfer.inter_bytes / item_bytes(t.transfer.dtype) for t in crossing)
+        if any(t.transfer.exact for t in crossing):
+            bits[kind.value] = round(8 * sum(t.inter_bytes for t in crossing) / elements, 3)
+    return bits
 
 
 def held_bytes() -> int:
@@ -370,9 +392,10 @@ def stepper(
     data: Any,
     micro_steps: int,
     optimized: Callable[[Period], None] = lambda period: None,
+    learning_rate: float = LEARNING_RATE,
 ) -> Callable[[], None]:
     """Return a function that takes one optimizer step with AdamW. `optimized` receives when the optimizer worked."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
 
     def step() -> None:
         for micro in range(micro_steps):

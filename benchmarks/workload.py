@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
-from benchmarks import gpt
+from benchmarks import gpt, recording
 from towpath.auto.probe import device_of_job
 
 WIDTH, TINY = 384, 48
 DEPTH, HEADS, LONGEST, VOCABULARY = 9, 6, 256, 2048
 BATCH, LENGTH, SHORT = 4, 128, 16
 SQUARE = towpath.Topology(2, 2)
+LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Workload:
         width: Width of the model.
         depth: Blocks of the model.
         wait_seconds: How long each block sleeps in the forward pass instead of computing. The backward pass sleeps
-        twice
-            as long. This leaves the cores to communication and codecs, as a GPU does.
+            twice as long, and replays recorded gradients. This leaves the cores to communication and codecs, as a GPU
+            does.
         in_step: All ranks wait for each other before each micro-step. Ranks that share cores and exchange nothing in a
             micro-step otherwise drift apart.
         adapters: The rank of PEFT's LoRA adapters of each block's matrices, which then train alone. 0 trains
@@ -52,6 +53,7 @@ class Workload:
     wait_seconds: float | None = None
     in_step: bool = False
     adapters: int = 0
+    learning_rate: float = LEARNING_RATE
 
     def quick(self) -> Workload:
         """Return a small workload that runs the same code."""
@@ -66,9 +68,10 @@ class Workload:
             _add_adapters(made, self.adapters)
         made.to(device_of_job())
         if self.wait_seconds is not None:
-            for block in made.blocks:
-                block.__class__ = Waiting
-                cast(Waiting, block).wait_seconds = self.wait_seconds
+            for block, gradients in zip(made.blocks, recording.replayed(self, made.blocks), strict=True):
+                block.__class__ = Replaying
+                block = cast(Replaying, block)
+                block.wait_seconds, block.gradients = self.wait_seconds, gradients
         return made
 
     def silent_model(self) -> gpt.GPT:
@@ -154,9 +157,7 @@ class SilentBlock(gpt.Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`."""
-        # Parameters are read as a module reads them: `parameters()` may return shards.
-        own = [getattr(module, name) for module in self.modules() for name, _ in module.named_parameters(recurse=False)]
-        return Touch.apply(x, *own)
+        return Touch.apply(x, *recording.parameters_of(self))
 
 
 class Waiting(SilentBlock):
@@ -167,6 +168,42 @@ class Waiting(SilentBlock):
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` after `wait_seconds`."""
         return Wait.apply(super().forward(x), self.wait_seconds)
+
+
+class Replay(torch.autograd.Function):
+    """An identity with a recorded gradient for parameters that computed nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradients: recording.Replayed, *parameters: nn.Parameter) -> Tensor:
+        """Return `x`, and note the shapes of the parameters."""
+        ctx.like = [(p.shape, p.dtype) for p in parameters]
+        ctx.recorded = gradients.next()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of `x`, and copies of the recorded ones."""
+        (recorded, factor), begin = ctx.recorded, 0
+        made: list[Tensor | None] = []
+        for (shape, dtype), trains in zip(ctx.like, ctx.needs_input_grad[2:], strict=True):
+            made.append(torch.empty(shape, dtype=dtype, device=grad.device) if trains else None)
+            if trains:
+                # Autograd owns what it gets, and may write to it. Recorded gradients are everyone's.
+                part = recorded[begin : begin + shape.numel()].view(shape).to(grad.device)
+                torch.mul(part, factor, out=made[-1])
+                begin += shape.numel()
+        return grad, None, *made
+
+
+class Replaying(gpt.Block):
+    """A block that sleeps instead of computing, and has the gradients of one that computed."""
+
+    wait_seconds = 0.0
+    gradients: recording.Replayed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` after `wait_seconds`."""
+        return Wait.apply(Replay.apply(x, self.gradients, *recording.parameters_of(self)), self.wait_seconds)
 
 
 class SilentGPT(gpt.GPT):

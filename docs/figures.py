@@ -164,6 +164,26 @@ PAGES: Mapping[str, Page] = {
         "The same on a CPU without AVX-512.",
         "python -m benchmarks kernels",
     ),
+    "exact": Page(
+        "Exact transport",
+        "Steps with exact transport against the best tuned peers, and against the same strategies without it.",
+        "python -m benchmarks exact",
+        "Two nodes of two ranks train in bf16. Bits per element between nodes are next to each speed-up, because they "
+        "depend on the learning rate (0.001) and the step. Blocks of `waiting` cases sleep, and replay recorded "
+        "gradients.",
+    ),
+    "exact_bytes": Page(
+        "Bytes of exact transport",
+        "What exact transport sends when a GPT trains on text, by the kernel's counters.",
+        "python -m benchmarks exact_bytes",
+        "`replay` cases compare blocks that wait, and replay recorded gradients, with blocks that compute.",
+    ),
+    "exact_kernels": Page(
+        "Exact codecs",
+        "Encoding and decoding on one core, against a copy in memory and against zstd, and the bits per element.",
+        "python -m benchmarks exact_kernels",
+        "Throughput counts the bytes of the input.",
+    ),
     "planner": Page(
         "Planner",
         "Predicted against measured steps, and the cost of the planner's choice.",
@@ -357,6 +377,12 @@ def _quality(pipelines: bool) -> str:
     return quality_pipeline.picture() if pipelines else quality.picture()
 
 
+def _exact_bytes() -> str:
+    from benchmarks.suites import exact_bytes
+
+    return exact_bytes.picture()
+
+
 TABLES = {
     "speedups": speedups_table,
     "families": families_table,
@@ -366,7 +392,9 @@ TABLES = {
     "ablations": lambda: measured_table("ablations"),
     "papers-lab": lab_table,
     "comparisons": lambda: "".join(
-        f"- [{page.title}](comparisons/{suite}.md): {page.summary}\n" for suite, page in PAGES.items()
+        f"- [{page.title}](comparisons/{suite}.md): {page.summary}\n"
+        for suite, page in PAGES.items()
+        if results.file_of(suite).exists()
     ),
 }
 
@@ -375,6 +403,8 @@ PICTURES = {
     results.FOLDER / "quality.svg": lambda: _quality(pipelines=False),
     results.FOLDER / "quality_pipeline.svg": lambda: _quality(pipelines=True),
 }
+if results.file_of("exact_bytes").exists():
+    PICTURES[results.FOLDER / "exact_bytes.svg"] = _exact_bytes
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------
@@ -400,6 +430,14 @@ def _sections(suite: str) -> Iterable[str]:
         return
     if suite != "strategies":
         yield measured_table(suite)
+        if suite == "exact":
+            from benchmarks.suites import exact
+
+            yield "## Means over the ratios\n\n" + table(
+                ("figure", "result"), [(mean["what"], f"{mean['found']:.4g}") for mean in exact.mean_rows()]
+            )
+        if suite == "exact_bytes":
+            yield "![Bytes over optimizer steps, by class of parameters](../results/exact_bytes.svg)"
         return
     for heading, found in groupby(sorted(runs(suite), key=_place), key=_heading):
         yield f"## {heading}\n\n" + table(HEADINGS, [row for run in found for row in rows(suite, run)])

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from benchmarks import recording
 from benchmarks.harness import results
 from benchmarks.harness.candidates import CaseError
 from benchmarks.harness.comparison import Pool, Say
@@ -96,6 +97,7 @@ class Suite:
                 "torchrun. `towpath bench` measures on the ranks of a job."
             )
         signal.signal(signal.SIGTERM, _terminate)
+        recording.folder()  # made before the ranks, which share it
         with Pool() as pool:
             self._measure_all(options, pool)
 

@@ -87,7 +87,9 @@ class OverlapCase:
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Compare the parts."""
-        workload = Workload(self.topology, wait_seconds=0.0 if self.elsewhere else None)
+        workload = Workload(self.topology)
+        if self.elsewhere:
+            workload = replace(workload, batch=1, length=SHORT, wait_seconds=0.0)
         workload = workload.quick() if settings.quick else workload
         launch = Launch(LabPlace(self.topology, self.inter), StepParts, (self.strategy, workload))
         with started({self.name: launch}, settings.say) as made:

@@ -117,7 +117,11 @@ class StrategiesCase:
         bounds = lower_bounds(compared, workload, usual[COMPUTE], inter)
         checks = [pair.check(seconds) for pair in pairs(compared, usual, self.link.comm_ratio or found_ratio)]
         return {
-            "checks": [*checks, *overlap_checks(seconds, found["optimizer_seconds"], bounds, workload)],
+            "checks": [
+                *checks,
+                *overlap_checks(seconds, found["optimizer_seconds"], bounds, workload),
+                *bits_checks(found["bits_between_nodes"]),
+            ],
             "lower_bound_seconds": bounds,
             "warnings": warnings,
             "inter": None if inter is None else str(inter),
@@ -203,7 +207,16 @@ def figures_of(
         "exposed_seconds": {
             name: round(facts[name][0]["exposed_seconds"], 5) for name in steps if "exposed_seconds" in facts[name][0]
         },
+        "bits_between_nodes": {name: bits for name in steps if (bits := facts[name][0].get("bits_between_nodes"))},
     }
+
+
+BITS = "bits per element between nodes"
+
+
+def bits_checks(bits: Mapping[str, Mapping[str, float]]) -> list[Check]:
+    """Return what an element took of each kind of transfer, for candidates with exact transport."""
+    return [Check(f"{name}, {kind}: {BITS}", found) for name, kinds in bits.items() for kind, found in kinds.items()]
 
 
 def optimizer_seconds(ranks: Sequence[Sequence[Period]]) -> float:
