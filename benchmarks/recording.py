@@ -7,8 +7,9 @@ All ranks of all candidates map the recording into their memory, and a replayed 
     record        trains, and writes RANKS gradients of each step, until a file has about MOST_BYTES
     Recording     finds the gradient of a block in a step, a micro-step and a rank, which all differ
 
-A run that is longer than the recording starts it again. Each repetition has another sign, because a gradient that came
-back unchanged would look to the optimizer as if the loss went on falling in the same direction.
+A run that is longer than the recording starts it again, with the sign of the gradients reversed in every second
+repetition. Gradients that came back unchanged would look to the optimizer like a steady direction, and its steps would
+stay too large.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def parameters_of(block: nn.Module) -> list[Tensor]:
 
 
 class Replayed:
-    """The recorded gradients of block `number`, one for each pass of a model that trains like the recorded one."""
+    """The recorded gradients of block `number`, one for each backward pass."""
 
     def __init__(self, recording: Recording, number: int, micro_steps: int) -> None:
         self._recording, self._number, self._micro_steps = recording, number, micro_steps

@@ -177,13 +177,13 @@ class Replay(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gradients: recording.Replayed, *parameters: nn.Parameter) -> Tensor:
         """Return `x`, and note the shapes of the parameters."""
         ctx.like = [(p.shape, p.dtype) for p in parameters]
-        ctx.recorded = gradients.next()
+        ctx.gradients = gradients
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of `x`, and copies of the recorded ones."""
-        (recorded, factor), begin = ctx.recorded, 0
+        (recorded, factor), begin = ctx.gradients.next(), 0
         made: list[Tensor | None] = []
         for (shape, dtype), trains in zip(ctx.like, ctx.needs_input_grad[2:], strict=True):
             made.append(torch.empty(shape, dtype=dtype, device=grad.device) if trains else None)
