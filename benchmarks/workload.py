@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import towpath
 from benchmarks import gpt, recording
@@ -68,7 +69,9 @@ class Workload:
             _add_adapters(made, self.adapters)
         made.to(device_of_job())
         if self.wait_seconds is not None:
-            for block, gradients in zip(made.blocks, recording.replayed(self, made.blocks), strict=True):
+            own, *of_blocks = recording.replayed(self, made)
+            made.__class__, made.gradients = ReplayingGPT, own
+            for block, gradients in zip(made.blocks, of_blocks, strict=True):
                 block.__class__ = Replaying
                 block = cast(Replaying, block)
                 block.wait_seconds, block.gradients = self.wait_seconds, gradients
@@ -157,7 +160,7 @@ class SilentBlock(gpt.Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`."""
-        return Touch.apply(x, *recording.parameters_of(self))
+        return Touch.apply(x, *_parameters(recording.slots_of(self)))
 
 
 class Waiting(SilentBlock):
@@ -171,28 +174,18 @@ class Waiting(SilentBlock):
 
 
 class Replay(torch.autograd.Function):
-    """An identity with a recorded gradient for parameters that computed nothing."""
+    """An identity with recorded gradients for parameters that computed nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradients: recording.Replayed, *parameters: nn.Parameter) -> Tensor:
-        """Return `x`, and note the shapes of the parameters."""
-        ctx.like = [(p.shape, p.dtype) for p in parameters]
-        ctx.gradients = gradients
+        """Return `x`, and note the dtypes of the parameters."""
+        ctx.gradients, ctx.dtypes = gradients, [p.dtype for p in parameters]
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradient of `x`, and copies of the recorded ones."""
-        (recorded, factor), begin = ctx.gradients.next(), 0
-        made: list[Tensor | None] = []
-        for (shape, dtype), trains in zip(ctx.like, ctx.needs_input_grad[2:], strict=True):
-            made.append(torch.empty(shape, dtype=dtype, device=grad.device) if trains else None)
-            if trains:
-                # Autograd owns what it gets, and may write to it. Recorded gradients are everyone's.
-                part = recorded[begin : begin + shape.numel()].view(shape).to(grad.device)
-                torch.mul(part, factor, out=made[-1])
-                begin += shape.numel()
-        return grad, None, *made
+        """Return the gradient of `x`, and those that were recorded."""
+        return grad, None, *ctx.gradients.next(ctx.dtypes, grad.device)
 
 
 class Replaying(gpt.Block):
@@ -203,7 +196,30 @@ class Replaying(gpt.Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` after `wait_seconds`."""
-        return Wait.apply(Replay.apply(x, self.gradients, *recording.parameters_of(self)), self.wait_seconds)
+        x = Replay.apply(x, self.gradients, *_parameters(recording.slots_of(self)))
+        return Wait.apply(x, self.wait_seconds)
+
+
+class ReplayingGPT(gpt.GPT):
+    """A GPT whose embedding and head compute, and whose own parameters have recorded gradients."""
+
+    gradients: recording.Replayed
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Return a loss."""
+        own = _parameters(recording.owners(self)[0])
+        tokens, positions, weight, bias = (parameter.detach() for parameter in own)
+        x = F.embedding(ids, tokens) + positions[: ids.shape[1]]
+        x = Replay.apply(x, self.gradients, *own)
+        for block in self.blocks:
+            x = block(x)
+        x = gpt.widened(F.layer_norm(x, weight.shape, weight, bias, self.norm.eps))
+        return F.cross_entropy(F.linear(x, gpt.widened(tokens)).flatten(0, 1).float(), targets.flatten())
+
+
+def _parameters(slots: recording.Slots) -> list[nn.Parameter]:
+    """Return parameters as their modules read them."""
+    return [getattr(module, name) for module, name in slots]
 
 
 class SilentGPT(gpt.GPT):
