@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks import gpt
 
@@ -237,8 +238,14 @@ class Replayed:
         self._recording, self._parts = recording, recording.parts[number]
         self._passes = 0
 
-    def next(self, dtypes: Sequence[torch.dtype], device: torch.device) -> list[Tensor | None]:
-        """Return the gradients of the next pass in these dtypes. Autograd may keep them and write to them."""
+    def next(self, dtypes: Sequence[torch.dtype], grad: Tensor) -> list[Tensor | None]:
+        """Return the gradients of the next pass in these dtypes. Autograd may keep them and write to them.
+
+        `grad` is the gradient of what the owner computed. If it is fake, the planner traces a pass for its shapes.
+        """
+        if isinstance(grad, FakeTensor):
+            pairs = zip(self._parts, dtypes, strict=True)
+            return [part and torch.empty(part.shape, dtype=dtype, device=grad.device) for part, dtype in pairs]
         recording, micro_steps = self._recording, self._recording.workload.micro_steps
         step, micro = divmod(self._passes, micro_steps)
         step, sign = repeated(step, recording.steps)
@@ -246,7 +253,7 @@ class Replayed:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         row, factor = gradients_of(recording)[step, micro, rank % recording.ranks], sign / micro_steps
         return [
-            None if part is None else _gradient(part, row, factor, dtype, device)
+            part and _gradient(part, row, factor, dtype, grad.device)
             for part, dtype in zip(self._parts, dtypes, strict=True)
         ]
 

@@ -185,7 +185,7 @@ class Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of `x`, and those that were recorded."""
-        return grad, None, *ctx.gradients.next(ctx.dtypes, grad.device)
+        return grad, None, *ctx.gradients.next(ctx.dtypes, grad)
 
 
 class Replaying(gpt.Block):
