@@ -164,7 +164,7 @@ class SilentBlock(gpt.Block):
 
 
 class Waiting(SilentBlock):
-    """A block that sleeps instead of computing."""
+    """A block that sleeps instead of computing, with gradients of zeros. Pipelines have them, whose messages matter."""
 
     wait_seconds = 0.0
 
