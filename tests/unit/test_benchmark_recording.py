@@ -15,7 +15,7 @@ from benchmarks.suites import exact, exact_bytes
 from benchmarks.workload import Workload
 
 # Wide enough that matrices of blocks are recorded as factors.
-COMPUTES = Workload(dtype="bfloat16", micro_steps=2, width=96, depth=2, batch=1, length=4)
+COMPUTES = Workload(micro_steps=2, width=96, depth=2, batch=1, length=4)
 WAITS = replace(COMPUTES, wait_seconds=0.0)
 
 
@@ -37,7 +37,7 @@ def test_blocks_that_wait_have_the_gradients_of_training(tmp_path: Path, monkeyp
     recording.record(kept, file)
     monkeypatch.setattr(recording, "gradients_of", lambda _: kept.mapped(file))
     batches = COMPUTES.data(0)
-    computing, waiting = COMPUTES.model().bfloat16(), WAITS.model().bfloat16()
+    computing, waiting = COMPUTES.model(), WAITS.model()
     for micro_step in range(4):
         batch = next(batches)
         real, replayed = gradients(computing, batch), gradients(waiting, batch)
