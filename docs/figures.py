@@ -184,6 +184,11 @@ PAGES: Mapping[str, Page] = {
         "python -m benchmarks exact_kernels",
         "Throughput counts the bytes of the input.",
     ),
+    "exact_kernels-avx2": Page(
+        "Exact codecs on AVX2",
+        "The same on a CPU without AVX-512.",
+        "python -m benchmarks exact_kernels --level x86_64_v3",
+    ),
     "planner": Page(
         "Planner",
         "Predicted against measured steps, and the cost of the planner's choice.",
