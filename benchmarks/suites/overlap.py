@@ -30,7 +30,7 @@ from benchmarks.peers import build, stepper
 from benchmarks.workload import LENGTH, SHORT, SQUARE, Workload
 from towpath import lab
 from towpath.collectives.rank_transfer import RankTransfer
-from towpath.core.schedule import Compute, steady_step
+from towpath.core.steady_step import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval, intervals_of_ranks
 from towpath.tracing import write_trace

@@ -20,7 +20,7 @@ import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import strategy_of
-from towpath.core.schedule import steady_step
+from towpath.core.steady_step import steady_step
 from towpath.core.step import StepMachine
 
 Worlds = Callable[[int], World]

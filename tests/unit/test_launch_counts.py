@@ -18,7 +18,7 @@ from towpath.core.launches import Launches as Counted
 from towpath.core.launches import launches_of
 from towpath.core.presets import parse_strategy
 from towpath.core.routes import Op
-from towpath.core.schedule import Compute, settled, steady_step
+from towpath.core.steady_step import Compute, settled, steady_step
 from towpath.core.step_state import Submit, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range

@@ -26,7 +26,8 @@ from towpath.core.formats import Precision, item_bytes
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.presets import name_of, strategy
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Op, Route
-from towpath.core.schedule import Compute, Part, depends_on_memory, steady_tasks
+from towpath.core.schedule import depends_on_memory
+from towpath.core.steady_step import Compute, Part, steady_tasks
 from towpath.core.strategy import (
     AS_TRAINED,
     EXACT_KINDS,

@@ -14,7 +14,8 @@ from statistics import fmean
 
 from towpath.core.launches import Launches, launches_of
 from towpath.core.pipeline import Await, Compression, Message, Post, Run, StagePass, Walk
-from towpath.core.schedule import Compute, Part, Shape, message_transfers, settled, settled_stage, steady_step
+from towpath.core.schedule import Shape, message_transfers
+from towpath.core.steady_step import Compute, Part, settled, settled_stage, steady_step
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
