@@ -60,7 +60,7 @@ def folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where the gradient of a parameter is in a row of a recording: as it is, or as two factors of `tokens` rows."""
+    """The place of a parameter's gradient in a row of a recording: as it is, or as two factors of `tokens` rows."""
 
     begin: int
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a file has: a row of `elements` elements for each step, micro-step and rank, in this order.
+    """The contents of a file: a row of `elements` elements for each step, micro-step and rank, in this order.
 
     `parts` has the places in a row of the parameters of each owner, and None for those that do not train. Owners are
     the model itself and its blocks.

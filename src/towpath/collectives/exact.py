@@ -30,6 +30,7 @@ from towpath.codecs.exact import (
     is_difference,
     message_bytes,
     problem_text,
+    raise_failed,
 )
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.columns_and_rows import grouped
@@ -102,7 +103,8 @@ class ExactSync(Collective):
             for cell, (start, end) in zip(cells[slot], pieces, strict=True):
                 try:
                     if slot != self._members.slot:
-                        (decode_difference if is_difference(cell) else decode_values)(cell, region[start:end])
+                        decode = decode_difference if is_difference(cell) else decode_values
+                        raise_failed([decode(cell, region[start:end])])
                 except MessageError as error:
                     self._problems.append(self._text(slot, str(error)))
 
@@ -182,7 +184,10 @@ class AgreedAllGather(ExactSync):
         self._end.record()
 
     def problems(self) -> Sequence[str]:
-        """Return what went wrong in decoding since the last call. The host waits for the last run."""
+        """Return what went wrong in decoding since the last call. The host waits for the last run.
+
+        At the boundary that run has long ended: the backward pass, which follows it, is enqueued behind it.
+        """
         self._read_outcomes()
         return super().problems()
 

@@ -15,7 +15,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.exact import decode_values, encode_values, message_bytes
+from towpath.codecs.exact import decode_values, encode_values, message_bytes, raise_failed
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.core.exact import crossing, message_cell
 from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
@@ -79,7 +79,7 @@ class Posted:
             if message.cell is not None:
                 self.workspace.count_exact(message.content.nbytes, message_bytes([message.cell])[0])
                 if not message.leaves:
-                    decode_values(message.cell, message.content)
+                    raise_failed([decode_values(message.cell, message.content)])
 
 
 def post(messages: Sequence[Message], members: GroupRank, where: str, workspace: Workspace, tag: int) -> Posted:

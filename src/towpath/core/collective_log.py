@@ -51,7 +51,7 @@ class Call(StrEnum):
 
     STEP = "step"  # a step of an optimizer
     PROGRAM = "program"  # the boundary, with the micro-steps and zeroed gradients before it; calls that need every rank
-    DECODED = "decoded"  # a message of an exact parameter sync that this rank could not decode
+    UNDECODED = "undecoded"  # a message of an exact parameter sync that this rank could not decode
     VALUES = "values"  # a checksum of one bucket's parameters
     SHARED = "shared call"  # a norm or a full tensor, which is a collective of one replica of the optimizer states
 
@@ -86,7 +86,7 @@ def scopes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> tuple[Scop
     placement, world, found, slot = strategy.placement, strategy.topology.world, list[Scope](), 0
     optimizer = strategy.moves.optimizer
     compared: list[tuple[tuple[int, ...], bool, tuple[TransferKind | Call, ...]]] = [
-        ((0,) * world, world > 1, (Call.STEP, Call.PROGRAM, Call.DECODED)),
+        ((0,) * world, world > 1, (Call.STEP, Call.PROGRAM, Call.UNDECODED)),
         (optimizer.slots, optimizer.count < world, (Call.VALUES,)),
     ]
     for extent, kinds in (
@@ -434,9 +434,9 @@ def difference(
 
 def divergence_message(rank: int, found: Difference) -> str:
     """Return the message of the error that `rank` raises for a difference."""
-    if Call.DECODED in found.kinds:
+    if Call.UNDECODED in found.kinds:
         who, what = next(
-            (r, e) for r, e in zip(found.ranks, found.entries, strict=True) if e and e.kind is Call.DECODED
+            (r, e) for r, e in zip(found.ranks, found.entries, strict=True) if e and e.kind is Call.UNDECODED
         )
         return f"rank {rank}: rank {who} could not decode {what}: {dict(what.details[0])['problem']}"
     if found.kinds & {Call.STEP, Call.PROGRAM}:

@@ -69,7 +69,7 @@ def encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) ->
     _header_kernel[(1,)](header, ends, first, n, messages.HEADER_BYTES + table.nbytes, len(ends))
     if old is not None:
         _add_digest(old, header[3:])
-    _add_checksum(words, header[4:])
+    _add_checksums(words, header[4:])
 
 
 def decode(message: torch.Tensor, values: torch.Tensor, difference: bool) -> torch.Tensor:
@@ -92,8 +92,7 @@ def decode_slices(encoded: torch.Tensor, slices: torch.Tensor, own: int, differe
     sums = torch.zeros(2, count, dtype=torch.int64, device=slices.device)
     if difference:
         _add_digest(slices, sums[0])
-    rows = (triton.cdiv(stride, 8 * _WORDS), count)
-    _digest_kernel[rows](words, words, sums[1], stride // 4, stride // 4, 4, _WORDS)
+    _add_checksums(words, sums[1], count)
     header = encoded.view(-1).view(torch.int64)
     first, _ = messages.header_words(n, slices.dtype, difference)
     start = messages.HEADER_BYTES + table.nbytes
@@ -129,8 +128,10 @@ def _add_digest(values: torch.Tensor, found: torch.Tensor) -> None:
         _digest_kernel[grid](_integers(values), None, found, n, n, values.itemsize, _WORDS)
 
 
-def _add_checksum(words: torch.Tensor, found: torch.Tensor) -> None:
-    _digest_kernel[(triton.cdiv(len(words), 2 * _WORDS), 1)](words, words, found, len(words), 0, 4, _WORDS)
+def _add_checksums(words: torch.Tensor, found: torch.Tensor, count: int = 1) -> None:
+    """Add the checksums of `count` messages of equal stride, of which `words` consists."""
+    each = len(words) // count
+    _digest_kernel[(triton.cdiv(each, 2 * _WORDS), count)](words, words, found, each, each, 4, _WORDS)
 
 
 # ---- Headers ----

@@ -1,4 +1,4 @@
-"""What exact parameter syncs need besides their transfers: agreed sizes of messages, and an error on every rank.
+"""Exact parameter syncs of a model: the sizes that ranks agree on, and an error on every rank if one cannot decode.
 
 Collectives of the backend send as many bytes from every rank, and only the device knows how long its messages became.
 So all units are encoded right after the optimizer's step. The host then waits once, for the sizes of all messages, and
@@ -8,6 +8,7 @@ the ranks agree on the largest of each over gloo. That wait is before the first 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import final
 
 import torch
@@ -66,16 +67,14 @@ class ExactSyncs:
     def note_problems(self) -> None:
         """Tell all ranks at the boundary what could not be decoded. They compare their logs there, and raise."""
         for transfer, text in self.problems():
-            self._comm.log.note(Call.DECODED, transfer, ((("problem", text),),))
+            self._comm.log.note(Call.UNDECODED, transfer, ((("problem", text),),))
 
     def raise_problems(self, together: bool = False) -> None:
         """Raise `StepError` on this rank if it could not decode a message, where no boundary follows.
 
         With `together`, all ranks make this call, and raise for each other.
         """
-        mine, groups = self.problems(), self._comm.groups
+        mine, groups = [(self._comm.rank, *problem) for problem in self.problems()], self._comm.groups
         everyones = groups.gather_objects(mine) if together and self._syncs else [mine]
-        first = groups.rank if len(everyones) == 1 else 0
-        for rank, found in enumerate(everyones, first):
-            for transfer, text in found:
-                raise StepError(f"rank {groups.rank}: rank {rank} could not decode {transfer}: {text}")
+        for rank, transfer, text in chain.from_iterable(everyones):
+            raise StepError(f"rank {groups.rank}: rank {rank} could not decode {transfer}: {text}")
