@@ -1,7 +1,7 @@
 """The exact codecs in Triton, for GPUs. They equal `reference` to the bit, and the host waits for nothing.
 
 A program works on a few blocks, as tensors [blocks, groups, 64]. The same bit of 64 elements becomes a word of 64 bits,
-and these words [blocks, groups] are handled as in C++. `_extract` keeps the bits of the elements that send one. `_put`
+and these words [blocks, groups] are handled as in C++. `extract` keeps the bits of the elements that send one. `_put`
 appends them to the block's payload with atomic operations on words of 32 bits.
 
 Encoding is a launch that chooses parameters and computes lengths, a prefix sum, and a launch that writes the payloads.
@@ -25,6 +25,7 @@ import triton.language as tl
 from towpath.codecs.exact import message as messages
 from towpath.codecs.exact import reference
 from towpath.codecs.exact.message import Problem
+from towpath.codecs.exact.triton_bits import count_ones, deposit, extract, occupied_bytes, to_lanes, to_word
 
 _BLOCKS = 1  # of a program
 _WORDS = 1024  # of a program that computes a digest
@@ -41,8 +42,6 @@ _OTHER, _SHORT, _DAMAGED = (tl.constexpr(int(p)) for p in (Problem.OTHER, Proble
 _STALE, _INVALID = tl.constexpr(int(Problem.STALE)), tl.constexpr(int(Problem.INVALID))
 _KEY = tl.constexpr(0x9E3779B97F4A7C15)
 _FULL = tl.constexpr(0xFFFFFFFFFFFFFFFF)
-_FIRSTS = tl.constexpr(0x0101010101010101)
-_SEVENS = tl.constexpr(0x7F7F7F7F7F7F7F7F)
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
@@ -322,7 +321,7 @@ def _widths(exponent, step, bits: tl.constexpr):
 
 @triton.jit
 def _quiet(exponent, step, valid):
-    return _word(valid & (exponent >= step[:, None, None] + _QUIET))
+    return to_word(valid & (exponent >= step[:, None, None] + _QUIET))
 
 
 @triton.jit
@@ -331,14 +330,14 @@ def _encoded(
     writing: tl.constexpr, difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr,
 ):  # fmt: skip
     """Write the payloads from the bits `at` of the message on, or only count. Return where they end."""
-    valid_word = _word(valid)
+    valid_word = to_word(valid)
     if difference:
         width = _widths(exponent, parameter, bits)
         quotient = code >> width.to(tl.uint32)
         head = tl.minimum(quotient, _ESCAPE).to(tl.int32)
         width = tl.where(head == _ESCAPE, 0, width)
         quiet = _quiet(exponent, parameter, valid)
-        there, hit = _occupied(quiet), _occupied(_word(head > 0) & quiet)
+        there, hit = occupied_bytes(quiet), occupied_bytes(to_word(head > 0) & quiet)
         at = _put(words, at, hit, there, enabled, writing)
         mask = (valid_word & (quiet ^ _FULL)) | (quiet & (hit * 255))
         at = _put_unary(words, at, head, mask, 0, enabled, writing)
@@ -356,22 +355,22 @@ def _encoded(
         below = parameter[:, None, None] - exponent
         head = tl.minimum(tl.where(below > 4, below + 1, below), _ESCAPE)
         head = tl.where(below == -1, 5, tl.where(below < -1, _ESCAPE, head))
-        rest = _word(head >= _SYMBOLS)
-        at = _put(words, at, _word((head & 1) == 1) | rest, valid_word, enabled, writing)
-        at = _put(words, at, _word((head & 2) == 2) | rest, valid_word, enabled, writing)
+        rest = to_word(head >= _SYMBOLS)
+        at = _put(words, at, to_word((head & 1) == 1) | rest, valid_word, enabled, writing)
+        at = _put(words, at, to_word((head & 2) == 2) | rest, valid_word, enabled, writing)
         at = _put_unary(words, at, head, rest & valid_word, _SYMBOLS, enabled, writing)
         escaped = valid & (head == _ESCAPE)
         at = _put_escaped(words, at, exponent.to(tl.uint32), escaped, bits - 1 - mantissa, enabled, writing)
     for bit in range(low, _largest(width)):
-        mask = _word(width > bit) & valid_word
-        at = _put(words, at, _word(((code >> bit) & 1) == 1), mask, enabled, writing)
+        mask = to_word(width > bit) & valid_word
+        at = _put(words, at, to_word(((code >> bit) & 1) == 1), mask, enabled, writing)
     return at
 
 
 @triton.jit
 def _put_unary(words, at, head, mask, start: tl.constexpr, enabled, writing: tl.constexpr):
     for limit in range(start, tl.minimum(_largest(head) + 1, _ESCAPE)):
-        larger = _word(head > limit) & mask
+        larger = to_word(head > limit) & mask
         at = _put(words, at, larger, mask, enabled, writing)
         mask = larger
     return at
@@ -380,10 +379,10 @@ def _put_unary(words, at, head, mask, start: tl.constexpr, enabled, writing: tl.
 @triton.jit
 def _put(words, at, word, mask, enabled, writing: tl.constexpr):
     """Append the bits of `mask`. Return where they end."""
-    count = _ones(mask)
+    count = count_ones(mask)
     if writing:
         start = at[:, None] + tl.cumsum(count, axis=1) - count
-        bits, shift = _extract(word, mask), (start & 31).to(tl.uint64)
+        bits, shift = extract(word, mask), (start & 31).to(tl.uint64)
         _or(words, start // 32, bits << shift, enabled[:, None])
         _or(words, start // 32 + 1, (bits >> (32 - shift)), enabled[:, None])
         _or(words, start // 32 + 2, (bits >> (63 - shift)) >> 1, enabled[:, None])
@@ -410,11 +409,11 @@ def _put_escaped(words, at, quotient, escaped, bits: tl.constexpr, enabled, writ
 @triton.jit
 def _escaped_at(at, escaped, bits: tl.constexpr):
     """Return where the quotient of each escaped element starts, and where they end."""
-    word = _word(escaped)
-    count = _ones(word)
+    word = to_word(escaped)
+    count = count_ones(word)
     before = (tl.cumsum(count, axis=1) - count)[:, :, None]
     lane = tl.arange(0, 64).to(tl.uint64)[None, None, :]
-    rank = before + _ones(word[:, :, None] & (((lane * 0 + 1) << lane) - 1))
+    rank = before + count_ones(word[:, :, None] & (((lane * 0 + 1) << lane) - 1))
     return at[:, None, None] + rank * bits, at + tl.sum(count, axis=1) * bits
 
 
@@ -469,11 +468,11 @@ def _decoded(
     difference: tl.constexpr, bits: tl.constexpr, mantissa: tl.constexpr,
 ):  # fmt: skip
     """Return the bits of the elements, and where the payloads end."""
-    valid_word, code = _word(valid), known * 0
+    valid_word, code = to_word(valid), known * 0
     if difference:
         exponent = ((known >> mantissa) & ((1 << (bits - 1 - mantissa)) - 1)).to(tl.int32)
         width, quiet = _widths(exponent, parameter, bits), _quiet(exponent, parameter, valid)
-        hit, at = _take(words, at, _occupied(quiet), limit)
+        hit, at = _take(words, at, occupied_bytes(quiet), limit)
         mask = (valid_word & (quiet ^ _FULL)) | (quiet & (hit * 255))
         head, at = _take_unary(words, at, exponent * 0, mask, 0, limit)
         escaped = valid & (head == _ESCAPE)
@@ -490,14 +489,14 @@ def _decoded(
             at += 8 * count
         first, at = _take(words, at, valid_word, limit)
         second, at = _take(words, at, valid_word, limit)
-        head, at = _take_unary(words, at, _lanes(first) + 2 * _lanes(second), first & second, _SYMBOLS, limit)
+        head, at = _take_unary(words, at, to_lanes(first) + 2 * to_lanes(second), first & second, _SYMBOLS, limit)
         below = tl.where(head == 5, -1, tl.where(head > 5, head - 1, head))
         exponent = ((parameter[:, None, None] - below) & 255).to(tl.uint32)
         escaped = valid & (head == _ESCAPE)
         quotient, at = _take_escaped(words, at, exponent, escaped, bits - 1 - mantissa, limit)
     for bit in range(low, _largest(width)):
-        word, at = _take(words, at, _word(width > bit) & valid_word, limit)
-        code |= _lanes(word).to(tl.uint32) << bit
+        word, at = _take(words, at, to_word(width > bit) & valid_word, limit)
+        code |= to_lanes(word).to(tl.uint32) << bit
     code = _cut(code | (quotient << width.to(tl.uint32)), bits)
     if difference:
         distance = (code >> 1) ^ (0 - (code & 1))
@@ -510,14 +509,14 @@ def _decoded(
 @triton.jit
 def _take(words, at, mask, limit):
     """Return the next bits at the places of `mask`, and where they end. After `limit` words there are zeros."""
-    count = _ones(mask)
+    count = count_ones(mask)
     start = at[:, None] + tl.cumsum(count, axis=1) - count
     index, shift = start // 32, (start & 31).to(tl.uint64)
     each = limit[:, None]
     found = _word_at(words, index, each) >> shift
     found |= _word_at(words, index + 1, each) << (32 - shift)
     found |= (_word_at(words, index + 2, each) << (63 - shift)) << 1
-    return _deposit(found, mask), at + tl.sum(count, axis=1)
+    return deposit(found, mask), at + tl.sum(count, axis=1)
 
 
 @triton.jit
@@ -531,7 +530,7 @@ def _take_unary(words, at, head, mask, start: tl.constexpr, limit):
     reached = start
     while (reached < _ESCAPE) & (_largest(mask) > 0):
         mask, at = _take(words, at, mask, limit)
-        head += _lanes(mask)
+        head += to_lanes(mask)
         reached += 1
     return head, at
 
@@ -543,86 +542,3 @@ def _take_escaped(words, at, quotient, escaped, bits: tl.constexpr, limit):
     number = _word_at(words, index, each) | (_word_at(words, index + 1, each) << 32)
     number = (number >> (start & 31).to(tl.uint64)) & ((1 << bits) - 1)
     return tl.where(escaped, number.to(tl.uint32), quotient), end
-
-
-# ---- Words of 64 bits ----
-
-
-@triton.jit
-def _word(flags):
-    """Return a word [blocks, groups] with the flags [blocks, groups, 64] as its bits."""
-    lane = tl.arange(0, 64).to(tl.uint64)[None, None, :]
-    return tl.sum(flags.to(tl.uint64) << lane, axis=2)
-
-
-@triton.jit
-def _lanes(word):
-    """Return the bits of a word as integers."""
-    lane = tl.arange(0, 64).to(tl.uint64)[None, None, :]
-    return ((word[:, :, None] >> lane) & 1).to(tl.int32)
-
-
-@triton.jit
-def _ones(x):
-    """Return the number of ones."""
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
-    return ((x * _FIRSTS) >> 56).to(tl.int32)
-
-
-@triton.jit
-def _occupied(x):
-    """Return the lowest bit of each byte that is not zero."""
-    return ((((x & _SEVENS) + _SEVENS) | x) >> 7) & _FIRSTS
-
-
-@triton.jit
-def _moved(mask, zeros, shift: tl.constexpr):
-    """Return the bits of `mask` that move by `shift`, the mask after it, and the zeros that are left to pass.
-
-    Hacker's Delight, 7-4: a bit passes as many zeros as are below it. Those are counted in `zeros`, bit by bit.
-    """
-    odd = zeros ^ (zeros << 1)
-    odd ^= odd << 2
-    odd ^= odd << 4
-    odd ^= odd << 8
-    odd ^= odd << 16
-    odd ^= odd << 32
-    moving = odd & mask
-    return moving, (mask ^ moving) | (moving >> shift), zeros & (odd ^ _FULL)
-
-
-@triton.jit
-def _extract(word, mask):
-    """Return the bits of `mask` next to each other, as the instruction pext does."""
-    word &= mask
-    zeros = (mask ^ _FULL) << 1
-    for stage in tl.static_range(6):
-        moving, mask, zeros = _moved(mask, zeros, 1 << stage)
-        moved = word & moving
-        word = (word ^ moved) | (moved >> (1 << stage))
-    return word
-
-
-@triton.jit
-def _deposit(word, mask):
-    """Return the lowest bits of `word` at the places of `mask`, as the instruction pdep does."""
-    zeros = (mask ^ _FULL) << 1
-    moving1, mask1, zeros = _moved(mask, zeros, 1)
-    moving2, mask2, zeros = _moved(mask1, zeros, 2)
-    moving4, mask4, zeros = _moved(mask2, zeros, 4)
-    moving8, mask8, zeros = _moved(mask4, zeros, 8)
-    moving16, mask16, zeros = _moved(mask8, zeros, 16)
-    moving32, _, zeros = _moved(mask16, zeros, 32)
-    word = _chosen_bits(word, word << 32, moving32)
-    word = _chosen_bits(word, word << 16, moving16)
-    word = _chosen_bits(word, word << 8, moving8)
-    word = _chosen_bits(word, word << 4, moving4)
-    word = _chosen_bits(word, word << 2, moving2)
-    return _chosen_bits(word, word << 1, moving1) & mask
-
-
-@triton.jit
-def _chosen_bits(word, other, mask):
-    return (word & (mask ^ _FULL)) | (other & mask)
