@@ -317,6 +317,7 @@ class StepMachine:
         self._actions: list[Action] = []
         self._gathers = Gathers(self._units, of_model, self._actions)
         self._reductions = Reductions(self._units)
+        self.weight_slots, self.gradient_slots = self._gathers.slots, self._reductions.slots
         self.in_backward = False  # a backward pass of the model is running
         self.failed = False  # the last backward pass failed, and its gradients are still to be dropped
         self._graphs = 0  # passes left that may walk another's graph: their units finish at the end of the pass only
@@ -334,16 +335,6 @@ class StepMachine:
             unit.plan = plan
 
     # Queries of the engine -------------------------------------------------------------------------------------------
-
-    @property
-    def weight_slots(self) -> Slots:
-        """The slots for unsharded weights."""
-        return self._gathers.slots
-
-    @property
-    def gradient_slots(self) -> Slots:
-        """The slots for gradients that are still to be reduced."""
-        return self._reductions.slots
 
     def slot_of(self, index: int) -> Slot | None:
         """Return the slot of the unit's unsharded weights, or None if every rank always holds all of them."""
