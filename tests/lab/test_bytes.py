@@ -97,16 +97,23 @@ def test_each_cable_carries_the_schedules_bytes(lab: Callable[..., Lab], labels:
 
 @pytest.mark.parametrize(
     "labels, shape",
-    [(CODED, (2, 2)), seldom(CODED[::2], (4, 2)), seldom(CODED[1::2], (4, 2))],
-    ids=["2x2", "4x2", "4x2, the others"],
+    [
+        (CODED[::2], (2, 2)),
+        seldom(CODED[1::2], (2, 2)),
+        seldom(CODED[::2], (4, 2)),
+        seldom(CODED[1::2], (4, 2)),
+    ],
+    ids=["2x2", "2x2, the others", "4x2", "4x2, the others"],
 )
 def test_encoded_bytes_are_the_schedules_too(
     lab: Callable[..., Lab], labels: list[str], shape: tuple[int, int]
 ) -> None:
-    _check(lab(*shape).call(sent_in_a_step, labels, towpath.Topology(*shape), WIDER))
+    # A guard against a hang. On a busy machine, several strategies may take more than the default of a minute.
+    answers = lab(*shape).call(sent_in_a_step, labels, towpath.Topology(*shape), WIDER, timeout_seconds=300)
+    _check(answers)
 
 
-@pytest.mark.parity  # four nodes carry `zero++`, below
+@pytest.mark.parity
 def test_more_nodes_than_two(lab: Callable[..., Lab]) -> None:
     _check(lab(4, 2).call(sent_in_a_step, ["zero3", "mics:2x2", "paro-iig"], towpath.Topology(4, 2)))
 
@@ -114,7 +121,8 @@ def test_more_nodes_than_two(lab: Callable[..., Lab]) -> None:
 MOST = {"zero++": 0.27, "qwz": 2 / 3 * (1 + 4 / 256), "hpz": 2 / 3, "qgz": 3 / 4}
 
 
-@pytest.mark.parametrize("nodes, labels", [(4, ["zero++"]), seldom(2, list(MOST)), seldom(4, list(MOST))])
+@pytest.mark.parity  # the bytes of `zero++` on two nodes are checked above
+@pytest.mark.parametrize("nodes, labels", [(2, list(MOST)), (4, list(MOST))])
 def test_zero_plus_plus_sends_little_of_what_zero3_sends(
     lab: Callable[..., Lab], nodes: int, labels: list[str]
 ) -> None:
@@ -123,7 +131,7 @@ def test_zero_plus_plus_sends_little_of_what_zero3_sends(
     What zero3 sends is as scheduled, which the kernel's counters bear out above.
     """
     topology = towpath.Topology(nodes, 2)
-    answers = lab(nodes, 2).call(sent_in_a_step, labels, topology, WIDER, "bfloat16")
+    answers = lab(nodes, 2).call(sent_in_a_step, labels, topology, WIDER, "bfloat16", timeout_seconds=300)
     model = gpt.GPT(width=WIDER, depth=3, heads=2, context=TOKENS)
     precision = towpath.Precision("bfloat16", "bfloat16")
     plain = towpath.schedule(towpath.strategy("zero3", topology), model, MICRO_STEPS, precision)
