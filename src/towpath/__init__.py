@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         unshard,
     )
     from towpath.core.formats import Precision
+    from towpath.core.outer import Outer
     from towpath.core.placement import Placement
     from towpath.core.presets import strategies, strategy
     from towpath.core.schedule import Schedule
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Extent",
+    "Outer",
     "Placement",
     "Precision",
     "Schedule",
@@ -83,6 +85,7 @@ _MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "p
 
 _HOMES = {
     "Extent": "topology.cluster",
+    "Outer": "core.outer",
     "Placement": "core.placement",
     "Precision": "core.formats",
     "Schedule": "core.schedule",

@@ -208,12 +208,23 @@ def _shard(
     decision = decided(chosen, specs, precision, free, form)
     if decision.why and groups.rank == 0:
         _LOG.info(decision.why)
-    engine = build(model, decision.strategy, precision, values, layouts, groups)
+    engine = build(model, decision.strategy, precision, values, layouts, _island_of(groups, decision.strategy), groups)
     engine.free_bytes = free
     engine.check_values_every(check_every)
     attach(model, engine)
     attach_api(model, engine)
     return model
+
+
+def _island_of(job: Groups, strategy: Strategy) -> Groups:
+    """Return the groups of this rank's island, or `job` if there is only one. Every rank must call it."""
+    if strategy.islands == 1:
+        return job
+    world = strategy.topology.world
+    islands = tuple(tuple(range(first, first + world)) for first in range(0, job.world, world))
+    island = Groups(job.of(islands, "island"))
+    island.connect()
+    return island
 
 
 def _check_kinds(topology: object, group: object, mesh: object, check_every: object) -> None:
@@ -271,7 +282,7 @@ def _resolve(
     else:
         _check_is_strategy("shard", strategy)
         _check_topology(strategy, topology)
-        _check_world(strategy.topology, world)
+        _check_world(strategy.job, world)
     return changes.of(strategy)
 
 
@@ -295,7 +306,7 @@ def _check_is_strategy(caller: str, strategy: object) -> None:
 
 
 def _check_topology(strategy: Strategy, topology: Topology | None) -> None:
-    if topology is not None and topology != strategy.topology:
+    if topology is not None and topology != strategy.job:
         raise TopologyError(
             f"the strategy was made for {strategy.topology} (nodes × ranks), but topology={topology} was passed."
         )

@@ -18,7 +18,8 @@ from towpath.core.queues import communicator_bytes
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.streams.record import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Interval, Sums, Trace, TransferStats
+from towpath.engine.streams.record import Sums, TransferStats
+from towpath.engine.streams.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Interval, Trace
 from towpath.errors import StepError
 from towpath.topology.groups import Groups
 
@@ -275,7 +276,7 @@ def _memory_bytes(engine: Engine) -> dict[str, int]:
         for bucket in unit.buckets:
             for kind, nbytes in bucket.memory_bytes().items():
                 total[kind] = total.get(kind, 0) + nbytes
-    return total
+    return total | ({} if engine.outer is None else engine.outer.memory_bytes())
 
 
 def _host_memory_bytes(engine: Engine) -> dict[str, int]:
@@ -283,7 +284,7 @@ def _host_memory_bytes(engine: Engine) -> dict[str, int]:
     for unit in engine.units:
         for bucket in unit.buckets:
             total.update(bucket.host_memory_bytes())
-    return dict(total)
+    return dict(total) | ({} if engine.outer is None else engine.outer.host_memory_bytes())
 
 
 def _buffers_made(engine: Engine) -> int:

@@ -31,7 +31,7 @@ def labels(topology: Topology) -> list[str]:
     return [*presets, *(f"mics:{group}" for group in sorted(groups)), *routed, *one_hop, *chains]
 
 
-def strategy_of(label: str, topology: Topology) -> towpath.Strategy:
+def strategy_of(label: str, topology: Topology, **more: Any) -> towpath.Strategy:
     label, *coded = label.split()
     name, _, route = label.partition("@")
     name, _, words = name.partition(":")
@@ -42,7 +42,7 @@ def strategy_of(label: str, topology: Topology) -> towpath.Strategy:
     options.update((key, int(value) if value.isdecimal() else value) for key, value in values)
     if "x" in options.get("frozen", ""):
         options["frozen"] = Extent(*map(int, options["frozen"].split("x")))
-    return towpath.strategy(name, topology, **options)
+    return towpath.strategy(name, topology, **options, **more)
 
 
 def family(label: str, topology: Topology) -> str:

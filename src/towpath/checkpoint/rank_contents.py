@@ -197,6 +197,11 @@ def contents_of(model: Any) -> RankContents:
             )
         return model.checkpoint_contents()
     engine: Engine | None = getattr(model, "towpath_engine", None)
+    if engine is not None and engine.outer is not None:
+        raise CheckpointError(
+            f"{engine.strategy.name} has outer steps, and checkpoints of islands are not supported yet. Save the "
+            "model's state dict on one island, or train without outer=."
+        )
     places = [] if engine is None else [p for u in engine.units for b in u.buckets for p in b.layout.places]
     mesh_size = max((len(place.parallel.ranks) for place in places if place.parallel is not None), default=1)
     groups = engine.comm.groups if engine is not None and mesh_size == 1 else Groups()

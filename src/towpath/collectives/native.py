@@ -118,8 +118,8 @@ class ReduceThenGather(Collective):
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that the reduction keeps from one run to the next."""
-        return self.reduce.state
+        """Tensors that both collectives keep from one run to the next."""
+        return (*self.reduce.state, *self.gather.state)
 
     @property
     def seeds(self) -> tuple[RoundingSeeds, ...]:
@@ -155,7 +155,15 @@ class EncodedAllGather(Collective):
         slices = [Piece(end - start, start, source=slot * cell) for slot, (start, end) in enumerate(bounds)]
         self._slices = Pieces(codec, slices, device)
         self._seeds = RoundingSeeds(members.slot)
+        # Sums that an all-reduce gathers may have error feedback.
+        keeps = transfer.transport.feedback == "all"
+        self._kept = torch.zeros(end - start, device=device) if keeps else None
         self._begun: torch.Tensor | None = None  # the messages between `begin` and `run`, with this member's encoded
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """The error feedback of this member's slice, if it keeps any."""
+        return () if self._kept is None else (self._kept,)
 
     @property
     def seeds(self) -> tuple[RoundingSeeds, ...]:
@@ -173,7 +181,9 @@ class EncodedAllGather(Collective):
             messages[self._mine][: shard.numel()].copy_(shard)
         else:
             kernels = watched(self._kernels, workspace.watch)
-            kernels.encode_pieces(self._own, shard, messages, self._seeds.draw(self._own))
+            kept = self._kept
+            scratch = None if kept is None else workspace.take(2 * kept.numel(), torch.float32)
+            kernels.encode_pieces(self._own, shard, messages, self._seeds.draw(self._own), kept, scratch)
         return messages
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:

@@ -32,7 +32,7 @@ from towpath.collectives.native import (
 from towpath.collectives.owners import OwnersExchange
 from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.routes import Form, Op, hops_of
-from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
+from towpath.core.strategy import BY_MAXIMUM, TransferKind
 from towpath.core.transfer import Range, Ranks, Transfer
 from towpath.errors import StepError, StrategyError
 
@@ -55,7 +55,7 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
         device: The device of the tensors.
         start: The elements of the wire buffer that the caller uses itself.
     """
-    if transfer.kind in BETWEEN_HOSTS:
+    if transfer.kind in BY_MAXIMUM:
         return FlatMaximum(members)
     op, route, codec = transfer.move.op, transfer.route, transfer.transport.encoding
     if transfer.kind is TransferKind.PARAM_SYNC and transfer.exact:

@@ -52,6 +52,7 @@ class Call(StrEnum):
     STEP = "step"  # a step of an optimizer
     PROGRAM = "program"  # the boundary, with the micro-steps and zeroed gradients before it; calls that need every rank
     UNDECODED = "undecoded"  # a message of an exact parameter sync that this rank could not decode
+    SLOW_WEIGHTS = "slow weights"  # slow weights that differ between islands
     VALUES = "values"  # a checksum of one bucket's parameters
     SHARED = "shared call"  # a norm or a full tensor, which is a collective of one replica of the optimizer states
 
@@ -86,7 +87,7 @@ def scopes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> tuple[Scop
     placement, world, found, slot = strategy.placement, strategy.topology.world, list[Scope](), 0
     optimizer = strategy.moves.optimizer
     compared: list[tuple[tuple[int, ...], bool, tuple[TransferKind | Call, ...]]] = [
-        ((0,) * world, world > 1, (Call.STEP, Call.PROGRAM, Call.UNDECODED)),
+        ((0,) * world, world > 1, (Call.STEP, Call.PROGRAM, Call.UNDECODED, Call.SLOW_WEIGHTS)),
         (optimizer.slots, optimizer.count < world, (Call.VALUES,)),
     ]
     for extent, kinds in (
@@ -432,6 +433,14 @@ def difference(
     return None
 
 
+def differing_islands(what: str) -> str:
+    """Return the message for slow weights that are not equal on all islands."""
+    return (
+        f"{what} differ between islands. They began with different weights, or something wrote to them on one island "
+        "alone. Let every island begin with the same values, or restart from a checkpoint."
+    )
+
+
 def divergence_message(rank: int, found: Difference) -> str:
     """Return the message of the error that `rank` raises for a difference."""
     if Call.UNDECODED in found.kinds:
@@ -439,6 +448,8 @@ def divergence_message(rank: int, found: Difference) -> str:
             (r, e) for r, e in zip(found.ranks, found.entries, strict=True) if e and e.kind is Call.UNDECODED
         )
         return f"rank {rank}: rank {who} could not decode {what}: {dict(what.details[0])['problem']}"
+    if Call.SLOW_WEIGHTS in found.kinds:
+        return f"rank {rank}: {differing_islands(next(e.what for e in found.entries if e is not None))}"
     if found.kinds & {Call.STEP, Call.PROGRAM}:
         return (
             f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "

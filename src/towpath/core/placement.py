@@ -210,6 +210,14 @@ class GroupCollective:
         groups = (Group(tuple(ranks[r] for r in group.ranks), group.slots) for group in self.groups)
         return GroupCollective(self.op, self.regions, tuple(groups))
 
+    def repeated(self, islands: int, world: int) -> GroupCollective:
+        """Return the same collective in each of several islands of `world` ranks, run by all of them at the same time.
+
+        Rank i of island j becomes rank `j * world + i`.
+        """
+        moved = (self.over(range(island * world, (island + 1) * world)) for island in range(islands))
+        return GroupCollective(self.op, self.regions, tuple(group for each in moved for group in each.groups))
+
 
 def send(pairs: Iterable[tuple[int, int]]) -> GroupCollective:
     """Return the operation in which the first rank of each pair sends one message to the second rank."""
@@ -242,12 +250,8 @@ def transitions(placement: Placement, topology: Topology, two_hops: bool = True)
     Without `two_hops`, every micro-step all-reduces gradients over all ranks, and each rank keeps its G slice. The
     gradient sync then sends nothing.
     """
-    levels = (placement.params, placement.grads, placement.optimizer)
-    # Slices are ordered local-major when a node-local extent nests inside one that spans nodes. Every collective then
-    # works on contiguous memory, among ranks of one column of the grid. Otherwise slices are in rank order, so that the
-    # backends' collectives need no reordering.
-    nested = any(e.nodes == 1 and e.size > 1 for e in levels[:2]) and placement.optimizer.nodes > 1
-    params, grads, optimizer = (_cut(levels[: i + 1], topology, nested) for i in range(3))
+    levels = _levels(placement)
+    params, grads, optimizer = (_cut(levels[: i + 1], topology, _is_nested(placement)) for i in range(3))
     whole = Partition(Extent(1), (0,) * topology.world)
     backward = _cut((placement.backward_params,), topology, False) if placement.backward_params else params
     return PlacementCollectives(
@@ -265,6 +269,37 @@ def transitions(placement: Placement, topology: Topology, two_hops: bool = True)
         param_sync=_collectives_between(Op.ALL_GATHER, params, optimizer, topology),
         assemble=_collectives_between(Op.ALL_GATHER, whole, optimizer, topology),
     )
+
+
+def _levels(placement: Placement) -> tuple[Extent, Extent, Extent]:
+    return placement.params, placement.grads, placement.optimizer
+
+
+def _is_nested(placement: Placement) -> bool:
+    """Return whether slices are ordered local-major: a node-local extent nests inside one that spans nodes.
+
+    Every collective then works on contiguous memory, among ranks of one column of the grid. Otherwise slices are in
+    rank order, so that the backends' collectives need no reordering.
+    """
+    return any(e.nodes == 1 and e.size > 1 for e in _levels(placement)[:2]) and placement.optimizer.nodes > 1
+
+
+@lru_cache(maxsize=256)
+def subdivided(placement: Placement, topology: Topology) -> tuple[Partition, tuple[GroupCollective, ...]]:
+    """Return a partition that gives each rank a slice of its own, and the all-gather from it to the optimizer slices.
+
+    Ranks with equal optimizer slices get different parts of them. If there are no such ranks, nothing is gathered.
+    """
+    nested, optimizer = _is_nested(placement), transitions(placement, topology).optimizer
+    finest = _cut((*_levels(placement), topology.whole), topology, nested)
+    return finest, _collectives_between(Op.ALL_GATHER, optimizer, finest, topology)
+
+
+def over_islands(island: Topology, islands: int) -> tuple[GroupCollective, ...]:
+    """Return the all-reduce among the ranks of equal number in all islands. With one island, return an empty tuple."""
+    world = island.world
+    groups = (Group(tuple(range(rank, islands * world, world)), tuple(range(islands))) for rank in range(world))
+    return (GroupCollective(Op.ALL_REDUCE, world, tuple(groups)),) if islands > 1 else ()
 
 
 def everyone(topology: Topology) -> tuple[GroupCollective, ...]:

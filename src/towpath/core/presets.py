@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import combinations_with_replacement
 from typing import Any, Literal, TypedDict, Unpack
 
+from towpath.core.outer import Outer
 from towpath.core.placement import GroupCollective, Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
 from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, SyncGradients, TransferKind
@@ -60,6 +61,7 @@ class Options(TypedDict, total=False):
     offload: Offload | None
     sync_gradients: SyncGradients
     exact: bool
+    outer: Outer | None
     gather: Transport
     backward_gather: Transport
     reduce: Transport
@@ -171,6 +173,8 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
             - `sync_gradients`: 'micro-step' turns the two-hop synchronization of gradients off (MiCS, section 3.4). Use
               it only to measure what two hops save.
             - `exact`: True sends gradients and the parameter sync in fewer bytes, without losing a bit.
+            - `outer`: An `Outer`, with which islands of nodes synchronize only now and then. Everything else is then
+              that of one island. Use it on links below 1 Gbit/s. It changes the algorithm.
             - `group`: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
             - `gather`, `backward_gather`, `reduce`, `grad_sync`, `param_sync`: The `Transport` of this kind.
             - `params`, `grads`, `optimizer`, `backward_params`: The extents of lins.
@@ -192,9 +196,13 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     offload: Offload | None = rest.pop("offload", None)
     sync_gradients: SyncGradients = rest.pop("sync_gradients", "step")
     exact: bool = rest.pop("exact", False)
+    outer: Outer | None = rest.pop("outer", None)
     encoded = _encoded(name, route, rest)
     topology = topology or Topology.detect()
-    made = Strategy(topology, placer(topology, **rest), name, offload=offload, sync_gradients=sync_gradients)
+    if outer is not None:
+        outer, topology = outer.on(topology)
+    placement = placer(topology, **rest)
+    made = Strategy(topology, placement, name, offload=offload, sync_gradients=sync_gradients, outer=outer)
     chosen = _default_transports(made) if route is None else {k.value: Transport(route) for k in WITH_TRANSPORT}
     for kind, transport in encoded.items():
         if _crosses(getattr(made.moves, kind.value), topology):
@@ -281,6 +289,7 @@ def _check_known(name: str, placer: Callable[..., Placement], options: dict[str,
         "offload",
         "sync_gradients",
         "exact",
+        "outer",
         *_FROZEN_OPTIONS,
         *(kind.value for kind in WITH_TRANSPORT),
     ]

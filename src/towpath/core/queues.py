@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from towpath.core.routes import ALL_TO_ALL, COLLECTIVES, Form, Op
-from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
+from towpath.core.strategy import OUTER_KINDS, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.topology.cluster import Topology
@@ -21,12 +21,18 @@ QUEUES = {
     TransferKind.UNUSED_PARAMS: "control",
     TransferKind.MESSAGE_SIZES: "control",
     TransferKind.PARAM_SYNC: "param_sync",
+    TransferKind.OUTER: "outer",
+    TransferKind.SLOW_WEIGHTS: "outer",
+    TransferKind.OUTER_GATHER: "outer gather",
     TransferKind.MATRIX_GRADIENTS: "to owners",
     TransferKind.MATRIX_WEIGHTS: "to owners",
     TransferKind.MATRIX_UPDATES: "from owners",
     TransferKind.ACTIVATION: "activation",
     TransferKind.ACTIVATION_GRADIENT: "activation gradient",
 }
+
+# The queues of outer steps.
+OUTER_QUEUES = frozenset(QUEUES[kind] for kind in OUTER_KINDS)
 
 # How many transfers of a queue may run at a time, each in its own wire buffers. A gather may start between nodes while
 # the previous one still distributes its data inside the nodes.
@@ -44,6 +50,9 @@ LANES = {
     "reduce": "reduce",
     "grad_sync": "reduce",
     "to owners": "reduce",
+    # Exchanges between islands are under way for several steps, and must not be in anything's way.
+    "outer": "outer",
+    "outer gather": "outer gather",
 }
 Communicator = tuple[tuple[int, ...], str]  # its ranks and its lane
 
@@ -85,6 +94,8 @@ class Lanes:
     def lane(self, queue: str, ranks: Sequence[int], topology: Topology) -> str:
         """Return the lane of a queue for a group of these ranks."""
         nodes = len(set(map(topology.node_of, ranks)))
+        if queue in OUTER_QUEUES:
+            return LANES[queue]
         if self.share_rows and nodes == 1:
             return "rows"
         if not self.share_rows and nodes == len(ranks) and topology.ranks_per_node > 1:

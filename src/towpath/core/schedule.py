@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from towpath.core.collective_log import log_bytes
 from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
+from towpath.core.outer_plan import OuterPlan, plan_outer
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.pipeline import Compression, Message, Order, StagePass, messages
 from towpath.core.placement import everyone, send
@@ -68,6 +69,8 @@ class Schedule(SentBytes):
         transfers: The transfers in order, those of all units.
         matrices: The plan of an optimizer that needs full matrices, if any.
         copied: The bytes that one rank copies between its device and host memory, by kind of transfer.
+        outer: What islands exchange in one period, if the strategy has outer steps. `transfers` are those of a step in
+            which no exchange begins, on all islands.
     """
 
     strategy: Strategy
@@ -76,14 +79,15 @@ class Schedule(SentBytes):
     transfers: tuple[Transfer, ...]
     matrices: MatrixPlan | None = None
     copied: dict[TransferKind, int] = field(default_factory=dict[TransferKind, int])
+    outer: OuterPlan | None = None
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
-        return memory_bytes(self.plans)
+        return memory_bytes(self.plans) | (self.outer.memory_bytes() if self.outer is not None else {})
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps in host memory: none unless the strategy offloads."""
-        return host_memory_bytes(self.plans)
+        return host_memory_bytes(self.plans) | (self.outer.host_memory_bytes() if self.outer is not None else {})
 
     def host_copy_bytes(self) -> dict[TransferKind, int]:
         """Return the bytes that one rank copies between its device and host memory, by kind of transfer."""
@@ -97,11 +101,15 @@ class Schedule(SentBytes):
         """
         kinds = {*(t.kind for t in self.transfers), *self.host_copy_bytes()}.intersection(WITH_TRANSPORT)
         owners = {"whole matrices": self.matrices.buffer_bytes} if self.matrices is not None else {}
-        return buffer_bytes(self.plans, kinds) | owners
+        found = buffer_bytes(self.plans, kinds) | owners
+        if self.outer is not None:
+            found["wire"] += self.outer.wire_bytes
+        return found
 
     def __str__(self) -> str:
         title = f"{self.strategy.name}, {self.micro_steps} micro-steps a step: bytes sent by all ranks together"
-        return f"{title}\n{self.by_kind()}"
+        outer = "" if self.outer is None else f"\n{self.outer}"
+        return f"{title}\n{self.by_kind()}{outer}"
 
 
 def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
@@ -186,7 +194,10 @@ def schedule(
     # A step runs from one delivery of gradients to the next, so the transfers of the optimizer come first.
     matrices = plan_matrices(strategy, plans, whole) if whole else None
     transfers = (*(matrices.transfers() if matrices else ()), *laid_out)
-    return Schedule(strategy, micro_steps, plans, transfers, matrices, dict(+copied))
+    if strategy.islands > 1:
+        transfers = tuple(transfer.repeated(strategy.islands, strategy.job) for transfer in transfers)
+    outer = plan_outer(strategy, run, form)
+    return Schedule(strategy, micro_steps, plans, transfers, matrices, dict(+copied), outer)
 
 
 def _laid_out(

@@ -39,11 +39,11 @@ class Task:
     """
 
     kind: TransferKind
-    unit: int  # the unit's index; for an optimizer's step, the number of the round
+    unit: int  # the unit's index; for an optimizer's step, the number of the round; for outer steps, of the fragment
     slot: Slot | None = None  # the memory that it fills or reads
     after: tuple[Task, ...] = ()
     save_copy: bool = False  # a gather only: keep this rank's part of the result as the backward copy
-    transfers: tuple[Transfer, ...] = ()  # an optimizer's step only: a unit's transfers are in its plan
+    transfers: tuple[Transfer, ...] = ()  # of an optimizer's step or outer steps: a unit's are in its plan
     handle: object = None  # the engine's or simulator's handle of the submitted task
 
     def __str__(self) -> str:
@@ -128,6 +128,19 @@ class OpenGradients:
 
 
 @dataclass(frozen=True, slots=True)
+class ApplyOuter:
+    """The action that applies the result of an exchange between islands to the weights of a fragment.
+
+    `exchange` is the task of the exchange, which has ended. `gather` then sends the result inside the island, if ranks
+    hold copies of the same optimizer slice.
+    """
+
+    fragment: int
+    exchange: Task
+    gather: Task | None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckRanks:
     """The action at the boundary in which ranks exchange which parameters got a gradient, and compare what they ran."""
 
@@ -146,6 +159,7 @@ Action = (
     | AssignSlot
     | SaveBackwardCopy
     | OpenGradients
+    | ApplyOuter
     | CheckRanks
     | SetGrads
 )

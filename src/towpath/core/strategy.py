@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
+from towpath.core.outer import Outer
 from towpath.core.placement import LABELS, Placement, PlacementCollectives, legal_extents, transitions
 from towpath.core.routes import Grid, Op
 from towpath.core.transport import Transport
@@ -75,6 +76,12 @@ class TransferKind(StrEnum):
     MATRIX_WEIGHTS = "matrix_weights"
     # Sends what the owners computed back to the ranks that hold the pieces.
     MATRIX_UPDATES = "matrix_updates"
+    # Averages over all islands how far the weights of a fragment have moved since the last time.
+    OUTER = "outer"
+    # Compares the slow weights of a fragment over all islands.
+    SLOW_WEIGHTS = "slow_weights"
+    # Sends the result of an outer step to the ranks of an island that hold the same optimizer slice.
+    OUTER_GATHER = "outer_gather"
     # Sends the output of a pipeline stage to the next stage.
     ACTIVATION = "activation"
     # Sends the gradient of that output back.
@@ -91,6 +98,10 @@ WITH_TRANSPORT = (
 )
 # The kinds that move values in the host's memory, over gloo on every backend. The host waits for them.
 BETWEEN_HOSTS = (TransferKind.UNUSED_PARAMS, TransferKind.MESSAGE_SIZES)
+# The kinds of outer steps.
+OUTER_KINDS = (TransferKind.OUTER, TransferKind.SLOW_WEIGHTS, TransferKind.OUTER_GATHER)
+# The kinds whose result is the maximum over all ranks.
+BY_MAXIMUM = (*BETWEEN_HOSTS, TransferKind.SLOW_WEIGHTS)
 # The names of these kinds in checkpoints, and in strategy files of earlier versions. Checkpoints keep them, so that
 # codec state loads in both directions.
 SAVED_NAMES = {TransferKind.GRAD_SYNC: "sync", TransferKind.PARAM_SYNC: "publish"}
@@ -123,7 +134,7 @@ class Strategy:
     `towpath.strategy(name, topology)` makes one from a preset. You can also construct one directly.
 
     Attributes:
-        topology: The nodes and ranks of the job.
+        topology: The nodes and ranks of the job. With outer steps, those of one island.
         placement: The extents of parameters, gradients and optimizer states.
         name: The preset's name, or a name of your own.
         gather: The transport of all-gathers before forward passes.
@@ -141,6 +152,7 @@ class Strategy:
         sync_gradients: With 'step', micro-steps reduce gradients inside a group, and the last one synchronizes the
             groups (two hops; MiCS, section 3.4). With 'micro-step', every micro-step all-reduces gradients over all
             ranks. Results are the same. Use it only to measure what two hops save.
+        outer: When and how islands synchronize. By default, the job is one island, and every step is synchronous.
     """
 
     topology: Topology
@@ -155,9 +167,15 @@ class Strategy:
     frozen_codec: Any = "none"
     offload: Offload | None = None
     sync_gradients: SyncGradients = "step"
+    outer: Outer | None = None
 
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
+        if self.outer is not None and self.outer.islands is None:
+            raise StrategyError(
+                f"{self.name}: outer.islands: expected the number of islands, as `topology` is that of one island. "
+                "towpath.strategy(name, topology, outer=…) takes the topology of the job, and sets both."
+            )
         if self.sync_gradients not in SYNC_GRADIENTS:
             raise StrategyError(
                 f"{self.name}: sync_gradients={self.sync_gradients!r}: expected "
@@ -225,6 +243,27 @@ class Strategy:
             )
 
     @property
+    def islands(self) -> int:
+        """The number of islands. Without outer steps, the job is one."""
+        return 1 if self.outer is None or self.outer.islands is None else self.outer.islands
+
+    @property
+    def job(self) -> Topology:
+        """The nodes and ranks of the whole job, over all islands."""
+        if self.outer is None:
+            return self.topology
+        nodes = self.islands * self.topology.nodes
+        return Topology(nodes, self.topology.ranks_per_node, self.outer.nodes_per_rack)
+
+    @property
+    def finest(self) -> int:
+        """The number of slices of the finest partition of trainable parameters. Each slice has equally many elements.
+
+        With outer steps, each rank of an island exchanges a slice of its own.
+        """
+        return self.placement.optimizer.size if self.outer is None else self.topology.world
+
+    @property
     def moves(self) -> PlacementCollectives:
         """The collectives of the placement, for each kind of transfer."""
         return transitions(self.placement, self.topology, self.sync_gradients == "step")
@@ -267,7 +306,10 @@ class Strategy:
         always included, because the layout does not change between steps.
         """
         kinds = [kind for kind in WITH_TRANSPORT if getattr(self.moves, kind.value) and (trainable or kind in WEIGHTS)]
-        return [codec for kind in kinds if isinstance(codec := self.transport(kind).codec, Codec)]
+        transports = [self.transport(kind) for kind in kinds]
+        if self.outer is not None and trainable:
+            transports.append(self.outer.transport)
+        return [transport.codec for transport in transports if isinstance(transport.codec, Codec)]
 
     @property
     def optimizer_on_host(self) -> bool:
@@ -317,6 +359,8 @@ class Strategy:
             lines.append(f"  {kind.value:<16} {what}{route}")
         if self.offload is not None:
             lines.append(f"  {'offload':<16} {self.offload}: in the host's memory")
+        if self.outer is not None:
+            lines.append(f"  {'outer':<16} {self.islands} islands of this size, {self.outer}")
         return "\n".join(lines)
 
     def _frozen_words(self) -> str:
@@ -344,13 +388,10 @@ class Strategy:
         lines += ["[placement]"]
         lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
         for kind in WITH_TRANSPORT:
-            transport = self.transport(kind)
-            values = {f.name: getattr(transport, f.name) for f in fields(Transport)}
-            lines.append(f"[{kind.value}]")
-            told = {name: v if isinstance(v, int) else str(v) for name, v in values.items() if v is not None}
-            if not transport.exact:  # as earlier versions wrote it
-                del told["exact"]
-            lines += [f"{name} = {written(value)}" for name, value in told.items()]
+            lines += [f"[{kind.value}]", *_transport_lines(self.transport(kind))]
+        if self.outer is not None:
+            lines += ["[outer]", *(f"{name} = {written(value)}" for name, value in self.outer.to_table().items())]
+            lines += ["[outer.transport]", *_transport_lines(self.outer.transport)]
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -372,13 +413,24 @@ class Strategy:
                 kind.value: Transport(**table.pop(kind.value)) for kind in WITH_TRANSPORT if kind.value in table
             }
             placement = Placement(**{k: Extent(*v) for k, v in table.pop("placement").items()})
+            if (outer := table.pop("outer", None)) is not None:
+                table["outer"] = Outer(**outer | {"transport": Transport(**outer.pop("transport", {}))})
             return Strategy(Topology(**table.pop("topology")), placement, **transports, **_checked(table))
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
             raise StrategyError(f"not a strategy: {error}. Expected what Strategy.to_toml() writes.") from error
 
 
+def _transport_lines(transport: Transport) -> list[str]:
+    """Return the fields of a transport in TOML syntax, one in each line."""
+    values = {each.name: getattr(transport, each.name) for each in fields(Transport)}
+    told = {name: v if isinstance(v, (int, float)) else str(v) for name, v in values.items() if v is not None}
+    if not transport.exact:  # as earlier versions wrote it
+        del told["exact"]
+    return [f"{name} = {written(value)}" for name, value in told.items()]
+
+
 def _checked(rest: dict[str, Any]) -> dict[str, Any]:
-    if unknown := set(rest) - {"name", "frozen", "frozen_codec", "offload", "sync_gradients"}:
+    if unknown := set(rest) - {"name", "frozen", "frozen_codec", "offload", "sync_gradients", "outer"}:
         raise StrategyError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
     if isinstance(extent := rest.get("frozen"), list):
         rest["frozen"] = Extent(*extent)

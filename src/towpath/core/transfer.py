@@ -30,6 +30,7 @@ from towpath.core.routes import (
     Order,
     bounds,
     byte_grain,
+    cell_elements,
     grouped_wire_elements,
     hops_of,
     order_of,
@@ -299,6 +300,10 @@ class Transfer:
         """Return the same transfer in a larger job, where rank i becomes rank `ranks[i]` of `topology`."""
         return replace(self, move=self.move.over(ranks), topology=topology)
 
+    def repeated(self, islands: int, job: Topology) -> Transfer:
+        """Return the same transfer as all islands of a job run it at the same time."""
+        return replace(self, move=self.move.repeated(islands, self.topology.world), topology=job)
+
     @property
     def grid(self) -> Grid:
         """Grid of the first group's members. All groups have the same grid."""
@@ -491,7 +496,8 @@ class Transfer:
             self.move.op, self.route, self.grid, self.parts, self.elements, codec, self.form, slots
         )
         if codec is not None:
-            return {"uint8": own, "float32": sums if any(self.kept_elements) else 0}
+            scratch = max(sums if any(self.kept_elements) else 0, 2 * self.kept_by_gather)
+            return {"uint8": own, "float32": scratch}
         needs = {self.dtype: own} if self.dtype not in NARROW else {self.dtype: own, "float32": sums}
         if self.exact:
             parts = 1 if self.form is Form.COLLECTIVES else self.parts
@@ -538,8 +544,16 @@ class Transfer:
             return ()
         hops = hops_of(self.route, self.grid)
         kept = AllToAll(hops, self.parts, self.elements, self.transport.encoding).kept_elements
-        asked = {"none": (), "first": (0,), "second": (len(hops) - 1,), "both": (0, 1)}[self.transport.feedback]
+        last = len(hops) - 1
+        asked = {"none": (), "first": (0,), "second": (last,), "both": (0, 1), "all": (0, 1)}[self.transport.feedback]
         return tuple(n if hop in asked else 0 for hop, n in enumerate(kept))
+
+    @property
+    def kept_by_gather(self) -> int:
+        """Number of float32 elements that one rank keeps of its sum, where an all-reduce rounds it, too."""
+        if self.transport.encoding is None or self.move.op is Op.SEND or self.transport.feedback != "all":
+            return 0
+        return cell_elements(self.elements, self.move.members, 1, self.grain) if self.move.op is Op.ALL_REDUCE else 0
 
     def in_micro_step(self, number: int) -> Transfer:
         """Return this transfer with micro-step `number`."""

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from towpath.core.exact import can_be_exact
 from towpath.core.formats import Codec
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
+from towpath.core.top_k import TOP_K, TopK
 from towpath.core.units import BucketSpec
 from towpath.errors import StrategyError
 
@@ -135,7 +136,7 @@ class Factored:
         return self.messages[1] + (self.elements if feedback else 0)
 
 
-Feedback = Literal["none", "first", "second", "both"]
+Feedback = Literal["none", "first", "second", "both", "all"]
 FEEDBACK: tuple[Feedback, ...] = get_args(Feedback)
 
 
@@ -149,9 +150,11 @@ class Transport:
     Attributes:
         route: 'flat' is the backend's own collective. The other routes are Towpath's (`core/routes.py` lists them).
         codec: A `Codec` or its text ('int8', 'int4:64+hadamard'), or 'none'. Messages between two ranks may also use a
-            `LowRank` ('low-rank:16'). So may the sum of gradients that are unsharded on every rank.
-        feedback: The hops of a reduction at which rounding errors are kept and added in the next step. For messages and
-            low rank it is 'first', and the sender keeps them.
+            `LowRank` ('low-rank:16'). So may the sum of gradients that are unsharded on every rank. Exchanges between
+            islands may use a `TopK` ('top-k:64').
+        feedback: The hops of a reduction at which rounding errors are kept and added in the next step. 'all' adds the
+            all-gather in which an all-reduce sends its sums. For messages and low rank it is 'first', and the sender
+            keeps them.
         until: The codec is used until this optimizer step, counted from 0. With 0 it is used permanently.
         after: The codec is used from this optimizer step on. Before `after` and from `until` on, nothing is encoded.
         plain_route: The route of these steps. None means `route`. Reductions can be encoded on few routes, and another
@@ -175,12 +178,18 @@ class Transport:
             if route not in ROUTES:
                 raise StrategyError(f"Transport: unknown route {route!r}; known are {', '.join(ROUTES)}.")
         if isinstance(self.codec, str) and self.codec != "none":
-            codec = LowRank if self.codec.startswith(LOW_RANK) else Codec
+            kinds = {LOW_RANK: LowRank, TOP_K: TopK}
+            codec = next((kind for start, kind in kinds.items() if self.codec.startswith(start)), Codec)
             object.__setattr__(self, "codec", codec.parse(self.codec))
-        elif not isinstance(self.codec, (str, Codec, LowRank)):
+        elif not isinstance(self.codec, (str, Codec, LowRank, TopK)):
             raise StrategyError(f"Transport: codec is a Codec, its text, or 'none'; got {self.codec!r}.")
         if self.feedback not in FEEDBACK:
             raise StrategyError(f"Transport: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
+        if isinstance(self.codec, TopK) and (self.feedback != "none" or self.route != "flat"):
+            raise StrategyError(
+                f"Transport: {self.codec} always keeps what it does not send, and is sent to all members at once. "
+                "Leave out feedback= and route=."
+            )
         if isinstance(self.codec, LowRank) and self.feedback not in ("none", "first"):
             raise StrategyError(
                 f"Transport: in {self.codec} each rank rounds what it sends itself: feedback is 'none' or 'first'; got "
@@ -226,6 +235,11 @@ class Transport:
     def encoding(self) -> Codec | None:
         """The codec of blocks that is in use, or None."""
         return self.codec if isinstance(self.codec, Codec) and not self.served else None
+
+    @property
+    def top_k(self) -> TopK | None:
+        """The top-k codec, or None. Only exchanges between islands have it."""
+        return self.codec if isinstance(self.codec, TopK) else None
 
     @property
     def low_rank(self) -> LowRank | None:
@@ -278,6 +292,11 @@ class Transport:
         Raises:
             StrategyError: If it cannot, for example if every member of a ring would decode and encode again.
         """
+        if self.top_k is not None:
+            raise StrategyError(
+                f"{what}: {self.codec} is for exchanges between islands (Outer(transport=…)). Take a codec of blocks, "
+                "such as 'int8'."
+            )
         if self.exact and (op is Op.SEND or op in WITH_OWNERS):
             raise StrategyError(
                 f"{what} cannot be exact. Reductions of gradients and parameter syncs can. Leave exact= out of it."
@@ -321,7 +340,7 @@ class Transport:
             raise StrategyError(f"{what}: feedback=, until= and after= have no meaning here; got {self}.")
 
     def __str__(self) -> str:
-        codec = "" if self.encoding is None and self.low_rank is None else f", {self.codec}"
+        codec = "" if (self.encoding or self.low_rank or self.top_k) is None else f", {self.codec}"
         kept = "" if self.feedback == "none" else f", feedback at {self.feedback}"
         since = f", after {self.after} steps" if self.after else ""
         until = f", until step {self.until}" if self.until else ""

@@ -224,7 +224,8 @@ class BucketPlan:
 
     def _feedback_bytes(self) -> int:
         """Return the bytes that codecs keep from one step to the next."""
-        found = sum(4 * n for ts in self.transfers.values() for t in ts for n in t.kept_elements)
+        transfers = [t for ts in self.transfers.values() for t in ts]
+        found = sum(4 * (sum(t.kept_elements) + t.kept_by_gather) for t in transfers)
         if self.factored is not None:
             feedback = self.transfers[TransferKind.GRAD_SYNC][0].transport.feedback != "none"
             found += self.factored.kept_elements(feedback) * item_bytes(wide(self.accumulate_dtype))
@@ -424,8 +425,9 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     if rests_in is not None:
         _check_resting(rests_in, unit, spec, compute)
     codecs = strategy.codecs(spec.trainable) if rests_in is None else [rests_in]
-    spec = spec.in_blocks(codecs, moves.optimizer.count)
-    bucket = _Bucket(strategy, unit, spec, spec.padded(moves.optimizer.count), form, rests_in is not None)
+    slices = strategy.finest if spec.trainable else moves.optimizer.count
+    spec = spec.in_blocks(codecs, slices)
+    bucket = _Bucket(strategy, unit, spec, spec.padded(slices), form, rests_in is not None)
     # The root and its leaves stay unsharded from forward to backward, or need no weights there: a copy would go unused.
     copies = moves.backward_params.count < moves.params.count
     worth = copies and not unit.kept and not unit.leaf

@@ -22,6 +22,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from towpath.core.collective_log import Call, CollectiveLog
 from towpath.core.exact import SMALLEST_BYTES
 from towpath.core.formats import Precision
+from towpath.core.outer_plan import plan_outer
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
@@ -29,6 +30,7 @@ from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.engine.checks.optimizers import watch_optimizers
 from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept
+from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.initialise import FromModel, FromValues, Source, Values, materialise_buffers
 from towpath.engine.parameters.parallel import Mesh, mesh_of
@@ -208,6 +210,7 @@ def build(
     values: Values | None,
     layouts: list[UnitLayout],
     groups: Groups,
+    job: Groups | None = None,
 ) -> Engine:
     """Turn the model's parameters into ShardTensors, and return the engine that trains it.
 
@@ -219,15 +222,17 @@ def build(
         precision: The dtypes.
         values: The function that returns the initial values. By default, the model has them.
         layouts: The units of the model, as `lay_out` returns them.
-        groups: The data-parallel ranks.
+        groups: The data-parallel ranks of this rank's island.
+        job: The data-parallel ranks of all islands. By default, there is one island.
 
     Raises:
         ShardError: The strategy has codecs or offloads the optimizer, and the model is on a tensor-parallel mesh.
         MismatchError: Another rank could not read the values.
     """
+    job = job or groups
     number: int = next(groups.shared("models made", count))
     log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict))
-    comm = CommContext(groups, device_of(layouts, groups), log)
+    comm = CommContext(groups, device_of(layouts, groups), log, job)
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
     if mesh.groups and (
         strategy.frozen_codec != "none" or any(strategy.transport(kind).encoding for kind in TransferKind)
@@ -255,7 +260,7 @@ def build(
     later = map(strategy.at, strategy.changes)
     others = [plan_unit(phase, layout.spec, precision, comm.form) for phase in later for layout in layouts]
     comm.share(strategy, [*plans, *others])
-    source = FromModel(groups, mesh, comm.device) if values is None else FromValues(values, comm.rank, comm.device)
+    source = FromModel(groups, mesh, comm.device, job) if values is None else FromValues(values, comm.rank, comm.device)
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
     shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     watch_optimizers()
@@ -263,10 +268,12 @@ def build(
     units = [
         _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
     ]
-    _fill_buffers(model, source, groups)  # after the parameters, because a module may initialize both together
+    _fill_buffers(model, source, job)  # after the parameters, because a module may initialize both together
     if values is not None:
-        agree(groups, [], source.failure())
-    return Engine(strategy, precision, units, comm, shared.writes)
+        agree(job, [], source.failure())
+    outer = plan_outer(strategy, plans, comm.form)
+    synced = None if outer is None else OuterSync(outer, units, comm)
+    return Engine(strategy, precision, units, comm, shared.writes, synced)
 
 
 def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:

@@ -11,15 +11,11 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.optim import Optimizer
 
 from towpath.core.collective_log import Call
@@ -28,6 +24,7 @@ from towpath.core.step import StepMachine
 from towpath.core.step_state import (
     Action,
     AgreeOnSizes,
+    ApplyOuter,
     AssignSlot,
     CheckRanks,
     ForwardPass,
@@ -45,6 +42,8 @@ from towpath.core.step_state import (
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.checks.activity import EndOfBackward, FailedPasses
+from towpath.engine.checks.registrations import registrations
+from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
@@ -63,33 +62,6 @@ class StepsMatrices(Protocol):
     def owns_parameter(self, parameter: torch.Tensor) -> bool: ...
 
 
-# --- registrations ----------------------------------------------------------------------------------------------------
-#
-# PyTorch calls a hook whenever a module registers a parameter or a submodule. Engines count these calls. They search
-# their models for parameters that are not sharded only if the count has changed.
-
-
-class _Registrations:
-    """The number of parameters and submodules that modules have registered in this process."""
-
-    def __init__(self) -> None:
-        self.made = 0
-        self._counting = False
-
-    def count(self) -> None:
-        """Start counting in this process. Later calls do nothing."""
-        if not self._counting:
-            self._counting = True
-            register_module_module_registration_hook(self._add)
-            register_module_parameter_registration_hook(self._add)
-
-    def _add(self, *_: Any) -> None:
-        self.made += 1
-
-
-registrations = _Registrations()
-
-
 # The units of all models that the running backward pass with `inputs=` has reached, and whether it goes on behind each,
 # because inputs of the unit get gradients. None outside such a pass.
 _reached: dict[Unit, bool] | None = None
@@ -102,7 +74,13 @@ class Engine:
     """
 
     def __init__(
-        self, strategy: Strategy, precision: Precision, units: list[Unit], comm: CommContext, writes: ParamVersion
+        self,
+        strategy: Strategy,
+        precision: Precision,
+        units: list[Unit],
+        comm: CommContext,
+        writes: ParamVersion,
+        outer: OuterSync | None = None,
     ) -> None:
         self.strategy, self.precision, self.units, self.comm = strategy, precision, units, comm
         self.host, self._writes = comm.record.host, writes
@@ -118,6 +96,8 @@ class Engine:
         # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
+        self.outer = outer
+        self._steps_at_boundary = 0  # the number of optimizer steps at the last boundary
         self._changes = strategy.changes
         self.muted = False  # whether this rank's gradients count as zero (see `ShardedModule.join`)
         # A pipeline may halve a backward pass. In the first half `_held_back` lists the forward passes whose weight
@@ -195,13 +175,21 @@ class Engine:
                 self.units[index].open_gradients(None if slot is None else self.gradients.of(slot))
             case AgreeOnSizes(units):
                 self.exact_syncs.agree(units)
+            case ApplyOuter():
+                assert self.outer is not None
+                self.outer.apply(action)
             case CheckRanks():
                 self.exact_syncs.note_problems()
+                if self.outer is not None:
+                    self.outer.note_problems()
                 self._used = self._unused_params.compare(self.step)
             case SetGrads():
                 self._set_grads()
 
     def _submit(self, task: Task) -> Handle | None:
+        if task.kind is TransferKind.OUTER:
+            assert self.outer is not None
+            return self.outer.submit(task)
         unit, slot = self.units[task.unit], task.slot
         after = [cast(Handle, t.handle) for t in task.after if t.handle is not None]
         if unit is self._arriving and task.kind in (TransferKind.REDUCE, TransferKind.GRAD_SYNC):
@@ -241,6 +229,7 @@ class Engine:
         self._check_registrations()
         if not recomputing:
             self.begin()
+            self._outer_steps(trains=torch.is_grad_enabled())
         actions = self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing)
         self.execute(actions)
         self.comm.record.begins("recompute" if recomputing else "forward", unit.name)
@@ -439,9 +428,22 @@ class Engine:
             self.execute(self.machine.weight_gradients_end(passes))
         self._end_backward()
 
+    def _outer_steps(self, trains: bool) -> None:
+        """Begin and apply exchanges between islands that belong to the last optimizer step.
+
+        Evaluation may run the model between a boundary and the optimizer's step. So the optimizer must have stepped, or
+        a forward pass of the next step begin: then loss scaling has skipped the step.
+        """
+        if self.outer is None:
+            return
+        has_stepped = self.comm.program.optimizer_steps != self._steps_at_boundary
+        if self.outer.steps.done < self.step and (trains or has_stepped):
+            self.execute(self.outer.steps.advance(self.step))
+
     def param_sync(self) -> None:
         """Send what the optimizer wrote to the P shards of all ranks, before a forward pass needs it."""
         self.begin()
+        self._outer_steps(trains=False)
         self.execute(self.machine.param_sync())
 
     @on_host
@@ -473,6 +475,9 @@ class Engine:
                 used = used[count:]
         self.comm.record.end_step()
         self.step += 1
+        self._steps_at_boundary = self.comm.program.optimizer_steps
+        if self.outer is not None:
+            self.outer.begin()
         self.comm.record.peers.activity.step = self.step
         if self.step in self._changes:
             self._use_transports()

@@ -41,7 +41,7 @@ from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
-from towpath.errors import ShardError, StepError, TowpathError
+from towpath.errors import ShardError, StepError, StrategyError, TowpathError
 from towpath.observing import Interval, Observable, Stats, Sums, Trace
 from towpath.pipeline.agreement import (
     ACCUMULATE,
@@ -140,6 +140,7 @@ class Pipeline(Observable):
             self.owners = owners_of(kind, count, ranks, schedule)
             self.order = order_of(kind, count, ranks, micro_batches)
             strategies = _strategies(strategy, count)
+            _refuse_outer(strategies)
             given += [f"schedule={kind.__name__.removeprefix('Schedule')}", f"micro_batches={micro_batches}"]
             given += [f"stage {i}: {blocks_of_stage(s) or 'given'}, {strategies[i]}" for i, s in enumerate(stages)]
             given += [f"example={shapes_of(self._example)}", f"precision={precision}", f"tied={tied}"]
@@ -568,6 +569,15 @@ def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) ->
             '--pipeline ranks them, and `towpath train` takes name = "auto" with pipelines, too.'
         )
     return found
+
+
+def _refuse_outer(strategies: Sequence[str | Strategy]) -> None:
+    for each in strategies:
+        if isinstance(each, Strategy) and each.outer is not None:
+            raise StrategyError(
+                f"{each.name} has outer steps, and pipelines cannot: a pipeline would have to end at the border of an "
+                "island. Leave out outer=, or train without stages."
+            )
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

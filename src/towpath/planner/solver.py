@@ -56,6 +56,7 @@ from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
 from towpath.planner.request import Request
 from towpath.sim.engine import KERNELS_OF_A_PARAMETER
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, TransferShape, phase_costs
+from towpath.sim.outer import Period, PeriodReplay
 from towpath.sim.replay import ComputeSeconds, Replay
 from towpath.sim.timeline import Timeline
 from towpath.topology.cluster import Extent, Topology
@@ -446,6 +447,8 @@ class Solver:
             The predicted step, with all codecs in use. For an interleaved request, it is the mean over the run. It may
             need more memory than there is.
         """
+        if strategy.outer is not None:
+            return self._predict_islands(strategy, batching)
         strategy = self._with_frozen_placed(strategy, batching)
         phases, micro_steps = self._phases(strategy), batching.micro_steps
         (_, plans), *second_half = phases
@@ -471,6 +474,42 @@ class Solver:
             saved_inter_bytes=timeline.saved_inter_bytes,
             saved_intra_bytes=timeline.saved_intra_bytes,
         )
+
+    def _predict_islands(self, strategy: Strategy, batching: Batching) -> Prediction:
+        """Predict the mean step of a period of outer steps. What the steps take longer counts as waiting for them."""
+        island = self.of_island(strategy)
+        alone = island.predict(replace(strategy, outer=None), batching)
+        period = island.period(strategy, batching)
+        exchanged = {TransferKind.OUTER: max(0.0, period.mean - alone.seconds)}
+        islands, plan = strategy.islands, period.plan
+        return replace(
+            alone,
+            strategy=strategy,
+            seconds=period.mean,
+            exposed=alone.exposed | exchanged,
+            memory=alone.memory | plan.memory_bytes(),
+            host_memory=alone.host_memory | plan.host_memory_bytes(),
+            inter_bytes=islands * alone.inter_bytes + round(plan.mean_inter_bytes),
+            intra_bytes=islands * alone.intra_bytes + round(plan.intra_bytes / plan.settings.every),
+            saved_inter_bytes=islands * alone.saved_inter_bytes,
+            saved_intra_bytes=islands * alone.saved_intra_bytes,
+        )
+
+    def of_island(self, strategy: Strategy) -> Solver:
+        """Return a solver for one island of a strategy with outer steps."""
+        topology = strategy.topology
+        return Solver(self.model, self.cluster.on(topology.nodes, topology.ranks_per_node), self.request)
+
+    def period(self, strategy: Strategy, batching: Batching) -> Period:
+        """Simulate a period of outer steps. The solver must be for one island.
+
+        Args:
+            strategy: The strategy, with its outer steps.
+            batching: How each rank computes its share.
+        """
+        strategy = self._with_frozen_placed(strategy, batching)
+        seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
+        return PeriodReplay(strategy, self._plans(strategy), self._hardware, seconds, batching.micro_steps).run()
 
     def _replayed(
         self, strategy: Strategy, plans: Sequence[UnitPlan], seconds: ComputeSeconds, micro_steps: int

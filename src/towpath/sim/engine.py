@@ -24,6 +24,7 @@ from towpath.core.schedule import message_sizes_transfers, unused_params_transfe
 from towpath.core.step_state import (
     Action,
     AgreeOnSizes,
+    ApplyOuter,
     CheckRanks,
     OpenGradients,
     SaveBackwardCopy,
@@ -31,7 +32,7 @@ from towpath.core.step_state import (
     Task,
     Wait,
 )
-from towpath.core.strategy import Strategy, TransferKind
+from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.sim.bandwidth import BandwidthModel, Demand
@@ -65,6 +66,8 @@ class _TransferCost:
     saved_intra_bytes: int
 
 
+# Computing differences reads and writes memory about as long as this many copies. Applying a result takes this many.
+_DIFFERENCE_COPIES, _APPLIED_COPIES = 3.0, 8.0
 # An estimate of how many kernels a forward pass launches for each parameter: products, norms, activations, casts.
 KERNELS_OF_A_PARAMETER = 4
 
@@ -150,8 +153,16 @@ class SimulatedEngine:
         """Execute an action, and yield what the thread computes or waits for."""
         match action:
             case Submit(task):
+                if task.kind is TransferKind.OUTER:
+                    yield from self._compute_outer(task, _DIFFERENCE_COPIES)
                 yield from self.launch(self._launches_of(task), tasks=1)
                 self._submit(task, micro_step)
+            case ApplyOuter(_, exchange, gather):
+                yield from self._compute_outer(exchange, _APPLIED_COPIES)
+                if gather is not None:
+                    yield from self.launch(self._launches_of(gather), tasks=1)
+                    self._submit(gather, micro_step)
+                    yield from self._wait(gather)
             case Wait(task):
                 yield from self._wait(task)
             case CheckRanks():
@@ -224,6 +235,12 @@ class SimulatedEngine:
         yield waited
         self._timeline.waited(task.kind, f"for {task}{self._suffix}", began, self._bandwidth.now)
 
+    def _compute_outer(self, exchange: Task, copies: float) -> Iterator[Demand]:
+        """Compute before or after an exchange between islands, as long as `copies` copies of what a rank exchanges."""
+        moved = sum(t.region_bytes for t in exchange.transfers if t.kind is TransferKind.OUTER)
+        yield from self.launch(Launches(operations=round(copies)))
+        yield from self.compute(copies * moved / self._hardware.memory_rate, "outer steps")
+
     def _agree_on_sizes(self, units: Sequence[int], task: Task, micro_step: int) -> Iterator[Demand | QueuedTask]:
         """Encode parameter syncs, and wait on the host until all ranks know the sizes."""
         hardware = self._hardware
@@ -256,8 +273,9 @@ class SimulatedEngine:
         found = [self._cost_of(transfer) for transfer in transfers]
         costs = deque(phase for cost in found for phase in cost.phases)
         communicators = deque(each for cost in found for each in cost.communicators)
+        copies = 1 if task.kind in OUTER_KINDS else self._copies  # those are transfers of all islands together
         for name in ("inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes"):
-            total = getattr(self._timeline, name) + self._copies * sum(getattr(cost, name) for cost in found)
+            total = getattr(self._timeline, name) + copies * sum(getattr(cost, name) for cost in found)
             setattr(self._timeline, name, total)
         if extra := self._queue_seconds(task):
             costs.append(PhaseCost(0.0, {PROCESSOR: self._hardware.processor(extra)}))
@@ -284,7 +302,10 @@ class SimulatedEngine:
     def _cost_of(self, transfer: Transfer) -> _TransferCost:
         found = self._costs.get(transfer)
         if found is None:
-            phases = phase_costs(TransferShape.of(transfer), self._hardware)
+            hardware = self._hardware
+            if transfer.kind in OUTER_KINDS:  # between islands. A probe has measured other groups.
+                hardware = replace(hardware, topology=transfer.topology, measured=None)
+            phases = phase_costs(TransferShape.of(transfer), hardware)
             if own := self._hardware.host.transfer:
                 phases = (PhaseCost(0.0, {PROCESSOR: self._hardware.processor(own)}), *phases)
             calls = tuple(_called(transfer, self._lanes.communicators(transfer), phase) for phase in phases)

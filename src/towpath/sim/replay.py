@@ -16,11 +16,12 @@ from towpath.core.launches import Launches, launches_of
 from towpath.core.pipeline import Await, Compression, Message, Post, Run, StagePass, Walk
 from towpath.core.schedule import Shape, message_transfers
 from towpath.core.steady_step import Compute, Part, settled, settled_stage, steady_step
+from towpath.core.step_state import Action
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.sim.bandwidth import BandwidthModel, Demand, Thread, run_threads
-from towpath.sim.engine import LaunchingThread, SimulatedEngine, start_phase
+from towpath.sim.engine import LaunchingThread, QueuedTask, SimulatedEngine, start_phase
 from towpath.sim.hardware import (
     Hardware,
     PhaseCost,
@@ -123,11 +124,18 @@ class Replay:
             if micro_step > said:
                 said = micro_step
                 self._say(said, self._micro_steps)
-            if isinstance(action, Compute):
-                yield from _compute(engine, self._seconds, action)
-            else:
-                yield from engine.execute(action, micro_step)
+            yield from computed(engine, self._seconds, action, micro_step)
         yield from engine.compute(self._seconds.optimizer, "optimizer")
+
+
+def computed(
+    engine: SimulatedEngine, seconds: ComputeSeconds, action: Action | Compute, micro_step: int
+) -> Iterator[Demand | QueuedTask]:
+    """Compute or execute what a step consists of, and yield what the thread computes or waits for."""
+    if isinstance(action, Compute):
+        yield from _compute(engine, seconds, action)
+    else:
+        yield from engine.execute(action, micro_step)
 
 
 def _compute(engine: SimulatedEngine, seconds: ComputeSeconds, action: Compute) -> Iterator[Demand]:
@@ -283,10 +291,7 @@ class PipelineReplay:
                 case Run(each):
                     stage, engine = stages[each.stage], self._engines[each.stage]
                     for action in stage.walk(each):
-                        if isinstance(action, Compute):
-                            yield from _compute(engine, self._stages[each.stage].seconds, action)
-                        else:
-                            yield from engine.execute(action, stage.micro_step)
+                        yield from computed(engine, self._stages[each.stage].seconds, action, stage.micro_step)
                 case Post(message, sends):
                     transfers = self._rank_message(message).transfers
                     end = self._engines[message.source if sends else message.target]

@@ -57,7 +57,7 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
     engine.begin()
     made = [u for u in (engine.units if units is None else units) if not engine.machine.is_kept_unsharded(u.index)]
     with engine.comm.program.shared("full_parameters()", Call.PROGRAM):
-        engine.execute(engine.machine.param_sync())
+        engine.param_sync()
         for unit in made:
             engine.execute(engine.machine.keep_unsharded(unit.index))
             for bucket in unit.buckets:

@@ -57,8 +57,9 @@ class Source(ABC):
 class FromModel(Source):
     """The values that rank 0's model has, or that rank 0's modules initialize if they are on the meta device."""
 
-    def __init__(self, groups: Groups, mesh: Mesh, device: torch.device) -> None:
-        self._groups, self._mesh, self._device = groups, mesh, device
+    def __init__(self, groups: Groups, mesh: Mesh, device: torch.device, job: Groups | None = None) -> None:
+        """Prepare for the ranks in `groups`, which get the values of rank 0 of `job`: by default, of theirs."""
+        self._rank, self._job, self._mesh, self._device = groups.rank, job or groups, mesh, device
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
 
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
@@ -70,11 +71,11 @@ class FromModel(Source):
                 values, target = local_part(module.get_parameter(attribute)), place.of(whole)
                 if values.data_ptr() != target.data_ptr():
                     target.copy_(values)
-        self._groups.broadcast(whole)
+        self._job.broadcast(whole)
         for place in layout.places:
             for group in self._mesh.copies(place.parallel):
                 dist.broadcast(place.of(whole), group=group, group_src=0)
-        return _Whole(whole, self._groups.rank)
+        return _Whole(whole, self._rank)
 
     def _room_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeroed memory for one bucket. All buckets share one buffer, which avoids fragmentation of the heap."""

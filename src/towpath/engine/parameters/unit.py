@@ -461,7 +461,7 @@ class Values:
 
     def take(self) -> None:
         """Start to compute the checksums, and to copy them to the host."""
-        checksums = torch.stack([checksum(bucket) for _, bucket in self._buckets])
+        checksums = torch.stack([checksum(bucket.master.detach()) for _, bucket in self._buckets])
         self._on_host.copy_(checksums, non_blocking=True)
         if checksums.is_cuda:
             self._end = torch.cuda.Event()
@@ -479,14 +479,13 @@ class Values:
             yield unit, value
 
 
-def checksum(bucket: Bucket) -> torch.Tensor:
-    """Return a number that depends on each bit of the slice that the optimizer writes to, and on the order of the bits.
+def checksum(values: torch.Tensor) -> torch.Tensor:
+    """Return a number that depends on each bit of a flat tensor, and on the order of the bits.
 
-    The slice is read once, as a matrix whose columns are summed. Work on the sums takes negligible time. The number of
+    The tensor is read once, as a matrix whose columns are summed. Work on the sums takes negligible time. The number of
     columns is prime, so that a column does not match a dimension of a parameter. The number of rows is odd, so that
     equal changes in all rows do not cancel.
     """
-    values = bucket.master.detach()
     width = next(width for width in _INTEGERS if values.nbytes % width == 0 and width >= values.element_size())
     words = values.view(_INTEGERS[width])
     rows = words.numel() // _COLUMNS

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from queue import SimpleQueue
 from typing import cast, final
 
@@ -39,12 +39,12 @@ from towpath.collectives.rank_transfer import (
 from towpath.core.collective_log import CollectiveLog
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes, shared_lanes
 from towpath.core.routes import WITH_OWNERS
-from towpath.core.strategy import BETWEEN_HOSTS, WITH_TRANSPORT, Strategy, TransferKind
+from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Needs, Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.checks.program import Program
-from towpath.engine.streams.record import Record, TransferWait, profiled
+from towpath.engine.streams.record import JobRecord, Record, TransferWait, profiled
 from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Waiting, Work, timer_for
 from towpath.logs import logger
 from towpath.topology.cluster import Topology
@@ -56,8 +56,9 @@ _LOG = logger("engine")
 _LOOK_SECONDS = 1.0
 
 # The priorities of the queues' CUDA streams. The computation (0) waits for most transfers soon, so these go first (-1).
-# Nothing waits for the sync of gradients before the boundary.
-PRIORITIES = {queue: 0 if queue == QUEUES[TransferKind.GRAD_SYNC] else -1 for queue in QUEUES.values()}
+# Nothing waits for the sync of gradients before the boundary, or for an exchange between islands before it is applied.
+_LAST = (QUEUES[TransferKind.GRAD_SYNC], QUEUES[TransferKind.OUTER])
+PRIORITIES = {queue: 0 if queue in _LAST else -1 for queue in QUEUES.values()}
 
 
 class Queues:
@@ -72,12 +73,13 @@ class Queues:
         self._buffers: dict[str, list[WireBuffers]] = {}  # by queue and buffer index
         self._sizes: dict[str, Needs] = {}  # the sizes of these buffers, by queue
         self._needs: dict[TransferKind, Needs] = {}  # sizes that the plans need, for kinds not submitted so far
+        self.always: dict[TransferKind, Needs] = {}  # sizes for kinds that are in no plan of a unit
         self._made_before = 0  # the number of buffers made before, which were replaced since
 
     def plan(self, plans: Iterable[UnitPlan]) -> None:
         """Use the transfers of `plans` from now on, with wire buffers as large as the largest of them needs."""
         plans = tuple(plans)
-        self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in WITH_TRANSPORT}
+        self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in WITH_TRANSPORT} | self.always
         self._made_before = self.buffers_made
         self._buffers.clear()
         self._sizes.clear()
@@ -396,12 +398,14 @@ class CommContext:
 
     `build` makes it, and units and buckets turn their transfers into `RankTransfer`s with it. Every rank must bind the
     same transfers in the same order, because binding creates process groups.
+
+    `groups` are those of the ranks that train together. `job` are those of all islands. Without islands, both are one.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, log: CollectiveLog) -> None:
+    def __init__(self, groups: Groups, device: torch.device, log: CollectiveLog, job: Groups | None = None) -> None:
         self.rank = groups.rank
         self.device = device
-        self.groups = groups
+        self.groups, self.job = groups, job or groups
         self.log = log
         self._backend = groups.backend(device)
         self.record = Record(StallMonitor.of(groups), timer_for(device))
@@ -424,8 +428,13 @@ class CommContext:
         for transfer in transfers:
             members = self._members(transfer)
             collective = select(transfer, members, self.device)
-            bound.append(RankTransfer(transfer, members, collective, self.record))
+            observer = self._job_record if transfer.kind in OUTER_KINDS else self.record
+            bound.append(RankTransfer(transfer, members, collective, observer))
         return bound
+
+    @cached_property
+    def _job_record(self) -> JobRecord:
+        return JobRecord(self.record, StallMonitor.of(self.job))
 
     def bind_matrices(self, transfer: Transfer) -> RankMatrices:
         """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""
@@ -434,6 +443,8 @@ class CommContext:
 
     def _members(self, transfer: Transfer) -> GroupRank:
         queue, topology = QUEUES[transfer.kind], transfer.topology
+        if transfer.kind in OUTER_KINDS:  # its ranks are those of the job
+            return group_rank(transfer, self.job.rank, lambda ranks, part: self._of_job(ranks, f"{queue}{part}"))
 
         def group_of(ranks: Ranks, part: str) -> dist.ProcessGroup:
             if transfer.kind in BETWEEN_HOSTS:
@@ -464,6 +475,10 @@ class CommContext:
         is_limited = crosses or (ranks[0], lane) in self._lanes.with_all_to_alls  # alike on all ranks
         limit = MAX_CTAS if is_limited and "NCCL_MAX_CTAS" not in os.environ else None
         return self.groups.of(ranks, lane, self._backend, limit)
+
+    def _of_job(self, ranks: Ranks, purpose: str) -> dist.ProcessGroup:
+        limit = MAX_CTAS if self._backend == "nccl" and "NCCL_MAX_CTAS" not in os.environ else None
+        return self.job.of(ranks, purpose, self._backend, limit)
 
     def coalesce(self, alike: Sequence[RankTransfer]) -> CoalescedTransfers:
         """Return one transfer that runs all gathers, or all reductions, of the same members as one."""

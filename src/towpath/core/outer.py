@@ -1,0 +1,144 @@
+"""Outer steps: islands of nodes train on their own, and synchronize their weights only now and then.
+
+Each island trains with the inner strategy, as if it were the whole job. Every `every` optimizer steps, the islands
+average how far their weights have moved since the last time. An outer optimizer applies that mean to the *slow
+weights*, and training goes on from there (DiLoCo, Streaming DiLoCo).
+
+The model is exchanged in *fragments*, at different steps, so that no step has to send all of it. An exchange belongs to
+the parameter sync that follows optimizer step t. Its result is applied at the parameter sync that follows step
+t + delay: by count, and never by arrival. So the same run computes the same bits on links of any speed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from towpath.core.routes import Op
+from towpath.core.transport import Transport
+from towpath.errors import StrategyError
+from towpath.topology.cluster import Topology
+
+# Codecs with fewer bits need error feedback: what they round away would otherwise be lost for good.
+_BITS_WITHOUT_FEEDBACK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """When and how the islands of a job synchronize. It is part of a strategy: `towpath.strategy(…, outer=Outer(…))`.
+
+    Attributes:
+        every: How many optimizer steps an island trains on its own between two exchanges of the same weights. Take 30
+            to 500 on slow links. Fewer steps send more, and stay closer to synchronous training.
+        fragments: The number of parts of the model that are exchanged at different steps. More fragments spread the
+            bytes evenly over the steps.
+        delay: The number of optimizer steps during which an exchange may be under way. With 0, training waits for it.
+            Take as many steps as an exchange takes. It must be smaller than `every`.
+        lr: The learning rate of the outer optimizer.
+        momentum: The Nesterov momentum of the outer optimizer. 0 keeps none.
+        blend: The share of an island's own weights that remains when a result is applied. With 0, the new slow weights
+            replace them. With a delay, they would also replace what the island learned meanwhile: 0.5 keeps half.
+        transport: The `Transport` of exchanges, such as `Transport("flat", "int4", feedback="all")`, or
+            `Transport("flat", "top-k:64+decay:0.95")` for the fewest bytes. By default, values are sent in float32.
+        islands: The number of islands, each of equally many nodes. By default, each node is one.
+        nodes_per_rack: The number of nodes in each rack of the job. `towpath.strategy` takes it from the topology.
+    """
+
+    every: int
+    fragments: int = 1
+    delay: int = 0
+    lr: float = 0.7
+    momentum: float = 0.9
+    blend: float = 0.0
+    transport: Transport = Transport()
+    islands: int | None = None
+    nodes_per_rack: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("fragments", 1), ("delay", 0), ("islands", 1)):
+            value = getattr(self, name)
+            if (type(value) is not int or value < least) and not (value is None and name == "islands"):
+                raise StrategyError(f"Outer: {name} is a whole number of at least {least}; got {value!r}.")
+        for name, low, high in (("lr", 0.0, math.inf), ("momentum", 0.0, 1.0), ("blend", 0.0, 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
+                bound = "a number of at least 0" if high == math.inf else "a number from 0 to less than 1"
+                raise StrategyError(f"Outer: {name} is {bound}; got {value!r}.")
+        if self.delay >= self.every:
+            raise StrategyError(
+                f"Outer: delay={self.delay} with every={self.every}: the next exchange of the same weights would begin "
+                f"before the result of this one is applied. Take a delay of at most {self.every - 1}."
+            )
+        if self.fragments > self.every:
+            raise StrategyError(
+                f"Outer: fragments={self.fragments} with every={self.every}: there are fewer steps than fragments. "
+                f"Take at most {self.every} fragments."
+            )
+        self._check_transport()
+
+    def _check_transport(self) -> None:
+        transport = self.transport
+        if not isinstance(transport, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise StrategyError(
+                f"Outer: transport is a Transport, such as Transport('flat', 'int4'); got {transport!r}."
+            )
+        if transport.low_rank is not None or transport.exact or transport.changes:
+            raise StrategyError(
+                f"Outer: transport={transport}: expected a codec of blocks or none, without exact=, after= and until=."
+            )
+        if transport.top_k is not None:
+            return
+        if transport.encoding is not None and transport.route == "flat":  # the only route between so few members
+            transport = replace(transport, route="one-hop")
+            object.__setattr__(self, "transport", transport)
+        transport.check(Op.ALL_REDUCE, "Outer: transport")
+        codec = transport.encoding
+        if codec is not None and codec.bits < _BITS_WITHOUT_FEEDBACK and transport.feedback != "all":
+            raise StrategyError(
+                f"Outer: {codec} has {codec.bits} bits, and what it rounds away would be lost. Pass feedback='all' to "
+                f"the Transport, or take a codec of at least {_BITS_WITHOUT_FEEDBACK} bits."
+            )
+
+    def on(self, topology: Topology) -> tuple[Outer, Topology]:
+        """Return these settings for a job on `topology`, with the number of islands, and the topology of one island.
+
+        Raises:
+            StrategyError: If islands would not consist of equally many whole nodes.
+        """
+        islands = topology.nodes if self.islands is None else self.islands
+        if topology.nodes % islands:
+            choices = ", ".join(str(n) for n in range(1, topology.nodes + 1) if topology.nodes % n == 0)
+            raise StrategyError(
+                f"Outer: {islands} islands on {topology.nodes} nodes: an island is a group of whole nodes, equally "
+                f"many in each. Take one of {choices} islands."
+            )
+        island = topology.of(range(topology.world // islands))
+        return replace(self, islands=islands, nodes_per_rack=topology.nodes_per_rack), island
+
+    def begun_at(self, step: int) -> tuple[int, ...]:
+        """Return the fragments whose exchange belongs to the parameter sync after optimizer step `step`, from 1."""
+        if step < 1:
+            return ()
+        return tuple(f for f in range(self.fragments) if step % self.every == self._first(f) % self.every)
+
+    def applied_at(self, step: int) -> tuple[int, ...]:
+        """Return the fragments whose result is applied at the parameter sync after optimizer step `step`."""
+        return self.begun_at(step - self.delay)
+
+    def _first(self, fragment: int) -> int:
+        """Return the first step that a fragment's exchange belongs to. Fragments are spread evenly over a period."""
+        return (fragment + 1) * self.every // self.fragments
+
+    def to_table(self) -> dict[str, Any]:
+        """Return the settings that differ from the defaults, as TOML can hold them, without the transport."""
+        defaults = {each.name: each.default for each in fields(self)}
+        found = {name: getattr(self, name) for name in defaults if name != "transport"}
+        return {name: value for name, value in found.items() if name == "every" or value != defaults[name]}
+
+    def __str__(self) -> str:
+        parts = "" if self.fragments == 1 else f" in {self.fragments} fragments"
+        delay = f", applied {self.delay} steps later" if self.delay else ""
+        blend = f", blend {self.blend:g}" if self.blend else ""
+        optimizer = f"lr {self.lr:g}, momentum {self.momentum:g}"
+        return f"every {self.every} steps{parts}{delay}{blend}, {optimizer} ({self.transport})"

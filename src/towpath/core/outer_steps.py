@@ -1,0 +1,51 @@
+"""The part of the step machine that synchronizes islands: which exchange begins or is applied after which step."""
+
+from __future__ import annotations
+
+from towpath.core.outer_plan import OuterPlan
+from towpath.core.step_state import Action, ApplyOuter, Submit, Task, Wait
+from towpath.core.strategy import TransferKind
+
+
+class OuterSteps:
+    """The outer steps of one model on one rank.
+
+    The engine calls `advance` before the parameter sync that follows an optimizer step. Optimizer steps are counted by
+    boundaries, so that a step that loss scaling skips counts on every island.
+
+    Attributes:
+        done: The last optimizer step whose exchanges were begun and applied.
+        under_way: The exchange of each fragment that is not applied yet, with the step that it belongs to.
+    """
+
+    def __init__(self, plan: OuterPlan) -> None:
+        """Begin before the first step of a model with this plan."""
+        self._plan, self._outer = plan, plan.settings
+        self.done = 0
+        self.under_way: dict[int, tuple[Task, int]] = {}
+
+    def advance(self, step: int) -> list[Action]:
+        """Return the actions of all optimizer steps that ended since the last call. `step` is the last one."""
+        actions: list[Action] = []
+        while self.done < step:
+            self.done += 1
+            for fragment in self._outer.begun_at(self.done):
+                task = Task(TransferKind.OUTER, fragment, transfers=self._plan.fragments[fragment].exchanges)
+                self.under_way[fragment] = task, self.done
+                actions.append(Submit(task))
+            for fragment in self._outer.applied_at(self.done):
+                actions += self._apply(fragment)
+        return actions
+
+    def flush(self) -> list[Action]:
+        """Return the actions that apply all exchanges under way now, in the order in which they began."""
+        return [action for fragment in tuple(self.under_way) for action in self._apply(fragment)]
+
+    def _apply(self, fragment: int) -> list[Action]:
+        if fragment not in self.under_way:  # it was applied by `flush`, or is from before a checkpoint
+            return []
+        exchange, _ = self.under_way.pop(fragment)
+        gathers = self._plan.fragments[fragment].gathers
+        gather = Task(TransferKind.OUTER_GATHER, fragment, transfers=gathers) if gathers else None
+        # The host waits, too, because it reads whether the slow weights of all islands are equal.
+        return [Wait(exchange, on_host=True), ApplyOuter(fragment, exchange, gather)]

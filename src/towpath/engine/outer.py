@@ -1,0 +1,281 @@
+"""Outer steps of a model on one rank: its part of the slow weights, and the exchanges between islands.
+
+A rank keeps the slow weights and the momentum of its slice in every fragment, each as one flat buffer. So an exchange
+is one collective, and applying its result takes few kernels:
+
+    difference = slow weights - weights          before the exchange, which sums it over the islands
+    mean       = difference / islands
+    momentum   = factor · momentum + mean        (Nesterov)
+    slow       = slow - lr · (mean + factor · momentum)
+    weights    = (1 - blend) · slow + blend · weights
+
+The weights are those that the optimizer writes to. An ordinary parameter sync then sends them to the P shards of the
+island.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from towpath.codecs.top_k import TopKEncoder, decode_add
+from towpath.collectives.collective import Workspace
+from towpath.collectives.rank_transfer import RankTransfer
+from towpath.core.collective_log import Call, differing_islands
+from towpath.core.outer import Outer
+from towpath.core.outer_plan import Fragment, OuterPlan, Part, gathered_in
+from towpath.core.outer_steps import OuterSteps
+from towpath.core.step_state import Action, ApplyOuter, Task
+from towpath.core.strategy import OUTER_KINDS, TransferKind
+from towpath.engine.layout import torch_dtype
+from towpath.engine.parameters.gradients import host_memory, slice_within
+from towpath.engine.parameters.unit import Unit, checksum
+from towpath.engine.streams.queue import CommContext
+from towpath.engine.streams.streams import Handle
+from towpath.errors import StepError
+
+
+@final
+class OuterSync:
+    """The outer steps of a model on one rank. The engine holds one if its strategy has outer steps.
+
+    `steps` decides which exchange begins and ends when. `plan` has the transfers.
+    """
+
+    def __init__(self, plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> None:
+        self.plan, self._comm = plan, comm
+        self.steps = OuterSteps(plan)
+        self._exchanges = [FragmentExchange(each, plan.settings, units, comm) for each in plan.fragments]
+        self._has_begun = False  # whether the slow weights have values
+        self._problems: list[str] = []
+        comm.queues.always = {kind: plan.wire_needs(kind) for kind in OUTER_KINDS}
+
+    def begin(self) -> None:
+        """Take the weights of now as the slow weights, unless these have values. The momentum begins at zero."""
+        if not self._has_begun:
+            self._has_begun = True
+            for part in self._parts:
+                part.begin()
+
+    def submit(self, task: Task) -> Handle:
+        """Submit the exchange of a fragment. The computation takes the differences first."""
+        exchange = self._exchanges[task.unit]
+        exchange.take_differences()
+        return self._comm.queues.submit(TransferKind.OUTER, exchange.transfers, [exchange.run])
+
+    def apply(self, action: ApplyOuter) -> None:
+        """Apply the result of an exchange to the slow weights, and to all weights of this rank's optimizer slice.
+
+        If the islands turn out to have different slow weights, nothing is applied, and the next boundary raises.
+        """
+        exchange = self._exchanges[action.fragment]
+        if exchange.differs:
+            self._problems.append(f"the slow weights of fragment {action.fragment}")
+            return
+        for part in exchange.parts:
+            part.step(self.plan.settings, self.plan.strategy.islands)
+        if action.gather is None:
+            for part in exchange.parts:
+                part.write()
+        else:
+            queues = self._comm.queues
+            queues.submit(TransferKind.OUTER_GATHER, exchange.gathers, [exchange.gather]).wait(on_host=True)
+        for part in exchange.parts:
+            part.written()
+
+    def flush(self) -> list[Action]:
+        """Return the actions that apply all exchanges under way now. `execute` them on every rank."""
+        return self.steps.flush()
+
+    def note_problems(self) -> None:
+        """Tell all ranks of the island at the boundary which slow weights differ. They compare their logs there.
+
+        Raises:
+            StepError: Slow weights differ, and no other rank of the island compares its log with this one.
+        """
+        for what in self._problems:
+            if not self._comm.log.compares(Call.SLOW_WEIGHTS):
+                raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
+            self._comm.log.note(Call.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank keeps for outer steps on its device, by kind."""
+        parts = self._parts
+        found = {} if self.plan.strategy.optimizer_on_host else self._slow_bytes()
+        return found | {
+            "outer differences": sum(part.difference.nbytes for part in parts),
+            "outer feedback": sum(kept.nbytes for part in parts for kept in part.kept),
+        }
+
+    def host_memory_bytes(self) -> dict[str, int]:
+        """Return the bytes in host memory, by kind, if the optimizer works there."""
+        if not self.plan.strategy.optimizer_on_host:
+            return {}
+        return self._slow_bytes() | {"outer values": sum(part.slow.nbytes for part in self._parts)}
+
+    def _slow_bytes(self) -> dict[str, int]:
+        momentum = sum(part.momentum.nbytes for part in self._parts if part.momentum is not None)
+        return {"slow weights": sum(part.slow.nbytes for part in self._parts), "outer momentum": momentum}
+
+    @property
+    def _parts(self) -> list[PartExchange]:
+        return [part for exchange in self._exchanges for part in exchange.parts]
+
+
+@final
+class FragmentExchange:
+    """The exchange of one fragment on this rank: its parts, and the transfers of all of them."""
+
+    def __init__(self, fragment: Fragment, settings: Outer, units: Sequence[Unit], comm: CommContext) -> None:
+        self._check = comm.bind(fragment.check)
+        self.parts = [PartExchange(part, settings, units, comm) for part in fragment.parts]
+        self.transfers = [*self._check, *(bound for part in self.parts for bound in part.exchange)]
+        self.gathers = [bound for part in self.parts for bound in part.gather]
+        # The digest of the slow weights, and its complement. The maximum of both shows whether all islands have one.
+        self._digest = torch.zeros(2, dtype=torch.int64, device=comm.device)
+
+    def take_differences(self) -> None:
+        """Compute how far the weights have moved from the slow weights, and the digest of these."""
+        for part in self.parts:
+            part.take_difference()
+        digest = sum((2 * i + 1) * checksum(part.slow) for i, part in enumerate(self.parts))
+        if isinstance(digest, torch.Tensor):
+            self._digest.copy_(torch.stack([digest, ~digest]))
+
+    def run(self, workspace: Workspace) -> None:
+        """Exchange the digest and the differences with the other islands."""
+        for bound in self._check:
+            bound.run(self._digest, self._digest, workspace)
+        for part in self.parts:
+            part.run_exchange(workspace)
+
+    def gather(self, workspace: Workspace) -> None:
+        """Send the new weights to the ranks of the island with the same optimizer slice, and write theirs."""
+        for part in self.parts:
+            part.run_gather(workspace)
+
+    @property
+    def differs(self) -> bool:
+        """Whether the islands had different slow weights in the last exchange."""
+        digest, complement = self._digest.tolist()
+        return bool(self._check) and digest != ~complement
+
+
+@final
+class PartExchange:
+    """One flat buffer of a fragment on this rank: slow weights, momentum, and differences.
+
+    The slow weights and the momentum are stored where the optimizer works, which may be the host. The differences are
+    on the device, because they are sent.
+    """
+
+    def __init__(self, part: Part, settings: Outer, units: Sequence[Unit], comm: CommContext) -> None:
+        self.exchange, self.gather = comm.bind(part.exchange), comm.bind(part.gather)
+        self._buckets = [units[each.unit].buckets[each.bucket] for each in part.slices]
+        dtype, numel, on_host = torch_dtype(part.dtype), part.elements, self._buckets[0].plan.optimizer_on_host
+        make: Callable[[], torch.Tensor] = (
+            (lambda: host_memory(numel, dtype, comm.device).zero_())
+            if on_host
+            else (lambda: torch.zeros(numel, dtype=dtype, device=comm.device))
+        )
+        self.slow = make()
+        self.momentum = make() if settings.momentum else None
+        self.difference = torch.zeros(numel, dtype=dtype, device=comm.device)
+        # Where new values are computed, next to the slow weights.
+        self._values = make() if on_host else self.difference
+        codec = settings.transport.top_k
+        self._top_k = None if codec is None else TopKEncoder(codec, numel, comm.device)
+        self._own = [
+            slice_within(bucket.master.detach(), each.optimizer, each.outer, comm.rank)
+            for bucket, each in zip(self._buckets, part.slices, strict=True)
+        ]
+        self._ends = [(each.start, each.start + each.elements) for each in part.slices]
+
+    def begin(self) -> None:
+        """Let the slow weights be the weights of now."""
+        _copy_all(self._in(self.slow), self._own)
+
+    def _in(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views of the buckets' slices in a flat buffer."""
+        return [flat[..., start:end] for start, end in self._ends]
+
+    def take_difference(self) -> None:
+        """Write the difference of the slow weights and the weights to `difference`."""
+        values = self._values
+        _copy_all(self._in(values), self._own)
+        torch.sub(self.slow, values, out=values)
+        if values is not self.difference:
+            self.difference.copy_(values, non_blocking=True)
+
+    def run_exchange(self, workspace: Workspace) -> None:
+        """Sum the differences of all islands, in place."""
+        for bound in self.exchange:
+            if self._top_k is None:
+                bound.run(self.difference, self.difference, workspace)
+                continue
+            rows = _region(bound, workspace)
+            self._top_k.encode(self.difference, rows[bound.members.slot])
+            bound.run(rows.view(-1), rows[bound.members.slot], workspace)
+            self.difference.zero_()
+            for row in rows:
+                decode_add(self._top_k.codec, row, self.difference)
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """The error feedback of this rank."""
+        errors = [] if self._top_k is None else [self._top_k.error]
+        return [*errors, *(kept for bound in self.exchange for kept in bound.collective.state)]
+
+    def step(self, settings: Outer, islands: int) -> None:
+        """Apply the sum of all islands' differences to the slow weights. Write the new weights to `_values`."""
+        values = self._values
+        if values is not self.difference:
+            values.copy_(self.difference)
+        values.div_(islands)
+        if self.momentum is not None:
+            self.momentum.mul_(settings.momentum).add_(values)
+            values.add_(self.momentum, alpha=settings.momentum)
+        self.slow.add_(values, alpha=-settings.lr)
+        if settings.blend:
+            _copy_all(self._in(values), self._own)
+            values.lerp_(self.slow, 1 - settings.blend)
+        else:
+            values.copy_(self.slow)
+
+    def write(self) -> None:
+        """Write the new weights to this rank's optimizer slices, if no other rank has the same ones."""
+        self._before_write()
+        _copy_all(self._own, self._in(self._values))
+
+    def run_gather(self, workspace: Workspace) -> None:
+        """Gather the new weights of all ranks with the same optimizer slices, and write them to these."""
+        self._before_write()
+        for bound in self.gather:
+            rows = _region(bound, workspace)
+            rows[bound.members.slot].copy_(self._values)
+            bound.run(rows.view(-1), rows[bound.members.slot], workspace)
+            wholes = [bucket.master.detach().view(len(rows), -1) for bucket in self._buckets]
+            _copy_all(wholes, self._in(rows))
+
+    def _before_write(self) -> None:
+        for bucket in self._buckets:
+            bucket.version.before_write()
+
+    def written(self) -> None:
+        """Count the write to all buckets."""
+        for bucket in self._buckets:
+            bucket.version.written()
+
+
+def _region(bound: RankTransfer, workspace: Workspace) -> torch.Tensor:
+    """Return the region of an all-gather in the wire buffer, with one row for each member."""
+    start, end = gathered_in(bound.transfer)
+    region = workspace.take(end, torch_dtype(bound.transfer.dtype))[start:]
+    return region.view(len(bound.members.group.ranks), -1)
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target, with as few kernels as possible."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

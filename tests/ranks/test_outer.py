@@ -1,0 +1,254 @@
+"""Islands that synchronize now and then train as the same islands do when one process simulates them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import towpath
+from tests.ranks.islands import Islands, fragments_of, mean_gradients
+from tests.ranks.models import MODELS
+from tests.ranks.server import World
+from tests.ranks.strategies import ROUNDING, in_turn, strategy_of
+from tests.ranks.twin import distance
+from towpath import Outer, Topology, Transport
+
+# Sums are taken in another order than in one process, nothing else differs. AdamW raises it by some 1e5 at most.
+TOLERANCE = 1e-9
+
+PRESETS = tuple(name for name in towpath.strategies() if name not in ROUNDING)
+
+SYNCHRONOUS = Outer(every=1, lr=1.0, momentum=0.0)
+LOOKAHEAD = Outer(every=3, lr=0.7, momentum=0.9, islands=1)
+STREAMING = Outer(every=3, fragments=2, delay=1, lr=0.7, momentum=0.9, blend=0.5)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-5, weight_decay=0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sharded(label: str, topology: Topology, outer: Outer, dtype: torch.dtype = torch.float64, name: str = "gpt") -> Any:
+    """On a rank: a model of tests/ranks/models.py, sharded with outer steps."""
+    return towpath.shard(MODELS[name].make(dtype), strategy_of(label, topology, outer=outer))
+
+
+def sync(model: Any) -> None:
+    """Let the exchanges of the last step begin and end, as the next forward pass would."""
+    with towpath.full_parameters(model):
+        pass
+
+
+def train(label: str, topology: Topology, outer: Outer, make: Make, steps: int) -> float:
+    """On a rank: train, and return how far the parameters end from those of the simulated island."""
+    entry, dtype, rank = MODELS["gpt"], torch.float64, dist.get_rank()
+    model = sharded(label, topology, outer)
+    optimizer, strategy = make(model), model.towpath_engine.strategy
+    world = strategy.topology.world
+    plain = entry.make(dtype)
+    islands = Islands(plain, outer, strategy.islands, fragments_of(model, outer), make)
+    for step in range(steps):
+        entry.loss(model, *entry.micro_batch(rank, 0, step, dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        islands.step(
+            lambda island, copy, step=step: mean_gradients(
+                entry, range(island * world, (island + 1) * world), step, dtype
+            )(copy)
+        )
+    sync(model)
+    expected = dict(islands.models[rank // world].named_parameters())
+    return max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
+
+
+@in_turn(PRESETS, 6, "preset")
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_every_step_with_plain_sgd_is_synchronous_training(
+    preset: str, shape: tuple[int, int], world: Callable[[int], World]
+) -> None:
+    topology = Topology(*shape)
+    for off in world(topology.world).run(train_synchronously, preset, topology):
+        assert off <= TOLERANCE
+
+
+def train_synchronously(label: str, topology: Topology) -> float:
+    """On a rank: the reference is one process with the mean gradient of all ranks, and knows no islands."""
+    entry, dtype, rank = MODELS["gpt"], torch.float64, dist.get_rank()
+    model, plain = sharded(label, topology, SYNCHRONOUS), entry.make(dtype)
+    optimizer, of_plain = sgd(model), sgd(plain)
+    for step in range(4):
+        entry.loss(model, *entry.micro_batch(rank, 0, step, dtype)).backward()
+        mean_gradients(entry, range(topology.world), step, dtype)(plain)
+        for each in (optimizer, of_plain):
+            each.step()
+            each.zero_grad()
+    sync(model)
+    expected = dict(plain.named_parameters())
+    return max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
+
+
+@in_turn(PRESETS, 4, "preset")
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_one_island_looks_ahead(preset: str, shape: tuple[int, int], world: Callable[[int], World]) -> None:
+    topology = Topology(*shape)
+    for off in world(topology.world).run(train, preset, topology, LOOKAHEAD, adamw, 7):
+        assert off <= TOLERANCE
+
+
+@in_turn(PRESETS, 6, "preset")
+@pytest.mark.parametrize("shape", [(2, 2), (3, 1), (4, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_islands_with_fragments_delay_and_blend(
+    preset: str, shape: tuple[int, int], world: Callable[[int], World]
+) -> None:
+    topology = Topology(*shape)
+    outer = Outer(every=3, fragments=2, delay=1, blend=0.5, islands=2 if shape == (4, 1) else None)
+    for off in world(topology.world).run(train, preset, topology, outer, adamw, 8):
+        assert off <= TOLERANCE
+
+
+# --- what counts as a step --------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_one_island_skips_counts_there_too(world: Callable[[int], World]) -> None:
+    """As GradScaler does it: the gradients are there, and the optimizer is not called."""
+    for off in world(4).run(skip_steps, "paro-iig", Topology(2, 2)):
+        assert off <= TOLERANCE
+
+
+def skip_steps(label: str, topology: Topology) -> float:
+    """On a rank: island 0 skips the steps at which exchanges begin or end."""
+    entry, dtype, rank = MODELS["gpt"], torch.float64, dist.get_rank()
+    model, outer = sharded(label, topology, STREAMING), STREAMING
+    optimizer, per_island = adamw(model), topology.ranks_per_node
+    islands = Islands(entry.make(dtype), outer, 2, fragments_of(model, outer), adamw)
+    for step in range(8):
+        entry.loss(model, *entry.micro_batch(rank, 0, step, dtype)).backward()
+        for island, (copy, own) in enumerate(zip(islands.models, islands.optimizers, strict=True)):
+            mean_gradients(entry, range(island * per_island, (island + 1) * per_island), step, dtype)(copy)
+            if island or step not in (0, 2, 3):
+                own.step()
+            own.zero_grad()
+        islands.count()
+        if rank // per_island or step not in (0, 2, 3):
+            optimizer.step()
+        optimizer.zero_grad()
+    sync(model)
+    expected = dict(islands.models[rank // per_island].named_parameters())
+    return max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
+
+
+@in_turn(PRESETS, 2, "preset")
+def test_evaluation_and_reading_change_no_bit(preset: str, world: Callable[[int], World]) -> None:
+    ranks = world(4)
+    quiet, watched = (ranks.run(train_watched, preset, Topology(2, 2), often) for often in (False, True))
+    assert quiet == watched
+
+
+def train_watched(label: str, topology: Topology, often: bool) -> list[str]:
+    """On a rank: train, and perhaps evaluate and read the parameters at any time. Return a digest of each parameter."""
+    entry, rank = MODELS["gpt"], dist.get_rank()
+    model = sharded(label, topology, STREAMING, torch.float32)
+    optimizer = adamw(model)
+
+    def watch() -> None:
+        if often:
+            with torch.no_grad():
+                entry.loss(model, *entry.micro_batch(rank, 5, 0, torch.float32))
+            sync(model)
+
+    for step in range(8):
+        watch()
+        entry.loss(model, *entry.micro_batch(rank, 0, step, torch.float32)).backward()
+        watch()
+        optimizer.step()
+        watch()
+        optimizer.zero_grad()
+    sync(model)
+    return [p.to_local().double().sum().item().hex() for p in model.parameters()]
+
+
+# --- codecs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["int4:64", "int8", "e4m3", "top-k:64"])
+def test_what_came_out_plus_what_is_kept_is_what_went_in(codec: str, world: Callable[[int], World]) -> None:
+    for off in world(3).run(keep_everything, codec):
+        assert off <= 1e-5
+
+
+def keep_everything(codec: str) -> float:
+    """On a rank: compare what the islands wanted to send in some exchanges with what arrived, and what is kept."""
+    transport = Transport("flat", codec) if codec.startswith("top-k") else Transport("flat", codec, feedback="all")
+    model = sharded("zero3", Topology(3, 1), Outer(every=1, lr=1.0, momentum=0.0, transport=transport), torch.float32)
+    entry, optimizer, outer = MODELS["gpt"], sgd(model), model.towpath_engine.outer
+    wanted = arrived = torch.zeros(())
+    for step in range(4):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        parts = [part for exchange in outer._exchanges for part in exchange.parts]
+        before = torch.cat([part.slow for part in parts])
+        moved = before - torch.cat([torch.cat(part._own) for part in parts])
+        sync(model)
+        wanted, arrived = wanted + moved, arrived + (before - torch.cat([part.slow for part in parts]))
+    dist.all_reduce(wanted)
+    # What a rank kept: of its own differences, and with codecs of blocks also of its slice of the sum.
+    kept = torch.zeros_like(wanted)
+    start = 0
+    for part in parts:
+        mine = kept[start : start + part.slow.numel()]
+        if part._top_k is not None:
+            mine += part._top_k.error
+        else:
+            for bound in part.exchange:
+                transfer, collective = bound.transfer, bound.collective
+                own = slice(*transfer.bounds(bound.members.slot))
+                mine[own] += collective.gather.state[0]
+                cell = collective.reduce._buffers.cell
+                rows = collective.reduce.state[0].view(-1, cell)
+                for slot, row in enumerate(rows):
+                    first, last = transfer.bounds(slot)
+                    mine[first:last] += row[: last - first]
+        start += part.slow.numel()
+    dist.all_reduce(kept)
+    return ((3 * arrived + kept - wanted).abs().max() / wanted.abs().max()).item()
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_islands_that_begin_with_other_weights_raise_on_every_rank(
+    shape: tuple[int, int], world: Callable[[int], World]
+) -> None:
+    topology = Topology(*shape)
+    for message in world(topology.world).run(begin_apart, topology):
+        assert "slow weights of fragment 0 differ between islands" in message
+
+
+def begin_apart(topology: Topology) -> str:
+    """On a rank: let one island write to its parameters, and return the error that follows."""
+    model = sharded("zero1", topology, Outer(every=1))
+    if dist.get_rank() < topology.ranks_per_node:
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(2)
+    entry, optimizer = MODELS["gpt"], sgd(model)
+    try:
+        for step in range(2):
+            entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float64)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except towpath.TowpathError as error:
+        return str(error)
+    return ""
