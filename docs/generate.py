@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from docs import (
+    draw_exact,
     draw_gpus,
     draw_leaves,
     draw_pipeline_predictions,
@@ -33,6 +34,7 @@ _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -
 
 TABLES: Mapping[str, Callable[[], str]] = {
     **figures.TABLES,
+    **draw_exact.TABLES,
     **draw_gpus.TABLES,
     **draw_leaves.TABLES,
     **draw_predictions.TABLES,
@@ -43,6 +45,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 }
 PICTURES: Mapping[Path, Callable[[], str]] = {
     **figures.PICTURES,
+    **draw_exact.PICTURES,
     **draw_predictions.PICTURES,
     **draw_plans.PICTURES,
     **draw_routes.PICTURES,
