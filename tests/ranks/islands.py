@@ -60,6 +60,14 @@ class Islands:
                 for name in names:
                     self._apply(name, self._under_way.pop(name))
 
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Apply what is under way now. `before_flush` keeps the weights of island 0."""
+        self.before_flush = {name: p.detach().clone() for name, p in self.models[0].named_parameters()}
+        for name, mean in self._under_way.items():
+            self._apply(name, mean)
+        self._under_way.clear()
+
     def _apply(self, name: str, mean: Tensor) -> None:
         outer = self._outer
         self.momentum[name] = outer.momentum * self.momentum[name] + mean

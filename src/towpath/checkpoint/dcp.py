@@ -205,10 +205,16 @@ class FolderWriter(StorageWriter):
     """Writes the checkpoint of one step into `root`, which this job holds by its `claim`."""
 
     def __init__(
-        self, root: Path, step: int, claim: Claim, strategy: str | None = None, same: Mapping[str, str] | None = None
+        self,
+        root: Path,
+        step: int,
+        claim: Claim,
+        strategy: str | None = None,
+        same: Mapping[str, str] | None = None,
+        island: int = 0,
     ) -> None:
         self._root, self._step, self._claim, self._strategy = root, step, claim, strategy
-        self._given = {"step": step, **(same or {})}  # what must be the same on every rank
+        self._same = island, dict(same or {})  # what must be the same on every rank of the island
         self._world = 1
         self._partial: Path | None = None
 
@@ -224,11 +230,14 @@ class FolderWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add the size of this rank's data to its plan, and what must be the same on every rank."""
         needed = sum(item.tensor_storage_size() or 0 for item in plan.items)
-        return replace(plan, storage_data=(needed, self._given))
+        return replace(plan, storage_data=(needed, self._step, self._same))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the partial folder on rank 0, if there is room, and give each rank a file in it."""
-        check_same([plan.storage_data[1] for plan in plans])
+        check_same([{"step": plan.storage_data[1]} for plan in plans])
+        found = [plan.storage_data[2] for plan in plans]
+        for island in {island for island, _ in found}:
+            check_same([same for theirs, same in found if theirs == island])
         needed = sum(plan.storage_data[0] for plan in plans) + _MARGIN_BYTES
         with safetensors.writing(self._root):
             free = free_bytes(self._root)

@@ -22,6 +22,7 @@ import torch
 from towpath.checkpoint import folders
 from towpath.checkpoint.adapters import VALUE as ADAPTERS
 from towpath.checkpoint.folders import claim_of, release
+from towpath.checkpoint.islands import islands_of, view_of
 from towpath.checkpoint.manifest import (
     TORCH_DTYPES,
     Manifest,
@@ -73,6 +74,7 @@ def export(
     dtype: str | torch.dtype | None = None,
     tokenizer: str | Path | None = None,
     adapter: str | None = None,
+    island: int | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write the model of a checkpoint in a format that other programs read.
@@ -90,6 +92,7 @@ def export(
         tokenizer: A tokenizer.json, or a folder with one, to copy with the files that describe it.
         adapter: The name of an adapter of a PEFT model, "default" unless you chose another. Only this adapter is
             written, in files that `PeftModel.from_pretrained` loads.
+        island: The island whose weights are written, for a run with outer steps. By default, the slow weights are.
         progress: Called with the number of bytes of each tensor that was written.
 
     Returns:
@@ -105,6 +108,9 @@ def export(
         raise CheckpointError(f"format is 'safetensors' or 'torch'; got {format!r}.")
     manifest = read_manifest(source)
     manifest.check_sizes(source)
+    if island is not None and not 0 <= island < islands_of(manifest):
+        raise CheckpointError(f"island {island}: {source} has the islands 0 to {islands_of(manifest) - 1}.")
+    manifest = view_of(manifest, island).manifest
     peft = _adapter(manifest, adapter, source) if adapter is not None else None
     tensors = _named_tensors(manifest, peft["tensors"] if peft else None, source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

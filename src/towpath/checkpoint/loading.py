@@ -58,7 +58,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
             checkpoint of torch.distributed.checkpoint. All ranks raise it.
     """
     state.settle()
-    control = ControlGroup(state.groups, "checkpoint loading")
+    control = ControlGroup(state.everyone, "checkpoint loading")
 
     def candidates() -> tuple[bool, list[Path]]:
         """Return the checkpoints to try, and whether the user named one."""
@@ -94,11 +94,13 @@ def _load(path: Path, state: State, control: ControlGroup, *, named: bool) -> Lo
 
     manifest = _on_rank_0(control, opened, DamagedError)
     _on_all_ranks(control, lambda: manifest.check_sizes(path))
-    _on_all_ranks(control, lambda: state.check(manifest))
-    restore = _on_all_ranks(control, lambda: Restore(state, manifest))
+    view = state.view(manifest)
+    _on_all_ranks(control, lambda: state.check(view.manifest))
+    restore = _on_all_ranks(control, lambda: Restore(state, view.manifest))
     reader = FolderReader(path, manifest, state.contents.nodes, control.group)
     try:
-        dcp.read(restore.targets, reader, control.group)
+        targets = {view.stored[name]: target for name, target in restore.targets.items()}
+        dcp.read(targets, reader, control.group)
     except CheckpointError as error:
         raise DamagedError(str(error)) from None
     ranges = control.collect(reader.ranges)

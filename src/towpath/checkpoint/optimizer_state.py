@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, from_json, tensors_in, to_json
+from towpath.checkpoint.json_state import from_json, tensors_in, to_json
+from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest
 from towpath.checkpoint.rank_contents import NamedTensors
 from towpath.checkpoint.safe_open import DamagedError, shown
 from towpath.checkpoint.safetensors import empty

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from towpath.checkpoint.islands import IslandContents
 from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
 from towpath.engine.executor import Engine
+from towpath.engine.outer import OuterSync
 from towpath.errors import CheckpointError, TowpathError
 from towpath.topology.groups import Groups
 
@@ -126,12 +128,33 @@ class EngineState:
         reset_codec_state(self.engine)
 
 
+@dataclass(frozen=True, slots=True)
+class OuterState:
+    """The error feedback of exchanges between islands."""
+
+    outer: OuterSync
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the state by name."""
+        return self.outer.feedback()
+
+    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Do nothing: the tensors in use were filled."""
+
+    def restart(self) -> None:
+        """Start without errors."""
+        for kept in self.outer.feedback().values():
+            kept.zero_()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContents:
     """The tensors and states that one rank has of a model, and the part that this rank writes.
 
     Attributes:
-        groups: The ranks of the job.
+        groups: The ranks that train together: those of this rank's island, or of the whole job.
+        job: The ranks of the whole job. None if it has no islands.
+        islands: What the islands of a run with outer steps share. None without them.
         named: Returns this rank's tensors.
         nodes: The node of each rank.
         writes_copies: Whether this rank writes tensors of which other ranks have copies.
@@ -145,6 +168,8 @@ class RankContents:
     """
 
     groups: Groups
+    job: Groups | None = None
+    islands: IslandContents | None = None
     named: Callable[[], NamedTensors]
     nodes: list[int]
     writes_copies: bool
@@ -155,6 +180,11 @@ class RankContents:
     written_elsewhere: frozenset[str] = frozenset()
     copied_elsewhere: frozenset[str] = frozenset()
     dropped: Callable[[], None] = lambda: None
+
+    @property
+    def everyone(self) -> Groups:
+        """The ranks that save and load together."""
+        return self.job or self.groups
 
     @property
     def strategy(self) -> str | None:
@@ -197,32 +227,42 @@ def contents_of(model: Any) -> RankContents:
             )
         return model.checkpoint_contents()
     engine: Engine | None = getattr(model, "towpath_engine", None)
-    if engine is not None and engine.outer is not None:
-        raise CheckpointError(
-            f"{engine.strategy.name} has outer steps, and checkpoints of islands are not supported yet. Save the "
-            "model's state dict on one island, or train without outer=."
-        )
     places = [] if engine is None else [p for u in engine.units for b in u.buckets for p in b.layout.places]
     mesh_size = max((len(place.parallel.ranks) for place in places if place.parallel is not None), default=1)
-    groups = engine.comm.groups if engine is not None and mesh_size == 1 else Groups()
-    if engine is not None and engine.comm.groups.world * mesh_size != groups.world:
+    job = engine.comm.job if engine is not None and mesh_size == 1 else Groups()
+    if engine is not None and engine.comm.job.world * mesh_size != job.world:
         raise CheckpointError(
-            f"the model is on {engine.comm.groups.world} data-parallel × {mesh_size} tensor-parallel ranks, and the "
-            f"job has {groups.world}: a checkpoint is of a whole job."
+            f"the model is on {engine.comm.job.world} data-parallel × {mesh_size} tensor-parallel ranks, and the "
+            f"job has {job.world}: a checkpoint is of a whole job."
         )
     # Without a topology, as on a mesh, every rank reads for itself.
-    nodes = list(range(groups.world))
+    nodes = list(range(job.world))
     if engine is not None and mesh_size == 1:
-        nodes = [engine.strategy.topology.node_of(rank) for rank in range(groups.world)]
+        nodes = [engine.strategy.job.node_of(rank) for rank in range(job.world)]
+    islands, groups = None, job
+    if engine is not None and engine.outer is not None:
+        if mesh_size > 1:
+            raise CheckpointError("outer steps on a tensor-parallel mesh: checkpoints are not supported yet.")
+        groups = engine.comm.groups
+        islands = IslandContents(engine.outer, job.rank // groups.world, engine.strategy.islands)
     return RankContents(
         groups=groups,
+        job=job,
+        islands=islands,
         named=lambda: named_tensors(model),
         nodes=nodes,
         writes_copies=groups.rank == 0,
         engines=() if engine is None else (engine,),
-        states={} if engine is None else {"": EngineState(engine)},
+        states=_states_of(engine),
         fingerprint="" if engine is None else fingerprint(engine),
     )
+
+
+def _states_of(engine: Engine | None) -> dict[str, RankState]:
+    if engine is None:
+        return {}
+    outer: dict[str, RankState] = {} if engine.outer is None else {"outer.": OuterState(engine.outer)}
+    return {"": EngineState(engine)} | outer
 
 
 # --- agreement --------------------------------------------------------------------------------------------------------

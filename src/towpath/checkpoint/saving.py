@@ -246,7 +246,7 @@ class Saver:
 
     def _open(self) -> None:
         """Claim the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
-        lanes: dict[int, Path] = self.state.groups.shared("lanes of savers", dict)
+        lanes: dict[int, Path] = self.state.everyone.shared("lanes of savers", dict)
         folder = self.root.resolve()
         keep_last, keep_every = self._keep
         given = {
@@ -256,7 +256,7 @@ class Saver:
             "background": self._background,
         }
         is_taken = folder in lanes.values() and not self._shares_folder
-        answers = self.state.groups.gather_objects((given, is_taken, list(lanes)))
+        answers = self.state.everyone.gather_objects((given, is_taken, list(lanes)))
         check_same([given for given, _, _ in answers])
         if any(taken for _, taken, _ in answers):
             raise FolderInUseError(
@@ -265,7 +265,7 @@ class Saver:
         # The threads of two savers would mix their messages in one process group. Each has its own therefore, a "lane",
         # which the next saver reuses. A rank may forget a saver later than others, so the lane must be free on all.
         lane = next(n for n in itertools.count() if not any(n in used for _, _, used in answers))
-        self._control = ControlGroup(self.state.groups, f"checkpoint {lane}")
+        self._control = ControlGroup(self.state.everyone, f"checkpoint {lane}")
         lanes[lane] = folder
 
         def claimed() -> str | None:
@@ -377,7 +377,9 @@ class Saver:
     def _write(
         self, step: int, found: dict[str, Any], same: dict[str, str], problem: str | None, began: float
     ) -> Outcome:
-        writer = FolderWriter(self.root, step, self._claim, self.state.contents.strategy, same)
+        contents = self.state.contents
+        island = contents.islands.island if contents.islands is not None else 0
+        writer = FolderWriter(self.root, step, self._claim, contents.strategy, same, island)
         failure: str | None = None
         try:
             if self._control.lost:

@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from towpath.checkpoint import adapters, optimizer_state
 from towpath.checkpoint.dcp import Pieces
-from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, from_json, tensors_in, to_json
+from towpath.checkpoint.islands import VALUE, IslandContents, IslandRestore, View, islands_of, view_of
+from towpath.checkpoint.json_state import from_json, tensors_in, to_json
+from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest
 from towpath.checkpoint.rank_contents import NamedTensors, RankContents, contents_of, gather_or_raise
 from towpath.checkpoint.rng import check_rng_shapes, rng_state, seed_anew, set_rng_state
 from towpath.checkpoint.safe_open import DamagedError
@@ -32,7 +34,7 @@ from towpath.core.formats import shape_text
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 
-_TAKEN = ("model", "optimizer", "rank", "engine", "rng", adapters.VALUE)
+_TAKEN = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", adapters.VALUE)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
 _NAMED_DIFFERENCES = 4
 _SHOWN = 200  # characters of an extra's state in an error
@@ -86,7 +88,7 @@ class State:
         self.contents = contents_of(model)
         for engine in self.contents.engines:
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
-        self.groups = self.contents.groups
+        self.groups, self.everyone = self.contents.groups, self.contents.everyone
         self.rank, self.world = self.groups.rank, self.groups.world
 
     def settle(self) -> None:
@@ -101,10 +103,13 @@ class State:
 
         A rank writes pieces of the tensors in use. Rank 0 also writes all values that are not tensors.
         """
-        model = self.named()
+        model, islands = self.named(), self.contents.islands
         copies = self.contents.writes_copies
+        tensors = model.all()
+        if islands is not None:  # the other tensors are equal on all islands, which share one copy
+            tensors = islands.trained(tensors)
         found: dict[str, Any] = {}
-        found.update(self._mine({f"model.{name}": tensor for name, tensor in model.all().items()}, copies))
+        found.update(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
         own = {f"rank.{self.rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
         own |= {f"rank.{self.rank}.codec.{name}": tensor for name, tensor in self.contents.state().items()}
         found.update(self._mine(own, True))
@@ -137,7 +142,23 @@ class State:
             values["names"] = self.names
         if self.rank == 0 and (found_adapters := adapters.adapters_of(self.model)):
             values[adapters.VALUE] = found_adapters
-        return {**found, **values} if self.rank == 0 else found, same
+        if self.rank == 0:
+            found.update(values)
+        if islands is not None:
+            found = {**islands.renamed(found), **self._shared_by_islands(islands, model)}
+        return found, same
+
+    def _shared_by_islands(self, islands: IslandContents, model: NamedTensors) -> dict[str, Any]:
+        """Return what island 0 writes for all islands."""
+        if islands.island > 0:
+            return {}
+        islands.outer.wait()
+        names = {id(parameter): name for name, parameter in model.parameters.items()}
+        trained = islands.trained(model.all())
+        equal = {f"model.{name}": t for name, t in model.all().items() if name not in trained}
+        found = dict(self._mine(equal, self.contents.writes_copies))
+        found.update(self._mine(dict(islands.tensors(names)), False, steady=False))
+        return found | ({VALUE: islands.values()} if self.rank == 0 else {})
 
     def named(self) -> NamedTensors:
         """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
@@ -160,10 +181,13 @@ class State:
 
         return tensors, optimizer_state.merged(gather_or_raise(self.groups, "the optimizer's state", mine))
 
-    def _mine(self, tensors: Mapping[str, torch.Tensor], copies: bool) -> Iterator[tuple[str, Pieces]]:
+    def _mine(
+        self, tensors: Mapping[str, torch.Tensor], copies: bool, steady: bool = True
+    ) -> Iterator[tuple[str, Pieces]]:
         """Yield what this rank writes of `tensors`. Ranks that hold the same slice of a ShardTensor divide it.
 
-        `copies` says whether this rank writes tensors that are not ShardTensors.
+        `copies` says whether this rank writes tensors that are not ShardTensors, and `steady` whether ShardTensors stay
+        as they are until the optimizer's step.
         """
         for name, tensor in tensors.items():
             if self._is_written_elsewhere(name, tensor):
@@ -175,8 +199,8 @@ class State:
             else:
                 continue
             if boxes:
-                steady = isinstance(tensor, ShardTensor) and self.optimizer is not None
-                yield name, Pieces(tensor.dtype, tensor.shape, boxes, steady)
+                stays = steady and isinstance(tensor, ShardTensor) and self.optimizer is not None
+                yield name, Pieces(tensor.dtype, tensor.shape, boxes, stays)
 
     def _owned(self, owned: Mapping[str, tuple[torch.Tensor, ShardTensor]]) -> Iterator[tuple[str, Pieces]]:
         """Yield the full states that this rank writes. Their owners in the other replicas have the same states."""
@@ -192,6 +216,12 @@ class State:
         return any(name == f"model.{n}" or name.startswith(f"optimizer.{n}.") for n in names)
 
     # --- loading
+
+    def view(self, manifest: Manifest) -> View:
+        """Return a checkpoint as this rank reads it: under another number of islands, as if it had none."""
+        islands = self.contents.islands
+        same = islands is not None and islands_of(manifest) == islands.islands
+        return view_of(manifest, islands.island if islands is not None and same else None)
 
     def check(self, manifest: Manifest) -> None:
         """Raise CheckpointError if the checkpoint is of another model."""
@@ -262,6 +292,11 @@ class Restore:
         )
         self._add_model()
         self._add_codecs()
+        self._islands = None
+        if state.contents.islands is not None:
+            names = {id(parameter): name for name, parameter in self._model.parameters.items()}
+            self._islands = IslandRestore(state.contents.islands, manifest, names)
+            self.targets.update(self._islands.targets)
         if self._optimizer is not None:
             self.targets.update(self._optimizer.targets)
         if self._same_world:
@@ -348,6 +383,13 @@ class Restore:
                 tensor.copy_(source.full_tensor() if isinstance(source, ShardTensor) else source)
         if self._restores_codecs:
             state.contents.load(self._filled(f"rank.{state.rank}.codec."))
+        if self._islands is not None:
+            self.notes += self._islands.finish()
+        elif VALUE in values:
+            self.notes.append(
+                f"the checkpoint is of {islands_of(self._manifest)} islands: their slow weights were loaded, and the "
+                "optimizer's states of island 0"
+            )
         if self._optimizer is not None:
             self.notes += self._optimizer.finish(self.targets)
         elif state.optimizer is not None:
@@ -355,7 +397,7 @@ class Restore:
         elif "optimizer" in values:
             kind = values["optimizer"]["kind"]
             self.notes.append(f"the states of {kind} in the checkpoint were not loaded: this State has no optimizer")
-        known = {*state.extras, *_TAKEN, "config", "names"}
+        known = {*state.extras, *_TAKEN, "config", "names", VALUE}
         self.notes += [
             f"{name!r} in the checkpoint was not loaded: this State has no such extra"
             for name in values

@@ -207,6 +207,10 @@ def export(
     ] = None,
     tokenizer: TokenizerFile = None,
     adapter: AdapterName = None,
+    island: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Of outer steps: an island.", show_default="the slow weights"),
+    ] = None,
     as_json: FilesAsJson = False,
 ) -> None:
     """Write the model of a checkpoint as Hugging Face safetensors, or as a PyTorch state dict.
@@ -242,6 +246,7 @@ def export(
             dtype=dtype,
             tokenizer=tokenizer,
             adapter=adapter,
+            island=island,
             progress=progress,
         )
     _print_files(written, manifest.step, as_json)

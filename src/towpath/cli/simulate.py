@@ -184,6 +184,11 @@ def _phases(made: Strategy, step: int | None, one_step: bool) -> dict[int, Strat
 
     There is one, unless codecs change and the user named no step. Raise if `one_step` is set and there are several.
     """
+    if made.outer is not None and one_step:
+        raise ConfigError(
+            f"strategy {made.name} has outer steps: --trace, --jitter and --straggler simulate one step, and it is "
+            "simulated over a period. Leave them out."
+        )
     if step is not None:
         return {step: made.at(step)}
     if not made.changes:
@@ -276,9 +281,9 @@ def _strategy(name: str, solver: Solver, offload: OffloadName | None) -> Strateg
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"strategy: cannot read {name}: {reason}. Check the path, or name a preset.") from None
-    if made.topology != solver.cluster.topology:
+    if made.job != solver.cluster.topology:
         raise ConfigError(
-            f"strategy {name} is for {made.topology} ranks, and the cluster has {solver.cluster.topology}. Pass "
+            f"strategy {name} is for {made.job} ranks, and the cluster has {solver.cluster.topology}. Pass "
             "--nodes and --ranks-per-node, or plan anew."
         )
     return made if offload is None else replace(made, offload=offload)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from towpath.core.outer_plan import OuterPlan
 from towpath.core.step_state import Action, ApplyOuter, Submit, Task, Wait
 from towpath.core.strategy import TransferKind
@@ -40,6 +42,14 @@ class OuterSteps:
     def flush(self) -> list[Action]:
         """Return the actions that apply all exchanges under way now, in the order in which they began."""
         return [action for fragment in tuple(self.under_way) for action in self._apply(fragment)]
+
+    def resume(self, done: int, under_way: Mapping[int, int]) -> None:
+        """Continue after optimizer step `done`, with exchanges whose results are there but not applied yet.
+
+        `under_way` has the step that each of them belongs to.
+        """
+        self.done = done
+        self.under_way = {f: (Task(TransferKind.OUTER, f), begun) for f, begun in under_way.items()}
 
     def _apply(self, fragment: int) -> list[Action]:
         if fragment not in self.under_way:  # it was applied by `flush`, or is from before a checkpoint

@@ -438,7 +438,10 @@ class Engine:
             return
         has_stepped = self.comm.program.optimizer_steps != self._steps_at_boundary
         if self.outer.steps.done < self.step and (trains or has_stepped):
-            self.execute(self.outer.steps.advance(self.step))
+            actions = self.outer.steps.advance(self.step)
+            if actions:
+                self.tell_before_rewrite()
+            self.execute(actions)
 
     def param_sync(self) -> None:
         """Send what the optimizer wrote to the P shards of all ranks, before a forward pass needs it."""
@@ -487,7 +490,7 @@ class Engine:
     def go_to(self, step: int) -> None:
         """Continue as after `step` optimizer steps, for a checkpoint. Every rank must call it."""
         self.discard()
-        self.step = step
+        self.step, self._steps_at_boundary = step, self.comm.program.optimizer_steps
         if self._changes:
             self._use_transports()
 

@@ -15,8 +15,9 @@ island.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import cast, final
 
 import torch
 
@@ -27,14 +28,18 @@ from towpath.core.collective_log import Call, differing_islands
 from towpath.core.outer import Outer
 from towpath.core.outer_plan import Fragment, OuterPlan, Part, gathered_in
 from towpath.core.outer_steps import OuterSteps
-from towpath.core.step_state import Action, ApplyOuter, Task
+from towpath.core.step_state import ApplyOuter, Task
 from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.gradients import host_memory, slice_within
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit, checksum
 from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle
 from towpath.errors import StepError
+
+# A parameter, and something of the same shape that this rank holds a part of.
+Held = tuple[ShardTensor, ShardTensor]
 
 
 @final
@@ -85,9 +90,11 @@ class OuterSync:
         for part in exchange.parts:
             part.written()
 
-    def flush(self) -> list[Action]:
-        """Return the actions that apply all exchanges under way now. `execute` them on every rank."""
-        return self.steps.flush()
+    def wait(self) -> None:
+        """Wait for all exchanges under way. Their results are applied when it is their time."""
+        for task, _ in self.steps.under_way.values():
+            if task.handle is not None:
+                cast(Handle, task.handle).wait(on_host=True)
 
     def note_problems(self) -> None:
         """Tell all ranks of the island at the boundary which slow weights differ. They compare their logs there.
@@ -99,6 +106,65 @@ class OuterSync:
             if not self._comm.log.compares(Call.SLOW_WEIGHTS):
                 raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
             self._comm.log.note(Call.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def slow_weights(self) -> Iterator[Held]:
+        """Yield the slow weights of each parameter: this rank's part of them, as a ShardTensor."""
+        for part in self._parts:
+            yield from part.held(part.slow)
+
+    def momentum(self) -> Iterator[Held]:
+        """Yield the outer momentum of each parameter, if there is any."""
+        for part in self._parts:
+            yield from part.held(part.momentum) if part.momentum is not None else ()
+
+    def pending(self) -> Iterator[Held]:
+        """Yield the sum of the differences of each parameter whose exchange is under way. Call `wait` first."""
+        for fragment in self.steps.under_way:
+            for part in self._exchanges[fragment].parts:
+                yield from part.held(part.difference)
+
+    def settled_weights(self) -> Iterator[Held]:
+        """Yield the slow weights in the dtype of the parameters, as if exchanges under way were applied already."""
+        for part, is_pending in self._with_pending():
+            yield from part.held(part.settled(self.plan, is_pending)[0])
+
+    def settled_momentum(self) -> Iterator[Held]:
+        """Yield the momentum as if exchanges under way were applied already."""
+        for part, is_pending in self._with_pending():
+            momentum = part.settled(self.plan, is_pending)[1]
+            yield from part.held(momentum) if momentum is not None else ()
+
+    def _with_pending(self) -> Iterator[tuple[PartExchange, bool]]:
+        for number, exchange in enumerate(self._exchanges):
+            yield from ((part, number in self.steps.under_way) for part in exchange.parts)
+
+    def resume(self, done: int, under_way: Mapping[int, int]) -> None:
+        """Continue after optimizer step `done`, with these exchanges to apply, each with the step that it belongs to.
+
+        The slow weights, the momentum and the sums of the differences must have been filled.
+        """
+        self._has_begun = True
+        self.steps.resume(done, under_way)
+        for fragment in under_way:
+            self._exchanges[fragment].is_checked()
+
+    def feedback(self) -> dict[str, torch.Tensor]:
+        """Return the error feedback of this rank, by name. The tensors are those in use."""
+        numbered = ((f"{n}.{k}", part) for n, each in enumerate(self._exchanges) for k, part in enumerate(each.parts))
+        return {f"{name}.{i}": kept for name, part in numbered for i, kept in enumerate(part.kept)}
+
+    def begin_anew(self, step: int) -> None:
+        """Let the slow weights begin as the weights after optimizer step `step`. The momentum stays."""
+        self._has_begun = False
+        self.steps.resume(step, {})
+
+    def restart(self) -> None:
+        """Begin without momentum and error feedback."""
+        for part in self._parts:
+            for kept in (*part.kept, *((part.momentum,) if part.momentum is not None else ())):
+                kept.zero_()
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank keeps for outer steps on its device, by kind."""
@@ -156,6 +222,10 @@ class FragmentExchange:
         for part in self.parts:
             part.run_gather(workspace)
 
+    def is_checked(self) -> None:
+        """Note that the slow weights of all islands are equal, as a checkpoint has only one copy of them."""
+        self._digest.copy_(torch.tensor([0, ~0]))
+
     @property
     def differs(self) -> bool:
         """Whether the islands had different slow weights in the last exchange."""
@@ -172,6 +242,7 @@ class PartExchange:
     """
 
     def __init__(self, part: Part, settings: Outer, units: Sequence[Unit], comm: CommContext) -> None:
+        self._plan, self._rank = part, comm.rank
         self.exchange, self.gather = comm.bind(part.exchange), comm.bind(part.gather)
         self._buckets = [units[each.unit].buckets[each.bucket] for each in part.slices]
         dtype, numel, on_host = torch_dtype(part.dtype), part.elements, self._buckets[0].plan.optimizer_on_host
@@ -200,6 +271,28 @@ class PartExchange:
     def _in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the views of the buckets' slices in a flat buffer."""
         return [flat[..., start:end] for start, end in self._ends]
+
+    def held(self, flat: torch.Tensor) -> Iterator[Held]:
+        """Yield each parameter with this rank's elements of it in a flat buffer, as a ShardTensor."""
+        for bucket, each in zip(self._buckets, self._plan.slices, strict=True):
+            for place in bucket.layout.places:
+                assert isinstance(place.parameter, ShardTensor)
+                spec = place.parameter.shard_spec
+                slot = each.outer.slots[self._rank]
+                where = replace(spec, cut=each.elements, slot=slot, holders=(spec.replica.rank,))
+                start, end = where.in_cut()
+                yield place.parameter, ShardTensor(flat[each.start + start : each.start + end], where)
+
+    def settled(self, plan: OuterPlan, is_pending: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return slow weights, in the dtype of the parameters, and momentum, with the pending result applied if any."""
+        own, momentum = torch_dtype(self._plan.own_dtype), self.momentum
+        if not is_pending:
+            return self.slow.to(own), momentum
+        mean = self.difference.to(self.slow.device) / plan.strategy.islands
+        if momentum is not None:
+            momentum = plan.settings.momentum * momentum + mean
+            mean = mean + plan.settings.momentum * momentum
+        return (self.slow - plan.settings.lr * mean).to(own), momentum
 
     def take_difference(self) -> None:
         """Write the difference of the slow weights and the weights to `difference`."""
