@@ -37,9 +37,8 @@ class _Run:
     """A sharded model with its optimizer, at some step."""
 
     def __init__(self, label: str, topology: Topology, outer: Outer | None, dtype: torch.dtype = torch.float32) -> None:
-        options = {} if outer is None else {"outer": outer}
         self.entry, self.dtype = MODELS["gpt"], dtype
-        self.model: Any = towpath.shard(self.entry.make(dtype), strategy_of(label, topology, **options))
+        self.model: Any = towpath.shard(self.entry.make(dtype), strategy_of(label, topology, outer=outer))
         self.optimizer = optimizer_for(self.model)
 
     def train(self, first: int, last: int) -> None:

@@ -28,8 +28,7 @@ def solver() -> Solver:
 
 @cache
 def predicted(outer: Outer | None, name: str = "mics") -> Prediction:
-    options = {} if outer is None else {"outer": outer}
-    return solver().predict(towpath.strategy(name, solver().cluster.topology, **options), BATCHING)
+    return solver().predict(towpath.strategy(name, solver().cluster.topology, outer=outer), BATCHING)
 
 
 def test_the_longer_the_period_the_shorter_the_mean_step() -> None:
