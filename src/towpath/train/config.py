@@ -344,6 +344,10 @@ class StrategyConfig:
             strategy = Strategy.from_toml(self.file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"strategy.name: cannot read {self.file}: {_reason(error)}") from None
+        if strategy.outer is not None:
+            raise ConfigError(
+                f"strategy.name: {self.file} has outer steps, which need a loop of your own. Remove [outer]."
+            )
         return strategy if offload is None else replace(strategy, offload=offload)
 
 
