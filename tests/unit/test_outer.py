@@ -48,6 +48,7 @@ def plan_of(name: str, topology: Topology, outer: Outer, **options: Any) -> Oute
         ({"every": 4, "transport": Transport("flat", "int8", until=5)}, "until"),
         ({"every": 4, "transport": Transport("flat", "low-rank:4")}, "low-rank"),
         ({"every": 4, "transport": Transport("ring", "int8")}, "ring"),
+        ({"every": 4, "transport": Transport("flat", "int4+stochastic")}, "random"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], named: str) -> None:

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 
 from towpath.checkpoint.manifest import Manifest, StoredTensor
+from towpath.checkpoint.safe_open import DamagedError
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.errors import CheckpointError
 
 VALUE = "islands"
 _SLOW, _MOMENTUM_NOW, _PENDING = "outer.slow.", "outer.momentum_now.", "outer.pending."
@@ -157,7 +159,16 @@ class IslandRestore:
         for parameter, tensor, prefixes in held:
             found = [f"{prefix}{names[id(parameter)]}" for prefix in prefixes[0 if self._goes_on else -1 :]]
             name = next((name for name in found if name in manifest.tensors), None)
-            if name is not None:
+            if name is None and _MOMENTUM not in prefixes:
+                raise DamagedError(f"{found[-1]} is missing, which a run with outer steps has.")
+            if name is None:  # the run had no momentum
+                tensor.local.zero_()
+            elif name in self.targets:
+                raise CheckpointError(
+                    f"{name}: parameters that were tied are two in this model, which outer steps cannot resume. Load "
+                    "the checkpoint without outer steps."
+                )
+            else:
                 self.targets[name] = tensor
 
     @property
@@ -165,7 +176,7 @@ class IslandRestore:
         """The last step whose exchanges were begun and applied, and the step of each exchange that is under way."""
         assert self._saved is not None
         if not self._goes_on:
-            return self._step, {}
+            return self._saved["done"], {}
         return self._saved["done"], {int(fragment): begun for fragment, begun in self._saved["under_way"].items()}
 
     def finish(self) -> list[str]:

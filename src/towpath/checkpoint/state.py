@@ -104,6 +104,8 @@ class State:
         A rank writes pieces of the tensors in use. Rank 0 also writes all values that are not tensors.
         """
         model, islands = self.named(), self.contents.islands
+        if islands is not None:
+            islands.outer.wait()  # an exchange under way changes what is kept of rounding errors
         copies = self.contents.writes_copies
         tensors = model.all()
         if islands is not None:  # the other tensors are equal on all islands, which share one copy
@@ -152,7 +154,6 @@ class State:
         """Return what island 0 writes for all islands."""
         if islands.island > 0:
             return {}
-        islands.outer.wait()
         names = {id(parameter): name for name, parameter in model.parameters.items()}
         trained = islands.trained(model.all())
         equal = {f"model.{name}": t for name, t in model.all().items() if name not in trained}
@@ -290,11 +291,15 @@ class Restore:
             if state.optimizer is not None and "optimizer" in manifest.values
             else None
         )
+        if state.contents.islands is not None:
+            state.contents.islands.outer.wait()  # it would overwrite what is loaded
         self._add_model()
         self._add_codecs()
         self._islands = None
         if state.contents.islands is not None:
-            names = {id(parameter): name for name, parameter in self._model.parameters.items()}
+            held = {n.removeprefix("model.") for n in manifest.tensors if n.startswith("model.")}
+            stored = {name: self._model.name_in(held, manifest.aliases, name) for name in self._model.parameters}
+            names = {id(parameter): stored[name] for name, parameter in self._model.parameters.items()}
             self._islands = IslandRestore(state.contents.islands, manifest, names)
             self.targets.update(self._islands.targets)
         if self._optimizer is not None:

@@ -449,7 +449,8 @@ def divergence_message(rank: int, found: Difference) -> str:
         )
         return f"rank {rank}: rank {who} could not decode {what}: {dict(what.details[0])['problem']}"
     if Call.SLOW_WEIGHTS in found.kinds:
-        return f"rank {rank}: {differing_islands(next(e.what for e in found.entries if e is not None))}"
+        entries = [entry for entry in found.entries if entry is not None]
+        return f"rank {rank}: {differing_islands(next(e.what for e in entries if e.kind is Call.SLOW_WEIGHTS))}"
     if found.kinds & {Call.STEP, Call.PROGRAM}:
         return (
             f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "

@@ -94,6 +94,10 @@ class Outer:
             object.__setattr__(self, "transport", transport)
         transport.check(Op.ALL_REDUCE, "Outer: transport")
         codec = transport.encoding
+        if codec is not None and codec.stochastic:
+            raise StrategyError(
+                f"Outer: {codec} rounds at random, and a run could not resume bit for bit. Leave it out."
+            )
         if codec is not None and codec.bits < _BITS_WITHOUT_FEEDBACK and transport.feedback != "all":
             raise StrategyError(
                 f"Outer: {codec} has {codec.bits} bits, and what it rounds away would be lost. Pass feedback='all' to "

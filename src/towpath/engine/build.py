@@ -235,7 +235,9 @@ def build(
     comm = CommContext(groups, device_of(layouts, groups), log, job)
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
     if mesh.groups and (
-        strategy.frozen_codec != "none" or any(strategy.transport(kind).encoding for kind in TransferKind)
+        strategy.frozen_codec != "none"
+        or any(strategy.transport(kind).encoding for kind in TransferKind)
+        or (strategy.outer is not None and strategy.outer.transport.codec != "none")
     ):
         raise ShardError(
             f"{strategy.name} has codecs, and the model is on a tensor-parallel mesh. What is replicated there would "
@@ -248,6 +250,7 @@ def build(
             "the host's memory. Leave out offload=, or the mesh."
         )
     plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
+    outer = plan_outer(strategy, plans, comm.form)
     encoded = (t.exact for plan in plans for kind in EXACT_KINDS for t in plan.transfers(kind))
     if any(strategy.transport(kind).exact for kind in EXACT_KINDS) and not any(encoded):
         _LOG.warning(
@@ -271,7 +274,6 @@ def build(
     _fill_buffers(model, source, job)  # after the parameters, because a module may initialize both together
     if values is not None:
         agree(job, [], source.failure())
-    outer = plan_outer(strategy, plans, comm.form)
     synced = None if outer is None else OuterSync(outer, units, comm)
     return Engine(strategy, precision, units, comm, shared.writes, synced)
 

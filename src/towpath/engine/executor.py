@@ -97,7 +97,6 @@ class Engine:
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
         self.outer = outer
-        self._steps_at_boundary = 0  # the number of optimizer steps at the last boundary
         self._changes = strategy.changes
         self.muted = False  # whether this rank's gradients count as zero (see `ShardedModule.join`)
         # A pipeline may halve a backward pass. In the first half `_held_back` lists the forward passes whose weight
@@ -229,7 +228,8 @@ class Engine:
         self._check_registrations()
         if not recomputing:
             self.begin()
-            self._outer_steps(trains=torch.is_grad_enabled())
+            if torch.is_grad_enabled():  # evaluation must not decide when islands synchronize
+                self.sync_islands()
         actions = self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing)
         self.execute(actions)
         self.comm.record.begins("recompute" if recomputing else "forward", unit.name)
@@ -428,16 +428,12 @@ class Engine:
             self.execute(self.machine.weight_gradients_end(passes))
         self._end_backward()
 
-    def _outer_steps(self, trains: bool) -> None:
-        """Begin and apply exchanges between islands that belong to the last optimizer step.
+    def sync_islands(self) -> None:
+        """Begin and apply the exchanges between islands that belong to the last optimizer step, if that is still to do.
 
-        Evaluation may run the model between a boundary and the optimizer's step. So the optimizer must have stepped, or
-        a forward pass of the next step begin: then loss scaling has skipped the step.
+        The first forward pass of the next step calls it, on every island, whether or not loss scaling skipped a step.
         """
-        if self.outer is None:
-            return
-        has_stepped = self.comm.program.optimizer_steps != self._steps_at_boundary
-        if self.outer.steps.done < self.step and (trains or has_stepped):
+        if self.outer is not None and self.outer.steps.done < self.step:
             actions = self.outer.steps.advance(self.step)
             if actions:
                 self.tell_before_rewrite()
@@ -446,7 +442,6 @@ class Engine:
     def param_sync(self) -> None:
         """Send what the optimizer wrote to the P shards of all ranks, before a forward pass needs it."""
         self.begin()
-        self._outer_steps(trains=False)
         self.execute(self.machine.param_sync())
 
     @on_host
@@ -478,7 +473,6 @@ class Engine:
                 used = used[count:]
         self.comm.record.end_step()
         self.step += 1
-        self._steps_at_boundary = self.comm.program.optimizer_steps
         if self.outer is not None:
             self.outer.begin()
         self.comm.record.peers.activity.step = self.step
@@ -490,7 +484,7 @@ class Engine:
     def go_to(self, step: int) -> None:
         """Continue as after `step` optimizer steps, for a checkpoint. Every rank must call it."""
         self.discard()
-        self.step, self._steps_at_boundary = step, self.comm.program.optimizer_steps
+        self.step = step
         if self._changes:
             self._use_transports()
 

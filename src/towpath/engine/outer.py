@@ -65,7 +65,8 @@ class OuterSync:
                 part.begin()
 
     def submit(self, task: Task) -> Handle:
-        """Submit the exchange of a fragment. The computation takes the differences first."""
+        """Compute the differences of a fragment, and submit their exchange."""
+        # The training thread has waited for the exchange before, which used the same memory.
         exchange = self._exchanges[task.unit]
         exchange.take_differences()
         return self._comm.queues.submit(TransferKind.OUTER, exchange.transfers, [exchange.run])
@@ -73,12 +74,12 @@ class OuterSync:
     def apply(self, action: ApplyOuter) -> None:
         """Apply the result of an exchange to the slow weights, and to all weights of this rank's optimizer slice.
 
-        If the islands turn out to have different slow weights, nothing is applied, and the next boundary raises.
+        If the islands turn out to have different slow weights of this rank's part, the next boundary raises. The other
+        ranks of the island wait for this one in the gather, so it takes part in it.
         """
         exchange = self._exchanges[action.fragment]
         if exchange.differs:
             self._problems.append(f"the slow weights of fragment {action.fragment}")
-            return
         for part in exchange.parts:
             part.step(self.plan.settings, self.plan.strategy.islands)
         if action.gather is None:
@@ -102,7 +103,8 @@ class OuterSync:
         Raises:
             StepError: Slow weights differ, and no other rank of the island compares its log with this one.
         """
-        for what in self._problems:
+        problems, self._problems = self._problems, []
+        for what in problems:
             if not self._comm.log.compares(Call.SLOW_WEIGHTS):
                 raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
             self._comm.log.note(Call.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
@@ -145,7 +147,8 @@ class OuterSync:
 
         The slow weights, the momentum and the sums of the differences must have been filled.
         """
-        self._has_begun = True
+        self.wait()
+        self._has_begun, self._problems = True, []
         self.steps.resume(done, under_way)
         for fragment in under_way:
             self._exchanges[fragment].is_checked()
@@ -157,7 +160,8 @@ class OuterSync:
 
     def begin_anew(self, step: int) -> None:
         """Let the slow weights begin as the weights after optimizer step `step`. The momentum stays."""
-        self._has_begun = False
+        self.wait()
+        self._has_begun, self._problems = False, []
         self.steps.resume(step, {})
 
     def restart(self) -> None:

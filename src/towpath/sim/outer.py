@@ -6,7 +6,7 @@ first of them is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from towpath.core.outer_plan import OuterPlan, plan_outer
@@ -40,16 +40,11 @@ class Period:
         """The mean seconds of a step."""
         return sum(self.steps) / len(self.steps)
 
-    @property
-    def longest(self) -> float:
-        """The seconds of the longest step."""
-        return max(self.steps)
-
 
 class PeriodReplay:
     """The replay of a period, without pipeline stages. The root's plan comes first.
 
-    `hardware` has the topology of one island. `say` is called with the number of finished steps and the total number.
+    `hardware` has the topology of one island.
     """
 
     def __init__(
@@ -59,11 +54,10 @@ class PeriodReplay:
         hardware: Hardware,
         seconds: ComputeSeconds,
         micro_steps: int,
-        say: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         plan = plan_outer(strategy, plans, hardware.form)
         assert plan is not None
-        self._plan, self._plans, self._seconds, self._micro_steps, self._say = plan, plans, seconds, micro_steps, say
+        self._plan, self._plans, self._seconds, self._micro_steps = plan, plans, seconds, micro_steps
         self._bandwidth, self.timeline = BandwidthModel(hardware.capacities), Timeline()
         self._engine = SimulatedEngine(
             strategy, plans, hardware, self._bandwidth, self.timeline, copies=strategy.islands
@@ -96,4 +90,3 @@ class PeriodReplay:
             self._durations.append(self._bandwidth.now - began)
             if is_alone:
                 self._alone = self._durations[-1]
-            self._say(step + 1, 2 * every)

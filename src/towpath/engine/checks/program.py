@@ -36,11 +36,9 @@ class Program:
     def __init__(self, log: CollectiveLog, peers: StallMonitor) -> None:
         self._log, self._peers = log, peers
         self.zeroed = 0
-        self.optimizer_steps = 0
 
     def stepped(self, optimizer: str, details: tuple[tuple[tuple[str, Any], ...], ...]) -> None:
         """Note a step of an optimizer. `details`: the options of each of its groups."""
-        self.optimizer_steps += 1
         self._log.note(Call.STEP, f"{optimizer}.step()", details)
 
     def ends_backward(self, micro_steps: int, kept: int, frozen: tuple[str, ...]) -> None:
