@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -151,6 +152,45 @@ def test_without_a_boundary_a_rank_raises_after_the_forward(world: Worlds) -> No
     assert "rank 0 could not decode param_sync" in diverged and not other
 
 
+@pytest.mark.parametrize("form", Form)
+def test_a_program_that_goes_on_gets_the_error_again_until_it_loads(world: Worlds, form: Form) -> None:
+    """Also after an evaluation that met it, and after full_parameters()."""
+    for found in world(2).run(_go_on, form):
+        assert found == ["raised"] * 3 + ["not kept unsharded", "trains", "trains"]
+
+
+def _go_on(form: Form) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch, in_form(form):
+        patch.setattr(exact, "SMALLEST_BYTES", 1)
+        return _outcomes_of_diverged()
+
+
+def _outcomes_of_diverged() -> list[str]:
+    model, optimizer, step = _diverged()
+    values = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+    with contextlib.suppress(towpath.TowpathError), torch.no_grad():
+        step(forward_only=True)
+    found: list[str] = []
+    for _ in range(2):
+        found.append(_outcome(step))
+        optimizer.zero_grad()
+    with contextlib.ExitStack() as stack:
+        found.append(_outcome(lambda: stack.enter_context(towpath.full_parameters(model))))
+    found.append("kept unsharded" if model.towpath_engine.kept_unsharded else "not kept unsharded")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+    return [*found, _outcome(step), _outcome(step)]
+
+
+def _outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except towpath.TowpathError as error:
+        return "raised" if "could not decode param_sync" in str(error) else str(error)
+    return "trains"
+
+
 def _diverge(form: Form, trains: bool) -> str:
     with pytest.MonkeyPatch.context() as patch, in_form(form):
         patch.setattr(exact, "SMALLEST_BYTES", 1)
@@ -158,21 +198,34 @@ def _diverge(form: Form, trains: bool) -> str:
 
 
 def _error_of_diverged(trains: bool) -> str:
+    _, _, step = _diverged()
+    try:
+        if trains:
+            step()
+        else:
+            with torch.no_grad():
+                step(forward_only=True)
+    except towpath.TowpathError as error:
+        return str(error)
+    return ""
+
+
+def _diverged() -> tuple[Any, torch.optim.Optimizer, Callable[..., None]]:
+    """On a rank: a model whose replica on rank 0 has other bits, its optimizer, and a function that trains a step."""
     entry, rank = MODELS["gpt"], dist.get_rank()
     strategy = towpath.strategy("zero1", towpath.Topology(2, 1), exact=True)
     model: Any = towpath.shard(entry.make(torch.bfloat16), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(2):
-        entry.loss(model, *entry.micro_batch(rank, 0, step, torch.bfloat16)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def step(forward_only: bool = False) -> None:
+        loss = entry.loss(model, *entry.micro_batch(rank, 0, 0, torch.bfloat16))
+        if not forward_only:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
     for bucket in (bucket for unit in model.towpath_engine.units for bucket in unit.buckets if rank == 0):
         bucket.shard.view(torch.int16).bitwise_xor_(1)
-    try:
-        with nullcontext() if trains else torch.no_grad():
-            loss = entry.loss(model, *entry.micro_batch(rank, 0, 2, torch.bfloat16))
-        if trains:
-            loss.backward()
-    except towpath.TowpathError as error:
-        return str(error)
-    return ""
+    return model, optimizer, step

@@ -127,3 +127,9 @@ def test_stages_in_low_rank_keep_exact_transports_for_other_steps() -> None:
     made = Compression(gradients=Transport(codec="low-rank:2", after=5)).strategy_of(strategy, 0, 2)
     assert all(made.transport(kind).exact for kind in GRADIENTS if getattr(made.moves, kind.value))
     assert towpath.schedule(made.at(0), [1 << 20]).transfers[0].exact
+
+
+@pytest.mark.parametrize("exact", ["false", "yes", 1, 0, None])
+def test_exact_is_true_or_false(exact: Any) -> None:
+    with pytest.raises(StrategyError, match="exact is True or False"):
+        towpath.strategy("paro-iig", towpath.Topology(2, 2), exact=exact)

@@ -166,7 +166,7 @@ class Collective(ABC):
             kept.zero_()
 
     def problems(self) -> Sequence[str]:
-        """Return what went wrong since the last call, if this rank could go on. All ranks raise at the boundary."""
+        """Return what is wrong with what this rank received, if it could go on. All ranks raise at the boundary."""
         return ()
 
     @property

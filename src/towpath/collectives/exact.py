@@ -64,7 +64,8 @@ class ExactSync(Collective):
         ]
         self._sent: torch.Tensor | None = None  # a copy of what was sent last, if the region does not keep it
         self._is_first = True
-        self._problems: list[str] = []
+        # By slice: why its last message could not be decoded. It stays until a later one is, after a load for example.
+        self._problems: dict[int, str] = {}
 
     @property
     def sent_bytes(self) -> int:
@@ -76,9 +77,8 @@ class ExactSync(Collective):
         self._is_first = True
 
     def problems(self) -> Sequence[str]:
-        """Return what went wrong in decoding since the last call."""
-        found, self._problems = self._problems, []
-        return found
+        """Return which slices hold old values, because their last messages could not be decoded."""
+        return tuple(self._problems.values())
 
     def _encode(self, region: torch.Tensor, shard: torch.Tensor, cells: Sequence[torch.Tensor]) -> bool:
         """Encode the parts of this member's slice, and write them to the region. Return whether as differences."""
@@ -100,13 +100,21 @@ class ExactSync(Collective):
     def _decode(self, cells: torch.Tensor, region: torch.Tensor) -> None:
         """Decode the slices of the others, one message after the other, and note which ones cannot be decoded."""
         for slot, pieces in enumerate(self._pieces):
+            problem = ""
             for cell, (start, end) in zip(cells[slot], pieces, strict=True):
                 try:
                     if slot != self._members.slot:
                         decode = decode_difference if is_difference(cell) else decode_values
                         raise_failed([decode(cell, region[start:end])])
                 except MessageError as error:
-                    self._problems.append(self._text(slot, str(error)))
+                    problem = str(error)
+            self._note(slot, problem)
+
+    def _note(self, slot: int, problem: str) -> None:
+        """Keep the problem of a slice's last message. An empty one means that it was decoded."""
+        self._problems.pop(slot, None)
+        if problem:
+            self._problems[slot] = self._text(slot, problem)
 
     def _text(self, slot: int, problem: str) -> str:
         group = self._members.group
@@ -184,7 +192,7 @@ class AgreedAllGather(ExactSync):
         self._end.record()
 
     def problems(self) -> Sequence[str]:
-        """Return what went wrong in decoding since the last call. The host waits for the last run.
+        """Return which slices hold old values. The host waits for the last run.
 
         At the boundary that run has long ended: the backward pass, which follows it, is enqueued behind it.
         """
@@ -195,5 +203,5 @@ class AgreedAllGather(ExactSync):
         if self._outcomes is not None and self._end is not None:
             self._end.synchronize()
             self._end = None
-            failed = ((slot, code) for slot, code in enumerate(self._outcomes.tolist()) if code)
-            self._problems += [self._text(slot, problem_text(code)) for slot, code in failed]
+            for slot, code in enumerate(self._outcomes.tolist()):
+                self._note(slot, problem_text(code) if code else "")

@@ -209,7 +209,7 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
             taken = chosen.get(kind.value, Transport()).route
             chosen[kind.value] = _routed(kind, transport, taken, is_named=route is not None)
     made = replace(made, **(chosen | transports | frozen))
-    return made.with_exact_transports() if exact else made
+    return made if exact is False else made.with_exact_transports(exact)
 
 
 _EXTENTS = frozenset({"frozen", "group", "params", "grads", "optimizer", "backward_params"})

@@ -323,6 +323,8 @@ class Strategy:
 
     def with_exact_transports(self, exact: bool = True) -> Strategy:
         """Return the strategy with exact transports for gradients and the parameter sync, or without."""
+        if not isinstance(exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise StrategyError(f"{self.name}: exact is True or False; got {exact!r}.")
         return replace(self, **{kind.value: replace(self.transport(kind), exact=exact) for kind in EXACT_KINDS})
 
     @property

@@ -61,7 +61,7 @@ class ExactSyncs:
         self._sizes.copy_(torch.cat([each.encoded_size for each in self._agreeing]), non_blocking=True)
 
     def problems(self) -> list[tuple[str, str]]:
-        """Return transfers whose messages could not be decoded since the last call, each with the reason."""
+        """Return transfers whose last messages could not be decoded, each with the reason."""
         return [(str(bound.transfer), text) for bound in self._syncs for text in bound.collective.problems()]
 
     def note_problems(self) -> None:

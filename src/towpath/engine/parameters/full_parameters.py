@@ -63,7 +63,12 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
             for bucket in unit.buckets:
                 bucket.remember()
             unit.checksums = checksums(unit)
-        engine.exact_syncs.raise_problems(together=True)
+        try:
+            engine.exact_syncs.raise_problems(together=True)
+        except BaseException:
+            for unit in made:
+                engine.execute(engine.machine.allow_reshard(unit.index))
+            raise
     return made
 
 
