@@ -401,7 +401,7 @@ def checking() -> Generator[Checker]:
     """Models that are sharded inside run on logical streams, and are checked. Every rank must do so alike."""
     checker = Checker()
     made = Streams(torch.device("cpu"))
-    launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, unit.checksum
+    launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, unit.checksum_of
 
     def launch(posted: Any, group: dist.ProcessGroup, tag: int) -> Any:
         stream = f"messages of {group.group_name}"
@@ -423,7 +423,7 @@ def checking() -> Generator[Checker]:
         return torch.zeros((), dtype=torch.int64) if bucket.plan.optimizer_on_host else taken_of(bucket)
 
     undo = [
-        patched(unit, "checksum", checksum),
+        patched(unit, "checksum_of", checksum),
         patched(queue, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker)),
         patched(Streams, "of", staticmethod(lambda groups, device: made)),
         patched(messages, "_launched", launch),

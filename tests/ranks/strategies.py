@@ -40,6 +40,8 @@ def strategy_of(label: str, topology: Topology, **more: Any) -> towpath.Strategy
     options.update(zip(("group",) if name == "mics" else ("params", "grads", "optimizer"), extents, strict=False))
     values = [option.split("=") for option in coded]
     options.update((key, int(value) if value.isdecimal() else value) for key, value in values)
+    if "exact" in options:
+        options["exact"] = options["exact"] in (1, "true", "True")
     if "x" in options.get("frozen", ""):
         options["frozen"] = Extent(*map(int, options["frozen"].split("x")))
     return towpath.strategy(name, topology, **options, **more)

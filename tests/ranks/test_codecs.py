@@ -170,7 +170,7 @@ class Oracle:
         assert transfer.transport.encoding is not None
         self.codec, self.nodes = transfer.transport.encoding, members.nodes
         self.hops = len(hops_of(transfer.route, members.grid))
-        fed = {"none": (), "first": (0,), "second": (self.hops - 1,), "both": (0, 1)}[feedback]
+        fed = {"none": (), "first": (0,), "second": (self.hops - 1,), "both": (0, 1), "all": (0, 1)}[feedback]
         self.kept: dict[tuple[int, int], torch.Tensor] = {
             (hop, who): torch.zeros(transfer.elements) for hop in fed for who in range(len(members.nodes))
         }
@@ -222,7 +222,8 @@ def _as_the_oracle(shape: Topology) -> None:
     for number, (codec, feedback) in enumerate(product(["int8:32", "int4:64+hadamard", "bf16"], FEEDBACK)):
         elements, dtype = (1009, 5000)[number % 2], ("float32", "bfloat16")[number // 2 % 2]
         route = ("two-hop", "one-hop")[number % 3 == 2]
-        op = (Op.REDUCE_SCATTER, Op.ALL_REDUCE)[number % 2]
+        # test_outer.py is about what an all-reduce also keeps of the sum that it gathers.
+        op = Op.REDUCE_SCATTER if feedback == "all" else (Op.REDUCE_SCATTER, Op.ALL_REDUCE)[number % 2]
         members = _members(shape)
         transfer = _transfer(op, Transport(route, codec, feedback), shape, elements, dtype, members)
         collective, oracle = _select(transfer, members), Oracle(transfer, members, feedback)

@@ -21,16 +21,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from towpath import checkpoint
 from towpath.checkpoint import dcp, folders, safetensors
-from towpath.checkpoint.manifest import (
-    Manifest,
-    StoredBox,
-    StoredFile,
-    StoredTensor,
-    check_boxes,
-    from_json,
-    tensors_in,
-    to_json,
-)
+from towpath.checkpoint.json_state import from_json, tensors_in, to_json
+from towpath.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, check_boxes
 from towpath.checkpoint.rng import rng_state, seed_anew, set_rng_state
 from towpath.checkpoint.safe_open import WrongFieldError
 from towpath.checkpoint.safetensors import combine

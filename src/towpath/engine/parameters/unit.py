@@ -461,7 +461,7 @@ class Values:
 
     def take(self) -> None:
         """Start to compute the checksums, and to copy them to the host."""
-        checksums = torch.stack([checksum(bucket.master.detach()) for _, bucket in self._buckets])
+        checksums = torch.stack([checksum_of(bucket) for _, bucket in self._buckets])
         self._on_host.copy_(checksums, non_blocking=True)
         if checksums.is_cuda:
             self._end = torch.cuda.Event()
@@ -477,6 +477,11 @@ class Values:
         self._is_taken = False
         for (unit, _), value in zip(self._buckets, self._on_host.tolist(), strict=True):
             yield unit, value
+
+
+def checksum_of(bucket: Bucket) -> torch.Tensor:
+    """Return a checksum of the slice of a bucket that the optimizer writes to."""
+    return checksum(bucket.master.detach())
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
