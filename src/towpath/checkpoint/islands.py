@@ -84,7 +84,7 @@ def view_of(manifest: Manifest, island: int | None) -> View:
 
 @dataclass(frozen=True, slots=True)
 class IslandContents:
-    """What this rank has of a run with outer steps, in addition to what its island would have as a job of its own.
+    """The part of a run with outer steps that this rank has, besides what its island would have as a job of its own.
 
     Attributes:
         outer: The outer steps.
