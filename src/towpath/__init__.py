@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from towpath import planning as planning
     from towpath import tracing as tracing
     from towpath.api import (
+        average_islands,
         broadcast_buffers,
         full_parameters,
         full_tensor,
@@ -63,6 +64,7 @@ __all__ = [
     "TowpathError",
     "Transport",
     "Workload",
+    "average_islands",
     "broadcast_buffers",
     "full_parameters",
     "full_tensor",

@@ -430,6 +430,28 @@ def broadcast_buffers(model: nn.Module, rank: int = 0) -> None:
     _sharded(model).broadcast_buffers(rank)
 
 
+def average_islands(model: nn.Module) -> None:
+    """Let all islands hold the mean of their weights. Every rank must call it.
+
+    Call it after the last step of a training with outer steps. It applies the exchanges under way, and sends all
+    fragments once more, by the strategy's transport, since islands have trained on since their last exchange. The slow
+    weights become the same mean. Without outer steps, it does nothing.
+
+    Args:
+        model: A model that `shard` returned.
+
+    Raises:
+        ShardError: The model is not sharded.
+        StepError: The slow weights differ between islands.
+    """
+    engine = engine_of(model)
+    if engine.outer is not None:
+        engine.begin()
+        engine.outer.begin()
+        engine.sync_islands(average=True)
+        engine.outer.raise_problems()
+
+
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a sharded parameter, its `.grad`, or its optimizer state. Every rank must call it.
 

@@ -68,6 +68,15 @@ class Islands:
             self._apply(name, mean)
         self._under_way.clear()
 
+    @torch.no_grad()
+    def average(self) -> None:
+        """Apply what is under way now, and let all islands hold their mean."""
+        self.flush()
+        for parameters in zip(*(model.parameters() for model in self.models), strict=True):
+            mean = torch.stack([p.detach() for p in parameters]).mean(0)
+            for p in parameters:
+                p.copy_(mean)
+
     def _apply(self, name: str, mean: Tensor) -> None:
         outer = self._outer
         self.momentum[name] = outer.momentum * self.momentum[name] + mean

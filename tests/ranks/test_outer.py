@@ -178,6 +178,46 @@ def train_watched(label: str, topology: Topology, often: bool) -> list[str]:
     return [p.to_local().double().sum().item().hex() for p in model.parameters()]
 
 
+@in_turn(PRESETS, 3, "preset")
+@pytest.mark.parametrize("after", ["the optimizer", "an exchange"])
+def test_averaged_islands_hold_the_mean_of_their_weights(
+    preset: str, after: str, world: Callable[[int], World]
+) -> None:
+    """Also in the middle of a delay, and a second time without effect."""
+    for off, again in world(4).run(average, preset, Topology(2, 2), after):
+        assert off <= TOLERANCE
+        assert again <= 1e-15
+
+
+def average(label: str, topology: Topology, after: str) -> tuple[float, float]:
+    """On a rank: return how far averaged parameters are from those of the simulated islands, twice."""
+    entry, dtype, rank = MODELS["gpt"], torch.float64, dist.get_rank()
+    model = sharded(label, topology, STREAMING)
+    optimizer, world = adamw(model), topology.ranks_per_node
+    islands = Islands(entry.make(dtype), STREAMING, 2, fragments_of(model, STREAMING), adamw)
+    for step in range(4):  # an exchange begins after steps 1, 3 and 4
+        entry.loss(model, *entry.micro_batch(rank, 0, step, dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        islands.step(
+            lambda island, copy, step=step: mean_gradients(
+                entry, range(island * world, (island + 1) * world), step, dtype
+            )(copy)
+        )
+    if after == "an exchange":
+        sync(model)
+    towpath.average_islands(model)
+    islands.average()
+    expected = dict(islands.models[0].named_parameters())
+    off = max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
+    before = [p.to_local().clone() for p in model.parameters()]
+    towpath.average_islands(model)
+    again = max(
+        (p.to_local() - b).abs().max().item() for p, b in zip(model.parameters(), before, strict=True) if b.numel()
+    )
+    return off, again
+
+
 # --- codecs ----------------------------------------------------------------------------------------------------------
 
 
@@ -234,11 +274,12 @@ def test_islands_that_begin_with_other_weights_raise_on_every_rank(
     shape: tuple[int, int], label: str, world: Callable[[int], World]
 ) -> None:
     topology = Topology(*shape)
-    for message in world(topology.world).run(begin_apart, label, topology):
-        assert "slow weights of fragment 0 differ between islands" in message
+    for average in (False, True):
+        for message in world(topology.world).run(begin_apart, label, topology, average):
+            assert "slow weights of fragment 0 differ between islands" in message
 
 
-def begin_apart(label: str, topology: Topology) -> str:
+def begin_apart(label: str, topology: Topology, average: bool) -> str:
     """On a rank: let one island write to a bias, which only one of its ranks exchanges, and return the error."""
     model = sharded(label, topology, Outer(every=1))
     if dist.get_rank() < topology.ranks_per_node:
@@ -246,10 +287,12 @@ def begin_apart(label: str, topology: Topology) -> str:
             list(model.parameters())[-1].add_(1)
     entry, optimizer = MODELS["gpt"], sgd(model)
     try:
-        for step in range(2):
+        for step in range(2 - average):
             entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float64)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        if average:
+            towpath.average_islands(model)
     except towpath.TowpathError as error:
         return str(error)
     return ""

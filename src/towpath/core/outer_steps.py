@@ -31,17 +31,17 @@ class OuterSteps:
         actions: list[Action] = []
         while self.done < step:
             self.done += 1
-            for fragment in self._outer.begun_at(self.done):
-                task = Task(TransferKind.OUTER, fragment, transfers=self._plan.fragments[fragment].exchanges)
-                self.under_way[fragment] = task, self.done
-                actions.append(Submit(task))
+            actions += [self._begin(fragment) for fragment in self._outer.begun_at(self.done)]
             for fragment in self._outer.applied_at(self.done):
                 actions += self._apply(fragment)
         return actions
 
-    def flush(self) -> list[Action]:
-        """Return the actions that apply all exchanges under way now, in the order in which they began."""
-        return [action for fragment in tuple(self.under_way) for action in self._apply(fragment)]
+    def average(self) -> list[Action]:
+        """Return the actions that apply the exchanges under way now, and then average the weights of all islands."""
+        actions = [action for fragment in tuple(self.under_way) for action in self._apply(fragment)]
+        fragments = range(len(self._plan.fragments))
+        actions += [self._begin(fragment) for fragment in fragments]
+        return actions + [action for fragment in fragments for action in self._apply(fragment, average=True)]
 
     def resume(self, done: int, under_way: Mapping[int, int]) -> None:
         """Continue after optimizer step `done`, with exchanges whose results are there but not applied yet.
@@ -51,11 +51,16 @@ class OuterSteps:
         self.done = done
         self.under_way = {f: (Task(TransferKind.OUTER, f), begun) for f, begun in under_way.items()}
 
-    def _apply(self, fragment: int) -> list[Action]:
-        if fragment not in self.under_way:  # it was applied by `flush`, or is from before a checkpoint
+    def _begin(self, fragment: int) -> Action:
+        task = Task(TransferKind.OUTER, fragment, transfers=self._plan.fragments[fragment].exchanges)
+        self.under_way[fragment] = task, self.done
+        return Submit(task)
+
+    def _apply(self, fragment: int, *, average: bool = False) -> list[Action]:
+        if fragment not in self.under_way:  # it was applied by `average`, or is from before a checkpoint
             return []
         exchange, _ = self.under_way.pop(fragment)
         gathers = self._plan.fragments[fragment].gathers
         gather = Task(TransferKind.OUTER_GATHER, fragment, transfers=gathers) if gathers else None
         # The host waits, too, because it reads whether the slow weights of all islands are equal.
-        return [Wait(exchange, on_host=True), ApplyOuter(fragment, exchange, gather)]
+        return [Wait(exchange, on_host=True), ApplyOuter(fragment, exchange, gather, average)]

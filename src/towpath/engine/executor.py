@@ -428,13 +428,15 @@ class Engine:
             self.execute(self.machine.weight_gradients_end(passes))
         self._end_backward()
 
-    def sync_islands(self) -> None:
+    def sync_islands(self, *, average: bool = False) -> None:
         """Begin and apply the exchanges between islands that belong to the last optimizer step, if that is still to do.
 
         The first forward pass of the next step calls it, on every island, whether or not loss scaling skipped a step.
+        `average`: Also average the weights of all islands.
         """
-        if self.outer is not None and self.outer.steps.done < self.step:
+        if self.outer is not None and (average or self.outer.steps.done < self.step):
             actions = self.outer.steps.advance(self.step)
+            actions += self.outer.steps.average() if average else []
             if actions:
                 self.tell_before_rewrite()
             self.execute(actions)

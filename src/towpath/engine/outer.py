@@ -80,8 +80,11 @@ class OuterSync:
         exchange = self._exchanges[action.fragment]
         if exchange.differs:
             self._problems.append(f"the slow weights of fragment {action.fragment}")
+        settings = self.plan.settings
+        if action.average:
+            settings = replace(settings, lr=1.0, momentum=0.0, blend=0.0)
         for part in exchange.parts:
-            part.step(self.plan.settings, self.plan.strategy.islands)
+            part.step(settings, self.plan.strategy.islands)
         if action.gather is None:
             for part in exchange.parts:
                 part.write()
@@ -108,6 +111,16 @@ class OuterSync:
             if not self._comm.log.compares(Call.SLOW_WEIGHTS):
                 raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
             self._comm.log.note(Call.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
+
+    def raise_problems(self) -> None:
+        """Raise on all ranks of all islands if a rank found slow weights that differ. Every rank must call it.
+
+        Raises:
+            StepError: Slow weights differ.
+        """
+        problems, self._problems = self._problems, []
+        for what in (what for found in self._comm.job.gather_objects(problems) for what in found):
+            raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -331,7 +344,7 @@ class PartExchange:
         if values is not self.difference:
             values.copy_(self.difference)
         values.div_(islands)
-        if self.momentum is not None:
+        if self.momentum is not None and settings.momentum:
             self.momentum.mul_(settings.momentum).add_(values)
             values.add_(self.momentum, alpha=settings.momentum)
         self.slow.add_(values, alpha=-settings.lr)
