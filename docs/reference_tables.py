@@ -32,7 +32,7 @@ from towpath.topology.cluster import Topology
 PAGE_OF = {"plan": "planning", "explain": "planning", "simulate": "planning"} | dict.fromkeys(
     ("probe", "bench", "lab"), "measuring"
 )
-SECTIONS = ("model", "data", "train", "strategy", "parallel", "log", "checkpoint")
+SECTIONS = ("model", "data", "train", "strategy", "strategy.outer", "parallel", "log", "checkpoint")
 
 
 # Commands -------------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def _parameter(parameter: Any) -> Sequence[str]:
 
 def keys(section: str) -> str:
     """Return a table of the keys of one section of a configuration."""
-    found = re.search(rf"^\[{section}\]\n(.*?)(?=^\[|\Z)", _printed_config(), re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^\[{re.escape(section)}\]\n(.*?)(?=^\[|\Z)", _printed_config(), re.MULTILINE | re.DOTALL)
     assert found is not None, f"--print-config prints no [{section}]"
     rows = re.findall(r"^(\w+) = (.*?)\s+# (.*)$", found[1], re.MULTILINE)
     escaped = [[f"`{key}`", f"`{value}`", text.replace("|", "\\|")] for key, value, text in rows]
@@ -216,5 +216,5 @@ TABLES = {
     "two-nodes": two_nodes,
     "errors": error_table,
     "shard-arguments": partial(arguments, api.shard),
-    **{f"keys-{section}": partial(keys, section) for section in SECTIONS},
+    **{f"keys-{section.replace('.', '-')}": partial(keys, section) for section in SECTIONS},
 }

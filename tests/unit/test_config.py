@@ -19,6 +19,7 @@ from towpath.errors import ConfigError
 from towpath.planner.catalog import describe_model, load_cluster
 from towpath.topology.cluster import Extent, Topology
 from towpath.train.config import Config, StrategyConfig, TrainConfig
+from towpath.train.strategy_config import OuterConfig
 
 DOCUMENTED = [fence for fence in all_fences() if fence.language == "toml"]
 
@@ -37,7 +38,7 @@ def test_what_is_written_loads_as_the_same() -> None:
             "model": {"width": 64, "heads": 2, "tied": False},
             "data": {"text": ["a.txt", 'odd "name".txt'], "held_out": 0.1},
             "train": {"steps": 7, "learning_rate": 3, "betas": [0.8, 0.9], "clip": float("inf")},
-            "strategy": {"name": "mics", "group": [2, 1], "gradients": "int4:64"},
+            "strategy": {"name": "mics", "group": [2, 1], "gradients": "int4:64", "outer": {"every": 32, "delay": 2}},
             "log": {"trace": [3, 5], "wandb": "project"},
         }
     )
@@ -212,3 +213,44 @@ def test_a_strategy_section_passes_its_options_on(tmp_path: Path) -> None:
     cut = StrategyConfig(name="zero3", nodes=4, ranks_per_node=1).build(Topology(2, 2), 100)
     assert cut.topology == Topology(4, 1)
     assert Strategy.from_toml(cut.to_toml()) == cut
+
+
+# --- outer steps ------------------------------------------------------------------------------------------------------
+
+
+def test_outer_steps_are_a_section_in_the_strategy(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[strategy]\nname = 'mics'\n[strategy.outer]\nevery = 32\n")
+    overrides = [
+        "strategy.outer.codec=int4",
+        "strategy.outer.islands=2",
+        "strategy.nodes=4",
+        "strategy.ranks_per_node=2",
+    ]
+    made = Config.load(file, overrides).strategy.build(Topology(8, 1), 100)
+    assert made.islands == 2
+    assert made.topology == Topology(2, 2)
+    assert made.outer is not None
+    assert made.outer.every == 32
+    assert made.outer.transport.feedback == "all"
+    saved = tmp_path / "s.toml"
+    saved.write_text(made.to_toml())
+    assert StrategyConfig(name=str(saved)).build(Topology(4, 2), 100) == made
+    with pytest.raises(ConfigError, match="which says all: remove outer"):
+        StrategyConfig(name=str(saved), outer=OuterConfig(every=2)).build(Topology(4, 2), 100)
+
+
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        ({"delay": 2}, r"strategy.outer.delay = 2: expected strategy.outer.every above 0 with it"),
+        ({"every": 4, "delay": 4}, r"\[strategy.outer\]: Outer: delay=4 with every=4"),
+        ({"every": 4, "codec": "int2"}, r"\[strategy.outer\]: .*int2"),
+        ({"evry": 4}, r"unknown key strategy.outer.evry; did you mean 'every'"),
+        ({"every": "4"}, r"strategy.outer.every = \"4\": expected a whole number"),
+        (4, r"strategy.outer = 4: expected a section \[strategy.outer\]"),
+    ],
+)
+def test_outer_steps_that_cannot_be_are_refused(outer: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.from_dict({"strategy": {"outer": outer}})

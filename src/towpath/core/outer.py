@@ -146,3 +146,15 @@ class Outer:
         blend = f", blend {self.blend:g}" if self.blend else ""
         optimizer = f"lr {self.lr:g}, momentum {self.momentum:g}"
         return f"every {self.every} steps{parts}{delay}{blend}, {optimizer} ({self.transport})"
+
+
+def outer_transport(codec: str) -> Transport:
+    """Return the transport of exchanges in a codec. Blocks keep what both halves of an exchange round away.
+
+    Args:
+        codec: A codec such as "int4" or "top-k:64". An empty text is float32.
+    """
+    if not codec or codec == "none":
+        return Transport()
+    transport = Transport("flat", codec)
+    return transport if transport.top_k is not None else replace(transport, feedback="all")

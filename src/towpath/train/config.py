@@ -8,75 +8,40 @@ description, and loads as the same `Config`. Everything that needs neither data,
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar
 
-from towpath.core import presets
-from towpath.core.formats import Codec, DtypeName, Precision
+from towpath.core.formats import DtypeName, Precision
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
-from towpath.core.strategy import OFFLOADS, SYNC_GRADIENTS, Offload, Strategy, written
 from towpath.errors import ConfigError, StrategyError
-from towpath.topology.cluster import Extent, Topology
+from towpath.train.options import (
+    ABOVE_0,
+    BELOW_ONE,
+    BETAS,
+    FROM_0,
+    HELD_OUT,
+    POWER_OF_TWO,
+    SEED,
+    SHARE,
+    check_limits,
+    closest,
+    lines_of,
+    one_of,
+    option,
+    read_section,
+    reason,
+    refuse,
+)
+from towpath.train.strategy_config import StrategyConfig
 
 DTYPES: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 # In each block of this many samples, every source of a mixture has the share that its weight gives it.
 MIXED_SAMPLES = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """A condition on the value of a key, and what an error says that it expects."""
-
-    holds: Callable[[Any], bool]
-    expected: str
-
-
-def one_of(*allowed: str) -> Limit:
-    """Return the limit to some values."""
-    return Limit(lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}")
-
-
-# NaN is outside of all of them.
-ABOVE_0 = Limit(lambda value: value > 0, "more than 0")
-FROM_0 = Limit(lambda value: value >= 0, "0 or more")
-SHARE = Limit(lambda value: 0 <= value <= 1, "a share from 0 to 1")
-_HELD_OUT = Limit(lambda value: 0 <= value < 1, "a share from 0 up to, not including, 1")
-_BELOW_ONE = Limit(lambda value: 0 <= value < 1, "a number from 0 up to, not including, 1")
-_BETAS = Limit(lambda value: all(0 <= beta < 1 for beta in value), "two numbers from 0 up to, not including, 1")
-_SEED = Limit(lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2⁶³ − 1")
-_POWER_OF_TWO = Limit(lambda value: math.frexp(value)[0] == 0.5, "a power of two")
-
-
-def option(default: Any, about: str, limit: Limit | None = None, *, unless: str = "") -> Any:
-    """Declare a key of a section.
-
-    Args:
-        default: The value of the key where the file has none.
-        about: The description that `str(config)` writes next to the key.
-        limit: The condition on its values, if not all are allowed.
-        unless: Another key of the section that decides this one. Where that key is set, this one must not be given.
-    """
-    return field(default=default, metadata={"about": about, "limit": limit, "unless": unless})
-
-
-def refuse(section: Any, key: str, got: Any, expected: str) -> None:
-    """Raise a `ConfigError` that names the section and the key."""
-    raise ConfigError(f"{section.NAME}.{key} = {got!r}: expected {expected}.")
-
-
-def check_limits(section: Any) -> None:
-    """Refuse the first value that is outside of the limit of its key."""
-    for f in fields(section):
-        limit: Limit | None = f.metadata["limit"]
-        if limit is not None and not limit.holds(getattr(section, f.name)):
-            refuse(section, f.name, getattr(section, f.name), limit.expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +80,7 @@ class DataConfig:
     dataset: str = option("", "a folder with a Hugging Face dataset on disk")
     column: str = option("text", "the field that has the text; empty: the JSON line as it is")
     tokenizer: str = option("bytes", "bytes, or the path of a tokenizer.json")
-    held_out: float = option(0.05, "the share of the data, at its end, that only evaluation reads", _HELD_OUT)
+    held_out: float = option(0.05, "the share of the data, at its end, that only evaluation reads", HELD_OUT)
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -156,17 +121,17 @@ class TrainConfig:
     optimizer: str = option("adamw", "or muon: for the matrices of blocks; AdamW for all else", one_of("adamw", "muon"))
     learning_rate: float = option(1e-3, "the peak learning rate, after the warm-up", ABOVE_0)
     muon_learning_rate: float = option(0.02, "muon: the peak learning rate of Muon's matrices", ABOVE_0)
-    muon_momentum: float = option(0.95, "muon: the Nesterov momentum", _BELOW_ONE)
+    muon_momentum: float = option(0.95, "muon: the Nesterov momentum", BELOW_ONE)
     final_share: float = option(0.1, "the last learning rate, as a share of the peak", SHARE)
     warmup: float = option(0.1, "the share of the steps in which the learning rate rises", SHARE)
     weight_decay: float = option(0.1, "the weight decay of matrices; vectors have none", FROM_0)
-    betas: tuple[float, float] = option((0.9, 0.95), "AdamW's", _BETAS)
+    betas: tuple[float, float] = option((0.9, 0.95), "AdamW's", BETAS)
     eps: float = option(1e-8, "AdamW's", ABOVE_0)
     clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", FROM_0)
-    seed: int = option(0, "the seed of new weights, the order of the data, and dropout", _SEED)
+    seed: int = option(0, "the seed of new weights, the order of the data, and dropout", SEED)
     precision: str = option("fp32", "dtype of compute and transfers: fp32, bf16, fp16", one_of(*DTYPES))
     tf32: bool = option(False, "fp32: multiply matrices in TF32 on GPUs that have it")
-    loss_scale: float = option(65536.0, "fp16: the first loss scale, a power of two", _POWER_OF_TWO)
+    loss_scale: float = option(65536.0, "fp16: the first loss scale, a power of two", POWER_OF_TWO)
     reduce: str = option("", "dtype in which gradients are sent; empty: as precision", one_of("", *DTYPES))
     accumulate: str = option("fp32", "dtype in which gradients of micro-steps are summed", one_of(*DTYPES))
     checkpointing: bool = option(False, "recompute each block in backward, to save memory")
@@ -205,150 +170,6 @@ class TrainConfig:
         # Gradients that are sent in fp32 are also summed in fp32.
         accumulate = None if self.reduce == "fp32" else DTYPES[self.accumulate]
         return Precision(DTYPES[self.precision], reduce, accumulate)
-
-
-_EXTENTS = ("group", "params", "grads", "optimizer", "backward_params", "frozen")
-_PRESET_OPTIONS = (
-    *("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec"),
-    "sync_gradients",
-)
-_AUTO_OPTIONS = ("allow", "memory", "profile", "exact_from", "pipelines", "tensors", "schedules", "compressions")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyConfig:
-    """The sharding strategy: a preset with its options, a strategy's TOML file, or "auto".
-
-    With "auto" the planner chooses the strategy, the micro-batch and activation checkpointing.
-    """
-
-    NAME: ClassVar = "strategy"
-
-    name: str = option("zero3", "a preset (docs/reference/strategies.md), a TOML file, or auto")
-    nodes: int = option(0, "number of nodes; 0: as the launcher placed the ranks")
-    ranks_per_node: int = option(0, "ranks per node; 0: as the launcher placed them")
-    nodes_per_rack: int = option(0, "nodes per rack, with nodes; 0: all are in one rack")
-    route: str = option("", "for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
-    weights: str = option("", "codec of weights between nodes: int8; none; empty: the preset's")
-    gradients: str = option("", "codec of gradients between nodes: int4:64, low-rank:4")
-    feedback: str = option("", "hops that keep their rounding error: first, second, both")
-    gradients_after: int = option(0, "steps at the start without compressed gradients; 0: none")
-    gradients_until: int = option(0, "the last step with compressed gradients; 0: all steps")
-    interleaved: bool = option(False, "compressed gradients in the first half of train.steps only")
-    offload: str = option("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
-    exact: bool | None = option(None, "fewer bytes, the same bits; empty: false, or auto decides")
-    sync_gradients: str = option("", "micro-step: no two-hop synchronization", one_of("", *SYNC_GRADIENTS))
-    group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")
-    params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the parameters")
-    grads: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the gradients")
-    optimizer: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the states")
-    backward_params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share the copy for backward")
-    frozen: tuple[int, ...] = option((), "[ranks, nodes] that share frozen parameters; empty: by memory")
-    frozen_codec: str = option("", "codec in which frozen parameters are stored: int8, int4:64")
-    allow: tuple[str, ...] = option((), "auto: codecs that it may use between nodes; empty: none")
-    memory: float = option(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
-    profile: str = option("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
-    exact_from: str = option("", "auto: a run whose exact messages to expect; empty: on paper")
-    pipelines: tuple[int, ...] = option((), "auto: values to try for parallel.pipeline")
-    tensors: tuple[int, ...] = option((), "auto: values to try for parallel.tensor")
-    schedules: tuple[str, ...] = option((), "auto: values to try for parallel.schedule")
-    compressions: tuple[str, ...] = option((), "auto: values to try for parallel.compression")
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if (self.nodes > 0) != (self.ranks_per_node > 0):
-            refuse(self, "nodes", self.nodes, f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
-        rack = self.nodes_per_rack
-        if rack and (rack < 0 or self.nodes <= 0 or self.nodes % rack):
-            refuse(self, "nodes_per_rack", self.nodes_per_rack, f"a divisor of nodes ({self.nodes}), which it needs")
-        for key in _EXTENTS:
-            if len(getattr(self, key)) not in (0, 2):
-                refuse(self, key, list(getattr(self, key)), "[ranks of a node, nodes]")
-        for key in _AUTO_OPTIONS if not self.auto else (*_PRESET_OPTIONS, *_EXTENTS):
-            if getattr(self, key):
-                where = "only with strategy.name = auto" if not self.auto else "nothing: auto chooses it"
-                refuse(self, key, getattr(self, key), where)
-        if self.auto and self.interleaved and not self.allow:
-            refuse(self, "interleaved", True, "codecs in strategy.allow with it: without, no gradients are compressed")
-        for codec in self.allow:
-            try:
-                Codec.parse(codec)
-            except StrategyError as error:
-                refuse(self, "allow", codec, f"a codec ({error})")
-        self._check_layouts()
-        if self.file is None and not self.auto and self.name not in presets.strategies():
-            close = presets.closest(self.name)
-            refuse(self, "name", self.name, f"a preset ({close}?), the path of a .toml file, or auto")
-
-    def _check_layouts(self) -> None:
-        for key, known in (("schedules", SCHEDULES), ("compressions", COMPRESSIONS)):
-            for name in getattr(self, key):
-                if name not in known:
-                    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                    refuse(self, key, name, f"of {', '.join(known)} ({close}?)")
-        for key in ("pipelines", "tensors"):
-            if any(size < 1 for size in getattr(self, key)):
-                refuse(self, key, list(getattr(self, key)), "numbers of ranks, from 1")
-        if self.chooses_layout and self.offload:
-            refuse(self, "offload", self.offload, "nothing beside strategy.pipelines or strategy.tensors")
-        if (self.schedules or self.compressions) and not any(size > 1 for size in self.pipelines):
-            refuse(self, "pipelines", list(self.pipelines), "some above 1, because schedules or compressions are set")
-
-    @property
-    def auto(self) -> bool:
-        """Whether the planner chooses the strategy."""
-        return self.name == "auto"
-
-    @property
-    def chooses_layout(self) -> bool:
-        """Whether "auto" may also cut the model into stages, or share its layers."""
-        return max((*self.pipelines, *self.tensors), default=1) > 1
-
-    @property
-    def offload_option(self) -> Offload | None:
-        """The `offload` argument of a strategy."""
-        return cast("Offload | None", self.offload or None)
-
-    @property
-    def file(self) -> Path | None:
-        """The strategy's TOML file, or None if `name` is a preset."""
-        return Path(self.name) if self.name.endswith(".toml") else None
-
-    def topology(self, launched: Topology) -> Topology:
-        """Return the topology of this section, or else `launched`, as the launcher placed the ranks."""
-        if not self.nodes:
-            return launched
-        return Topology(self.nodes, self.ranks_per_node, self.nodes_per_rack or None)
-
-    def build(self, launched: Topology, steps: int) -> Strategy:
-        """Return the strategy for ranks that are placed as `launched`. It cannot be "auto".
-
-        Args:
-            launched: The topology of the ranks, as the launcher placed them.
-            steps: The optimizer steps of the run, for `interleaved`.
-
-        Raises:
-            ConfigError: The strategy's file cannot be read, or options are given in addition to it.
-        """
-        topology = self.topology(launched)
-        options: dict[str, Any] = {key: getattr(self, key) for key in _PRESET_OPTIONS if getattr(self, key)}
-        options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
-        options |= {"interleaved": steps} if self.interleaved else {}
-        options |= {"exact": True} if self.exact else {}
-        offload = self.offload_option
-        if self.file is None:
-            return presets.strategy(self.name, topology, offload=offload, **options)
-        if options:
-            raise ConfigError(f"strategy.name is the file {self.file}, which says all: remove {', '.join(options)}.")
-        try:
-            strategy = Strategy.from_toml(self.file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"strategy.name: cannot read {self.file}: {_reason(error)}") from None
-        if strategy.outer is not None:
-            raise ConfigError(
-                f"strategy.name: {self.file} has outer steps, which need a loop of your own. Remove [outer]."
-            )
-        return strategy if offload is None else replace(strategy, offload=offload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,6 +279,11 @@ class Config:
                 f"tensor = {tensor}: expected one of the two."
             )
         pipeline, tensor = max(pipeline, *self.strategy.pipelines, 1), max(tensor, *self.strategy.tensors, 1)
+        if self.strategy.outer.every and pipeline * tensor > 1:
+            raise ConfigError(
+                "[strategy.outer] needs a whole copy of the model in each island, without stages and shared layers. "
+                "Set parallel.pipeline and parallel.tensor to 1, or strategy.outer.every to 0."
+            )
         layout = f"parallel.pipeline = {pipeline}: a pipeline has"
         if pipeline == 1:
             layout = f"parallel.tensor = {tensor}: tensor-parallel layers have"
@@ -485,7 +311,7 @@ class Config:
         try:
             table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the configuration {path}: {_reason(error)}") from None
+            raise ConfigError(f"cannot read the configuration {path}: {reason(error)}") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}. Correct it there.") from None
         for override in overrides:
@@ -503,97 +329,29 @@ class Config:
         made: dict[str, Any] = {}
         for name, keys in table.items():
             if name not in sections:
-                raise ConfigError(f"unknown section [{name}]; {_closest(name, sections)}")
+                raise ConfigError(f"unknown section [{name}]; {closest(name, sections)}")
             if not isinstance(keys, Mapping):
                 raise ConfigError(f"{name} = {keys!r}: expected a section [{name}] with keys of its own.")
-            made[name] = _section(sections[name], keys)
+            made[name] = read_section(sections[name], keys)
         return Config(**made)
 
     def __str__(self) -> str:
-        lines: list[str] = []
-        for section in (getattr(self, f.name) for f in fields(self)):
-            lines += [f"[{section.NAME}]"]
-            for f in fields(section):
-                if not getattr(section, f.metadata["unless"], None):  # else another key decides this one
-                    value = getattr(section, f.name)
-                    text = f"{f.name} = {written('' if value is None else value)}"
-                    lines += [f"{text:<32} # {f.metadata['about']}"]
-            lines += [""]
-        return "\n".join(lines)
-
-
-def _section(kind: type[Any], keys: Mapping[str, Any]) -> Any:
-    """Return a section of these keys, whose types are checked."""
-    types, by_name = get_type_hints(kind), {f.name: f for f in fields(kind)}
-    values: dict[str, Any] = {}
-    decided: dict[str, list[str]] = {}  # keys that are given, by the key that decides them
-    for key, value in keys.items():
-        if key not in by_name:
-            raise ConfigError(f"unknown key {kind.NAME}.{key}; {_closest(key, by_name)}")
-        values[key] = _typed(types[key], value, f"{kind.NAME}.{key}")
-    for name, f in by_name.items():
-        if name in values and values.get(f.metadata["unless"]):
-            decided.setdefault(f.metadata["unless"], []).append(f"{kind.NAME}.{name}")
-    for other, names in decided.items():
-        verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
-        raise ConfigError(
-            f"{', '.join(names)} {verb} given together with {kind.NAME}.{other} = {values[other]!r}, which decides "
-            f"{them}: expected one of the two. Leave out {them}, or {kind.NAME}.{other}."
-        )
-    return kind(**values)
-
-
-def _typed(kind: Any, value: Any, key: str) -> Any:
-    """Return `value` converted to the type of a key, or refuse it."""
-    if get_origin(kind) is tuple:
-        inner = [a for a in get_args(kind) if a is not Ellipsis]
-        values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
-        if value == "":  # `data.text=` on the command line means none
-            values = []
-        if len(inner) == len(values) or Ellipsis in get_args(kind):
-            return tuple(_typed(inner[0], v, key) for v in values)
-        raise ConfigError(f"{key} = {value!r}: expected {len(inner)} values.")
-    if kind == (bool | None):
-        if value == "":
-            return None
-        kind = bool
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-        raise ConfigError(f"{key} = {json.dumps(value, default=str)}: expected {names[kind]}.")
-    if kind is str:
-        try:
-            # The name of a file may hold bytes that are not UTF-8. Python keeps them as lone surrogates.
-            value.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"{key} = {value!a}: expected Unicode text; the bytes of a name must be UTF-8.") from None
-    return value
+        return "\n".join(line for f in fields(self) for line in lines_of(getattr(self, f.name)))
 
 
 def _apply_override(table: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
-    section, dot, key = path.strip().partition(".")
-    if not (equals and dot and section and key):
+    *sections, key = path.strip().split(".")
+    if not (equals and sections and key and all(sections)):
         raise ConfigError(f"{text!r} is not an override; expected section.key=value, such as train.steps=20.")
     try:
         parsed: Any = tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
-    keys = table.setdefault(section, {})
-    if not isinstance(keys, dict):
-        raise ConfigError(f"{section} = {keys!r}: expected a section [{section}] with keys of its own.")
+    keys: Any = table
+    for number, section in enumerate(sections, 1):
+        keys = keys.setdefault(section, {})
+        if not isinstance(keys, dict):
+            name = ".".join(sections[:number])
+            raise ConfigError(f"{name} = {keys!r}: expected a section [{name}] with keys of its own.")
     keys[key] = parsed
-
-
-def _closest(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    return f"did you mean {close!r}? Known: {', '.join(names)}."
-
-
-def _reason(error: OSError | UnicodeDecodeError) -> str:
-    """Return why a file could not be read, and what to do."""
-    if isinstance(error, OSError):
-        return f"{error.strerror or error}. Check the path."
-    return f"it is not text in UTF-8 ({error}). Save it as such."

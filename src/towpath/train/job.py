@@ -92,17 +92,22 @@ class Job:
         """Return the mean over all ranks of each element. Every rank must call it."""
         return self.begin_mean(values)()
 
-    def begin_mean(self, values: torch.Tensor) -> Callable[[], list[float]]:
+    def begin_mean(self, values: torch.Tensor, groups: Groups | None = None) -> Callable[[], list[float]]:
         """Sum `values` over all ranks in place, and begin to copy them to the host. Every rank must call it.
+
+        Args:
+            values: This rank's values.
+            groups: Those of fewer ranks, such as an island's.
 
         Returns:
             A function that returns the mean of each element. On a GPU it waits for the sum, and not for what was
             enqueued after it.
         """
-        if self.world > 1:
-            dist.all_reduce(values)
+        groups = groups or self.groups
+        if groups.world > 1:
+            dist.all_reduce(values, group=groups.parent)
         if values.device.type != "cuda":
-            return lambda: [value / self.world for value in values.tolist()]
+            return lambda: [value / groups.world for value in values.tolist()]
         on_host = torch.empty_like(values, device="cpu", pin_memory=True)
         on_host.copy_(values, non_blocking=True)
         copied = torch.cuda.Event()
@@ -110,7 +115,7 @@ class Job:
 
         def read() -> list[float]:
             copied.synchronize()
-            return [value / self.world for value in on_host.tolist()]
+            return [value / groups.world for value in on_host.tolist()]
 
         return read
 

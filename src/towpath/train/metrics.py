@@ -36,6 +36,7 @@ class StepRow:
     exposed_seconds: float  # the time in which the rank only waited for transfers
     memory_bytes: int
     skipped: bool = False  # whether the gradient was not finite, so that the weights did not change
+    loss_of_islands: float | None = None  # with outer steps: of all islands, in the step before. `loss` is of island 0
     mfu: float | None = None  # model-FLOPs utilization: the share of what all ranks could compute
     # The bytes of exact messages as a share of their values, by exact codec and dtype.
     exact_shares: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])

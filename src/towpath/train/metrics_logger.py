@@ -119,7 +119,15 @@ class MetricsLogger:
         self._exit.close()
 
     def log_step(
-        self, step: int, *, loss: float, gradient_norm: float, learning_rate: float, seconds: float, skipped: bool
+        self,
+        step: int,
+        *,
+        loss: float,
+        gradient_norm: float,
+        learning_rate: float,
+        seconds: float,
+        skipped: bool,
+        loss_of_islands: float | None = None,
     ) -> None:
         """Report a step that has ended. The arguments are the fields of `StepRow`."""
         self._step = step
@@ -137,6 +145,7 @@ class MetricsLogger:
             exposed_seconds=sent.seconds_exposed,
             memory_bytes=memory_bytes(self._job.device),
             skipped=skipped,
+            loss_of_islands=loss_of_islands,
             mfu=self._step_flops / seconds / self._peak_flops,
             exact_shares=sent.exact_shares,
         )

@@ -3,7 +3,7 @@
 run_training            one rank's run: signal handlers (signals.py), process group (job.py), trainer
 Trainer.__init__        setup: data, model, strategy, sharding, optimizer
 Trainer.train           the loop: steps, metrics (metrics_logger.py), saving (checkpoints.py), evaluation, signals
-Trainer.train_step      one step: gradient accumulation, clipping, agreement of all ranks, optimizer
+Trainer.train_step      one step: gradient accumulation, clipping, agreement of the ranks (agreement.py), optimizer
 Trainer.evaluate        the loss of the held-out part
 """
 
@@ -13,7 +13,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,11 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from towpath.api import Values
+from towpath.api import Values, average_islands
 from towpath.core.strategy import Strategy
+from towpath.engine.executor import engine_of
 from towpath.engine.saved_activations import offload_activations
 from towpath.errors import ConfigError, TrainError
 from towpath.observing import running_trace
+from towpath.train.agreement import Agreement, Wishes
 from towpath.train.checkpoints import CheckpointManager, TrainState, will_resume
 from towpath.train.config import Config
 from towpath.train.data.loader import Batch, Tokens, open_tokens
@@ -69,7 +71,7 @@ def run_training(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The result of one optimizer step over all ranks. Its fields are those of `StepRow`."""
+    """The result of one optimizer step, over all ranks or those of an island. Its fields are those of `StepRow`."""
 
     step: int
     loss: float
@@ -77,6 +79,7 @@ class StepResult:
     learning_rate: float
     seconds: float
     skipped: bool
+    loss_of_islands: float | None
 
 
 class Trainer:
@@ -153,6 +156,9 @@ class Trainer:
             "train.seed": config.train.seed,
         }
         self.state = TrainState(loss_scale=self.loss_scale, order=order)
+        islands = self.strategy.outer is not None
+        self.agreement = Agreement(job, engine_of(self.model).comm.groups if islands else None)
+        self._failure: TrainError | None = None
         self.timers = StepTimers()
 
     def _open_tokens(self, config: Config) -> Tokens:
@@ -183,7 +189,7 @@ class Trainer:
 
     def _shard(self, settled: Config) -> Any:
         """Return the sharded model, or the pipeline of its stages."""
-        job, bundle, topology = self.job, self.bundle, self.strategy.topology
+        job, bundle, topology = self.job, self.bundle, self.strategy.job
         if settled.train.checkpointing:
             checkpoint_blocks(bundle)
         if settled.train.compile:
@@ -192,6 +198,8 @@ class Trainer:
             f"{bundle.parameters / 1e6:.1f} million parameters, {self.strategy.name} on {topology.nodes} × "
             f"{topology.ranks_per_node} {job.device.type} ranks"
         )
+        if (outer := self.strategy.outer) is not None:
+            job.print_once(f"{self.strategy.islands} islands, which synchronize {outer}")
         torch.manual_seed(settled.train.seed)
         values = _zeros(bundle) if will_resume(settled, job) else bundle.values
         if self.pipelined:
@@ -234,6 +242,8 @@ class Trainer:
                 with metrics.traced(state.step + 1):
                     result = self.train_step()
                 metrics.log_step(**asdict(result))
+                if state.step == config.steps or state.stopped_by:
+                    self._end_training()
                 checkpoints.save_if_due()
                 last, every = state.step == config.steps, config.evaluate_every
                 evaluation_due = last or (every and state.step % every == 0)
@@ -262,8 +272,9 @@ class Trainer:
             self.loss_scale.unscale_gradients(self.model.parameters())
             norm = self._clip_gradients()
 
-        # One all-reduce of the loss, signals and due checkpoints. From here on all ranks decide the same.
-        agreed, read = self._begin_agreement(local_loss, norm)
+        # From here on all ranks that share a gradient decide the same.
+        with self._timed("agreement"):
+            agreed = self.agreement.begin(local_loss, norm, self._wishes())
 
         # Optimizer. A step whose gradient is not finite changes no weights. If the optimizer finds that out on the
         # device, the host reads the loss only when the step is enqueued, so that the device always has work.
@@ -271,7 +282,8 @@ class Trainer:
         if on_device:
             with self._timed("optimizer"):
                 step_if(self.optimizer, agreed.isfinite().all())
-        loss, norm = self._agree_on_saving_and_stopping(read)
+        with self._timed("agreement"):
+            loss, norm = self.agreement.end()
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite and not on_device:
             with self._timed("optimizer"):
@@ -280,7 +292,8 @@ class Trainer:
         state.step += 1
         state.samples += config.batch
 
-        self._check_finite(finite, loss, norm)
+        self._failure = self._failure or self._after_step(finite, loss, norm)
+        self._decide()
         return StepResult(
             step=state.step,
             loss=loss,
@@ -288,7 +301,37 @@ class Trainer:
             learning_rate=rate,
             seconds=time.perf_counter() - began,
             skipped=not finite,
+            loss_of_islands=self.agreement.loss_of_islands,
         )
+
+    def _wishes(self) -> Wishes:
+        """Return what this rank wants."""
+        signals = tuple(float(self.stop.signal == number) for number in SIGNALS)
+        return Wishes(float(self.state.save_wanted), signals, float(self._failure is not None))
+
+    def _decide(self) -> None:
+        """Decide with all ranks whether to save, whether to stop, and whether the run has failed."""
+        wishes, state = self.agreement.wishes, self.state
+        state.stopped_by, state.save_due = wishes.stopped_by, wishes.save > 0
+        if self.strategy.outer is None or wishes.fail:
+            failure = self._failure
+            if failure is None and wishes.fail:
+                failure = TrainError(
+                    f"step {state.step}: a loss or a gradient of another island was not finite. See what its ranks say."
+                )
+            if failure is not None:
+                raise failure
+
+    def _end_training(self) -> None:
+        """Agree with all islands for the last time. After the last step, they take the mean of their weights."""
+        if self.strategy.outer is None:
+            return
+        stopped_by = self.state.stopped_by
+        self.agreement.finish(self._wishes())
+        self._decide()
+        self.state.stopped_by = stopped_by  # all ranks have decided that already
+        if self.state.step == self.config.train.steps:
+            average_islands(self.model)
 
     def _accumulate_gradients(self) -> Tensor:
         """Compute the gradients of all micro-batches. Return the mean loss of this rank.
@@ -338,52 +381,25 @@ class Trainer:
             return nn.utils.clip_grad_norm_(parameters, clip)
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
-    def _begin_agreement(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Callable[[], list[float]]]:
-        """Sum the loss, the norm, and what this rank wants, over all ranks. Do not wait for the device.
-
-        Returns:
-            The sums on the device, and a function that returns the means.
-        """
-        with self._timed("agreement"):
-            received = self.stop.signal
-            flags = [self.state.save_wanted, *(received == number for number in SIGNALS)]
-            # Numbers are filled in on the device, because a copy of them from pageable memory would wait for it.
-            own = [loss.double(), norm.to(loss.device).double()]
-            own += [torch.full_like(own[0], flag) for flag in flags]
-            agreed = torch.stack(own)
-            return agreed, self.job.begin_mean(agreed)
-
-    def _agree_on_saving_and_stopping(self, read: Callable[[], list[float]]) -> tuple[float, float]:
-        """Decide with all ranks whether to save and whether to stop. Return the loss and the norm of the whole job.
-
-        One all-reduce has brought all of these, so every rank comes to the same decisions.
-        """
-        with self._timed("agreement"):
-            mean_loss, mean_norm, saving, *stopping = read()
-        signals = (number for number, share in zip(SIGNALS, stopping, strict=True) if share > 0)
-        self.state.stopped_by = next(signals, 0)
-        self.state.save_due = saving > 0
-        return mean_loss, mean_norm
-
-    def _check_finite(self, finite: bool, loss: float, norm: float) -> None:
-        """Adapt the loss scale, or count a skipped step, or end the training."""
+    def _after_step(self, finite: bool, loss: float, norm: float) -> TrainError | None:
+        """Adapt the loss scale, or count a skipped step. Return the error if the training cannot go on."""
         state, config = self.state, self.config.train
         overflowed = self.loss_scale.active and math.isfinite(loss) and not finite
         self.loss_scale.update(overflowed)
         if overflowed:
             if self.loss_scale.value < 1:
-                raise TrainError(
+                return TrainError(
                     f"step {state.step}: gradients in fp16 overflow whatever the loss is scaled by. Set "
                     "train.precision=bf16, or lower train.learning_rate."
                 )
-            return
+            return None
         state.skipped = 0 if finite else state.skipped + 1
         if finite or (config.not_finite == "skip" and state.skipped < _MAX_SKIPPED):
-            return
+            return None
         advice = "lower train.learning_rate, or set train.not_finite=skip to leave out single steps"
         if config.not_finite == "skip":
             advice = f"{state.skipped} steps in a row were skipped; lower train.learning_rate"
-        raise TrainError(
+        return TrainError(
             f"step {state.step}: the loss is {loss:g} and the norm of its gradient {norm:g}. The weights are those of "
             f"step {state.step - state.skipped}: {advice}."
         )

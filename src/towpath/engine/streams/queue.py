@@ -408,7 +408,8 @@ class CommContext:
         self.groups, self.job = groups, job or groups
         self.log = log
         self._backend = groups.backend(device)
-        self.record = Record(StallMonitor.of(groups), timer_for(device))
+        islands = self.job.world // groups.world
+        self.record = Record(StallMonitor.of(groups), timer_for(device), islands)
         if device.type == "cuda":
             self.record.peers.watch_processes()
         self.program = Program(log, self.record.peers)
