@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from towpath.core.queues import communicator_bytes
+from towpath.core.queues import communicator_bytes, outer_communicator_bytes
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -270,6 +270,9 @@ def _memory_bytes(engine: Engine) -> dict[str, int]:
     total["arriving gradients"] = max(unit.plan.arriving_bytes for unit in engine.units)
     total["wire"] = engine.comm.queues.wire_buffer_bytes
     total |= communicator_bytes([unit.plan for unit in engine.units])
+    if engine.outer is not None:
+        added = outer_communicator_bytes(engine.outer.plan.transfers)
+        total |= {"communicators": total.get("communicators", 0) + added} if added else {}
     if engine.matrix_steps:
         total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
     for unit in engine.units:

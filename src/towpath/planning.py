@@ -10,8 +10,8 @@
 
 `load_cluster` describes a cluster, and `probe` measures one. `describe_model` describes a published model, and
 `describe_module` a PyTorch module. `Solver` plans, predicts steps and memory, and makes timelines. `Pipelines` does the
-same for models in stages. `explain` and `compare` show what makes a step fast or slow. `expected_delay` estimates what
-uneven ranks cost.
+same for models in stages, and `OuterPlanner` plans outer steps. `explain` and `compare` show what makes a step fast or
+slow. `expected_delay` estimates what uneven ranks cost.
 
 Names are loaded on first use. Only `describe_module` and `probe` import torch.
 """
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         shipped_clusters,
     )
     from towpath.planner.cluster import Cluster
+    from towpath.planner.islands import OuterPlanner
     from towpath.planner.model import Model, ModelUnit, StagedModel, Transformer
     from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
     from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
@@ -50,6 +51,7 @@ __all__ = [
     "Model",
     "ModelUnit",
     "Optimizer",
+    "OuterPlanner",
     "PipelinePrediction",
     "Pipelines",
     "Prediction",
@@ -78,6 +80,7 @@ _HOMES = {
     "auto.probe": ("probe",),
     "planner.catalog": ("describe_model", "load_cluster", "load_exact_shares", "model_shape", "shipped_clusters"),
     "planner.cluster": ("Cluster",),
+    "planner.islands": ("OuterPlanner",),
     "planner.model": ("Model", "ModelUnit", "StagedModel", "Transformer"),
     "planner.pipelines": ("Layout", "PipelinePrediction", "Pipelines"),
     "planner.profile": ("Profile",),

@@ -76,6 +76,16 @@ def test_all_ranks_get_what_the_planner_ranks_first(world: Worlds, profile: Path
     assert all(told == "" for _, told, _ in answers[1:])
 
 
+def test_islands_are_chosen_where_they_are_allowed(world: Worlds, profile: Path) -> None:
+    profile.write_text(made_profile(os.uname().nodename, cable=1e5).to_json())
+    for allow in ((), ("outer",)):
+        workload = towpath.Workload(TOKENS, memory=1 << 30, profile=profile, allow=allow)
+        answers = world(4).run(_sharded, workload)
+        assert all(answer[0] == answers[0][0] and answer[2] for answer in answers)
+        assert answers[0][0].islands == (2 if allow else 1)
+        assert ("which synchronizes in every step" in answers[0][1]) is bool(allow)
+
+
 def _ranked_first() -> towpath.Strategy:
     request = Request(12, 1 << 30, towpath.Precision(), optimizer=Optimizer.named("sgd"), micro_batches=(1,))
     model = TiedGPT(layers=3)

@@ -31,11 +31,12 @@ from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
 from towpath.planner.catalog import load_exact_shares
 from towpath.planner.cluster import GIB, Cluster
+from towpath.planner.islands import OuterPlanner, worth_it
 from towpath.planner.model import Model
 from towpath.planner.pipelines import Layout, PipelinePrediction
 from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
 from towpath.planner.profile import Profile
-from towpath.planner.request import Optimizer, Request, Workload, codecs_for_both
+from towpath.planner.request import OUTER, Optimizer, Request, Workload, codecs_for_both
 from towpath.planner.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
@@ -162,6 +163,7 @@ def choose_for(
             interleaved=workload.interleaved,
             exact=exact,
             exact_shares=load_exact_shares(workload.exact_from) if workload.exact_from else (),
+            outer=OUTER in workload.allow,
         )
 
     def describe(device: torch.device) -> Model:
@@ -287,6 +289,9 @@ def _planned(
         if stages is not None and stages.order < best.order:
             without = f"without stages {tables.label(best.strategy)} would take {tables.seconds(best.seconds)}"
             return _staged_choice(stages, without, how, solver)
+        outer = OuterPlanner(solver).solve() if solver.request.outer else []
+        if outer and worth_it(outer[0], best):
+            best = outer[0]
         return Choice(best.strategy, best.batching, best.seconds, _why(best, found, solver, how))
     if stages is not None:
         return _staged_choice(stages, "nothing fits without stages", how, solver)
@@ -323,6 +328,9 @@ def _why(best: Prediction, found: Ranking, solver: Solver, how: str) -> str:
     )
     if best.strategy == usual.strategy:
         compared = "nothing found was faster"
+    if best.strategy.outer is not None:
+        first = found.ranked[0]
+        compared = f"{tables.label(first.strategy)}, which synchronizes in every step, {tables.seconds(first.seconds)}"
     waits = sum(best.exposed.values()) / best.seconds
     told = "".join(f" {line}" for line in (*tables.exact_bits([best], solver), *tables.launches([best])))
     return (

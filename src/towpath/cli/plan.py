@@ -22,9 +22,10 @@ from towpath.files import check_output_file, write_output_file
 from towpath.planner import tables
 from towpath.planner.catalog import describe_model, load_cluster, load_exact_shares, model_shape
 from towpath.planner.cluster import GIB
+from towpath.planner.islands import OuterPlanner, RateRow, by_rate, crossing
 from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.prediction import Infeasible, Ranking
-from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
+from towpath.planner.request import BF16, OPTIMIZERS, OUTER, Optimizer, Request, codecs_for_both
 from towpath.planner.solver import MOST, Solver
 from towpath.train.progress import progress_bar
 
@@ -59,6 +60,12 @@ PER_RANK = whole(1, 1_000_000)
 _PRECISIONS = {PrecisionName.BF16: BF16, PrecisionName.FP32: Precision()}
 # PyTorch plans the schedules with several stages on a rank.
 _SCHEDULES_WITHOUT_TORCH = ("GPipe", "1F1B")
+
+
+def period(text: str) -> int:
+    """Parse a number of steps between exchanges of islands. "auto", which leaves it to the planner, becomes 0."""
+    return 0 if text == "auto" else whole(2, 100_000)(text)
+
 
 ModelName = Annotated[
     str,
@@ -157,6 +164,16 @@ Interleaved = Annotated[
     int | None,
     typer.Option(metavar="STEPS", parser=whole(2, 10**9), help="Compress gradients in the first half of these steps."),
 ]
+Outers = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--outer",
+        metavar="EVERY",
+        parser=period,
+        help="Islands of nodes synchronize only every so many steps, or auto. Can be repeated.",
+        show_default="in every step",
+    ),
+]
 Top = Annotated[int, typer.Option(metavar="N", parser=whole(1, 10_000), help="How many strategies to show.")]
 OutputFile = Annotated[
     Path | None,
@@ -217,6 +234,7 @@ def plan(
     tensor: TensorSizes = None,
     schedule: Schedules = None,
     compression: Compressions = None,
+    outer: Outers = None,
     top: Top = 10,
     output: OutputFile = None,
     report: ReportFile = None,
@@ -227,8 +245,8 @@ def plan(
     Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64 --pipeline 4`
 
     It simulates all placements of parameters, gradients and optimizer states, routes, micro-batches, activation
-    checkpointing, exact transports, and the codecs that you allow. It needs neither PyTorch, nor a GPU, nor the
-    cluster.
+    checkpointing, exact transports, and the codecs that you allow. With `--outer`, it also shows at which link rates
+    outer steps pay. It needs neither PyTorch, nor a GPU, nor the cluster.
 
     Exit code: 0, or 1 if nothing fits in memory, or 2 for a mistake.
     """
@@ -242,23 +260,36 @@ def plan(
     request = replace(request, exact=None if exact is ExactName.AUTO else exact is ExactName.ON)
     if exact_from:
         request = replace(request, exact_shares=load_exact_shares(exact_from))
+    if outer and 0 in outer and any(outer):
+        raise ConfigError("--outer auto chooses the number of steps: leave out the other --outer.")
+    if stages.pipelines and outer:
+        raise ConfigError("--outer is planned without pipelines only: leave out --pipeline, or --outer.")
     if stages.pipelines and offload is not None:
         raise ConfigError("--offload is planned without pipelines only: leave out --pipeline, or --offload.")
     solver = Solver(solver.model, solver.cluster, replace(request, micro_batches=tuple(micro_batch or ())))
     began = time.monotonic()
     found = _ranking(solver, model, length, stages, top, top if report is None else max(top, _IN_REPORT))
+    rates: list[RateRow] = []
+    if outer:
+        periods = [each for each in outer if each]
+        found = _with_outer(found, solver, periods)
+        with progress_bar("Link rates") as say:
+            rates = by_rate(solver, periods, say)
     if report is not None:
-        _write_report(report, found, solver)
-        found = replace(found, ranked=found.ranked[:top])
+        _write_report(report, found, solver, rates)
+    found = replace(found, ranked=found.ranked[:top])
     write_output_file("--output", output, found.ranked[0].strategy.to_toml())
     if as_json:
-        print(json.dumps(_facts(found, solver), indent=2))
+        print(json.dumps(_facts(found, solver) | _facts_by_rate(rates), indent=2))
         return
     _show(found, solver, time.monotonic() - began, output, report)
+    _show_rates(rates, solver)
 
 
 def _codecs(allow: str, interleaved: int | None) -> dict[str, Any]:
     """Return the fields of a request that --allow and --interleaved describe."""
+    if OUTER in allow.split(","):
+        raise ConfigError("--allow outer: plan outer steps with --outer auto.")
     weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
     if interleaved and set(gradients) <= {"none"}:
         raise ConfigError("--interleaved needs codecs of gradients: add --allow int8,int4, or leave it out.")
@@ -278,12 +309,12 @@ def _ranking(
     return found
 
 
-def _write_report(report: Path, found: Ranking, solver: Solver) -> None:
+def _write_report(report: Path, found: Ranking, solver: Solver, rates: Sequence[RateRow]) -> None:
     """Write the page of plots. matplotlib is imported here, because that takes a second."""
     from towpath.cli.plan_report import write_plan_report
 
     with progress_bar("Drawing") as say:
-        write_plan_report(report, found, solver, heading(solver), say)
+        write_plan_report(report, found, solver, heading(solver), say, rates)
 
 
 def _facts(found: Ranking, solver: Solver) -> dict[str, Any]:
@@ -378,6 +409,68 @@ def _what_would_fit(found: Infeasible, solver: Solver, more_hints: Sequence[str]
         f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
         f"too many, most of it {part} ({memory[part] / GIB:.1f} GiB). What would help: {', or '.join(hints)}."
     )
+
+
+# --- outer steps ------------------------------------------------------------------------------------------------------
+
+
+def _with_outer(found: Ranking, solver: Solver, periods: Sequence[int]) -> Ranking:
+    """Return the ranking together with the best outer steps of each period."""
+    steps = OuterPlanner(solver).solve(periods)
+    if not steps:
+        room = f"{solver.request.memory / GIB:.1f} GiB"
+        raise PlanError(
+            f"--outer: no island of whole nodes can hold the model and its slow weights in {room} a rank, with a batch "
+            "that islands share equally. Take more memory, or leave out --outer."
+        )
+    counts = {name: getattr(found, name) + len(steps) for name in ("considered", "fitting", "replayed")}
+    ranked = sorted((*found.ranked, *steps), key=lambda priced: priced.order)
+    return replace(found, ranked=tuple(ranked), **counts)
+
+
+def _show_rates(rates: Sequence[RateRow], solver: Solver) -> None:
+    """Show at which link rates outer steps are faster."""
+    if not rates:
+        return
+    console = Console(width=100, highlight=False)
+    table = table_of("link of a node", "fastest synchronous", "step", "with outer steps", "step", "× faster", numbers=1)
+    own = solver.cluster.hardware.inter.rate
+    for row in rates:
+        best, usual = row.best, row.synchronous
+        table.add_row(
+            tables.link(row.rate) + (" (this)" if row.rate == own else ""),
+            tables.label(usual.strategy),
+            tables.seconds(usual.seconds),
+            tables.label(best.strategy),
+            tables.seconds(best.seconds),
+            f"{usual.seconds / best.seconds:.3g}",
+        )
+    console.print(table)
+    console.print(f"{_conclusion(rates)} They change the algorithm: see docs/guides/outer-steps.md.")
+
+
+def _conclusion(rates: Sequence[RateRow]) -> str:
+    if (rate := crossing(rates)) is not None:
+        return f"Outer steps take less time up to {tables.link(rate)}."
+    first = rates[0]
+    always = first.best.seconds < first.synchronous.seconds
+    return f"Outer steps take {'less' if always else 'more'} time at all of these rates."
+
+
+def _facts_by_rate(rates: Sequence[RateRow]) -> dict[str, Any]:
+    """Return what `--json` prints about outer steps."""
+    if not rates:
+        return {}
+    rows = [
+        {
+            "gbit": row.rate * 8 / 1e9,
+            "synchronous": {"strategy": row.synchronous.strategy.name, "seconds": row.synchronous.seconds},
+            "outer": [{"toml": step.strategy.to_toml(), "seconds": step.seconds} for step in row.outer],
+        }
+        for row in rates
+    ]
+    rate = crossing(rates)
+    return {"outer_by_rate": rows, "outer_up_to_gbit": None if rate is None else rate * 8 / 1e9}
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------

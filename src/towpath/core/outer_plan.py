@@ -7,13 +7,13 @@ schedule read the same plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from towpath.core.formats import ENCODED, item_bytes, wide
 from towpath.core.outer import Outer
 from towpath.core.placement import GroupCollective, Partition, over_islands, subdivided
-from towpath.core.queues import QUEUES
+from towpath.core.queues import QUEUES, outer_communicator_bytes
 from towpath.core.routes import Form, Op
 from towpath.core.sent_bytes import SentBytes
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
@@ -165,6 +165,11 @@ class OuterPlan(SentBytes):
         for kind in OUTER_KINDS:
             queues[QUEUES[kind]] = largest([queues.get(QUEUES[kind], {}), self.wire_needs(kind)])
         return sum(numel * item_bytes(dtype) for needs in queues.values() for dtype, numel in needs.items())
+
+    def buffer_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:
+        """Return the buffers of one rank together with those of the inner strategy, `inner`."""
+        added = {"wire": self.wire_bytes, "communicators": outer_communicator_bytes(self.transfers)}
+        return dict(inner) | {part: inner.get(part, 0) + nbytes for part, nbytes in added.items() if nbytes}
 
     def wire_needs(self, kind: TransferKind) -> Needs:
         """Return the elements by dtype of the wire buffers that one rank needs for transfers of this kind."""

@@ -169,6 +169,12 @@ def communicator_bytes(plans: Collection[UnitPlan]) -> dict[str, int]:
     return {"communicators": sum(taken.values()) + COMMUNICATOR_BYTES} if taken else {}  # the parent is one, too
 
 
+def outer_communicator_bytes(transfers: Iterable[Transfer]) -> int:
+    """Return the bytes of NCCL that outer steps add on one rank: for exchanges, and for the parent of the job."""
+    found = {each for transfer in transfers for each in Lanes().communicators(transfer)}
+    return (len(found) + 1) * COMMUNICATOR_BYTES if found else 0
+
+
 def _transfers(plans: Iterable[UnitPlan]) -> Iterator[Transfer]:
     distinct = {id(plan): plan for plan in plans}.values()  # the planner shares one object among equal units
     return (t for plan in distinct for kind in WITH_TRANSPORT for t in plan.transfers(kind))

@@ -103,7 +103,7 @@ class Schedule(SentBytes):
         owners = {"whole matrices": self.matrices.buffer_bytes} if self.matrices is not None else {}
         found = buffer_bytes(self.plans, kinds) | owners
         if self.outer is not None:
-            found["wire"] += self.outer.wire_bytes
+            found = self.outer.buffer_bytes(found)
         return found
 
     def __str__(self) -> str:

@@ -20,6 +20,10 @@ OptimizerName = Literal["adamw", "adam", "adagrad", "rmsprop", "sgd-momentum", "
 OPTIMIZERS: dict[OptimizerName, int] = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd-momentum": 1, "sgd": 0}
 
 
+# Among the codecs that a user allows: islands of nodes may synchronize only now and then.
+OUTER = "outer"
+
+
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """An optimizer, as far as its memory and its speed matter.
@@ -69,6 +73,7 @@ class Request:
             expects a faster step. True: wherever they can be.
         exact_shares: The bytes of exact messages as a share of their values, from `load_exact_shares`. Default: as
             expected on paper.
+        outer: Whether "auto" may choose outer steps, which change the algorithm. `OuterPlanner` plans them.
     """
 
     batch: int
@@ -84,6 +89,7 @@ class Request:
     interleaved: int = 0
     exact: bool | None = None
     exact_shares: Shares = ()
+    outer: bool = False
 
     @property
     def compute_dtype(self) -> str:
@@ -110,11 +116,11 @@ class Request:
 
 
 def codecs_for_both(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Divide codecs into those for weights and those for gradients, as `Request` takes them.
+    """Divide allowed codecs into those for weights and those for gradients, as `Request` takes them.
 
     An error in a weight has an effect in every step. Weights only get codecs with small, deterministic errors.
     """
-    codecs = [Codec.parse(name) for name in names]
+    codecs = [Codec.parse(name) for name in names if name != OUTER]
     return tuple(str(c) for c in codecs if c.name != "int4" and not c.stochastic), tuple(map(str, codecs))
 
 
@@ -127,7 +133,8 @@ class Workload:
         micro_steps: Forward passes per optimizer step.
         optimizer: "adamw", "adam", "adagrad", "rmsprop", "sgd-momentum" or "sgd".
         memory: Bytes that a rank may hold. Default: 90 % of the memory of its device.
-        allow: Codecs that may be used between nodes, such as `("int8", "int4")`. Default: lossless.
+        allow: Codecs that may be used between nodes, such as `("int8", "int4")`. With "outer" among them, islands of
+            nodes may also synchronize only now and then, which changes the algorithm. Default: lossless.
         inputs: Inputs of the model. Only their shapes matter. With them, `shard` measures the passes of the model's
             units and counts its activations. Without them, it assumes two FLOPs per parameter and token, and no
             activations. Then pass as `memory` what the activations leave.
@@ -156,4 +163,5 @@ class Workload:
                 raise ConfigError(f"Workload({name}={value!r}): expected a whole number of at least 1.")
         Optimizer.named(self.optimizer)
         for name in self.allow:
-            Codec.parse(name)
+            if name != OUTER:
+                Codec.parse(name)

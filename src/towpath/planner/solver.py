@@ -487,7 +487,7 @@ class Solver:
             strategy=strategy,
             seconds=period.mean,
             exposed=alone.exposed | exchanged,
-            memory=alone.memory | plan.memory_bytes() | {"wire": alone.memory["wire"] + plan.wire_bytes},
+            memory=plan.buffer_bytes(alone.memory) | plan.memory_bytes(),
             host_memory=alone.host_memory | plan.host_memory_bytes(),
             inter_bytes=islands * alone.inter_bytes + round(plan.mean_inter_bytes),
             intra_bytes=islands * alone.intra_bytes + round(plan.intra_bytes / plan.settings.every),

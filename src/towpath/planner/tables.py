@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from towpath.core.exact import SMALLEST_BYTES, exact_codec, in_bits
+from towpath.core.outer import Outer
 from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Strategy, TransferKind, move_shapes
 from towpath.planner.cluster import GIB
 from towpath.planner.pipelines import PipelinePrediction
@@ -46,9 +47,20 @@ def title(step: Prediction) -> str:
 
 
 def label(strategy: Strategy) -> str:
-    """Return the strategy's name, its codecs, and whether it has exact transports."""
+    """Return the strategy's name, its codecs, whether it has exact transports, and how often islands synchronize."""
     codecs = dict.fromkeys(w.encoding.name for k in WITH_TRANSPORT if (w := strategy.transport(k)).encoding is not None)
-    return " ".join([strategy.name, *codecs, *(["exact"] if strategy.is_exact else [])])
+    inner = " ".join([strategy.name, *codecs, *(["exact"] if strategy.is_exact else [])])
+    return inner if strategy.outer is None else f"{inner}, {_outer_label(strategy.outer)}"
+
+
+def _outer_label(outer: Outer) -> str:
+    codec = f" {outer.transport.codec}".partition(":")[0] if outer.transport.codec != "none" else ""
+    return f"every {outer.every}" + (f"+{outer.delay}" if outer.delay else "") + codec
+
+
+def link(rate: float) -> str:
+    """Return the rate of a link in bytes a second as text, such as '200 Mbit/s'."""
+    return f"{rate * 8 / 1e6:.3g} Mbit/s" if rate * 8 < 1e9 else f"{rate * 8 / 1e9:.3g} Gbit/s"
 
 
 def extents(strategy: Strategy) -> str:

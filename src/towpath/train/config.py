@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from towpath.core.formats import DtypeName, Precision
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
 from towpath.errors import ConfigError, StrategyError
+from towpath.planner.request import OUTER
 from towpath.train.options import (
     ABOVE_0,
     BELOW_ONE,
@@ -279,10 +280,11 @@ class Config:
                 f"tensor = {tensor}: expected one of the two."
             )
         pipeline, tensor = max(pipeline, *self.strategy.pipelines, 1), max(tensor, *self.strategy.tensors, 1)
-        if self.strategy.outer.every and pipeline * tensor > 1:
+        outer = self.strategy.outer.every or OUTER in self.strategy.allow
+        if outer and self.parallel.pipeline * self.parallel.tensor > 1:
             raise ConfigError(
                 "[strategy.outer] needs a whole copy of the model in each island, without stages and shared layers. "
-                "Set parallel.pipeline and parallel.tensor to 1, or strategy.outer.every to 0."
+                "Set parallel.pipeline and parallel.tensor to 1, or leave outer steps out."
             )
         layout = f"parallel.pipeline = {pipeline}: a pipeline has"
         if pipeline == 1:

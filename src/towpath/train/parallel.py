@@ -25,7 +25,7 @@ from towpath.planner.catalog import load_exact_shares
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model, StagedModel
 from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
-from towpath.planner.request import Request, codecs_for_both
+from towpath.planner.request import OUTER, Request, codecs_for_both
 from towpath.topology.cluster import Topology
 from towpath.train.config import Config, ParallelConfig
 from towpath.train.job import Job
@@ -192,6 +192,7 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Conf
             interleaved=train.steps if options.interleaved else 0,
             exact=options.exact,
             exact_shares=load_exact_shares(options.exact_from) if options.exact_from else (),
+            outer=OUTER in options.allow,
         )
 
     def inputs(sequences: int) -> list[Tensor]:

@@ -13,6 +13,7 @@ from towpath.core.outer import Outer, outer_transport
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES
 from towpath.core.strategy import OFFLOADS, SYNC_GRADIENTS, Offload, Strategy
 from towpath.errors import ConfigError, StrategyError
+from towpath.planner.request import OUTER
 from towpath.topology.cluster import Extent, Topology
 from towpath.train.options import FROM_0, check_limits, one_of, option, reason, refuse
 
@@ -91,7 +92,7 @@ class StrategyConfig:
     backward_params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share the copy for backward")
     frozen: tuple[int, ...] = option((), "[ranks, nodes] that share frozen parameters; empty: by memory")
     frozen_codec: str = option("", "codec in which frozen parameters are stored: int8, int4:64")
-    allow: tuple[str, ...] = option((), "auto: codecs that it may use between nodes; empty: none")
+    allow: tuple[str, ...] = option((), "auto: codecs that it may use between nodes, and outer; empty: none")
     memory: float = option(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
     profile: str = option("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
     exact_from: str = option("", "auto: a run whose exact messages to expect; empty: on paper")
@@ -117,7 +118,9 @@ class StrategyConfig:
                 refuse(self, key, getattr(self, key), where)
         if self.auto and self.interleaved and not self.allow:
             refuse(self, "interleaved", True, "codecs in strategy.allow with it: without, no gradients are compressed")
-        for codec in self.allow:
+        if self.auto and self.outer.every:
+            refuse(self, "outer.every", self.outer.every, "0: auto chooses it, if strategy.allow has 'outer'")
+        for codec in (name for name in self.allow if name != OUTER):
             try:
                 Codec.parse(codec)
             except StrategyError as error:

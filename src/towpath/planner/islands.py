@@ -1,0 +1,162 @@
+"""Plans outer steps: which strategy islands train with, and how often they must synchronize.
+
+Outer steps change the algorithm, so they are planned only where the user allows them. Synchronizing more often stays
+closer to synchronous training. So of all periods that hide their exchanges, the shortest is proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, exp, log
+
+from towpath.core.formats import Codec
+from towpath.core.outer import Outer, outer_transport
+from towpath.core.transport import Transport
+from towpath.planner.prediction import Prediction, Ranking
+from towpath.planner.solver import Solver
+
+# The periods that are tried if the user names none, in optimizer steps.
+PERIODS = (32, 64, 128, 256, 512)
+# Exchanges count as hidden if they make the mean step at most this much longer.
+HIDDEN = 1.05
+# An exchange may be under way for at most this share of a period, and then islands keep half of what they have learned.
+_LONGEST_DELAY, _BLEND = 0.25, 0.5
+# How many strategies of an island are tried, if those before need too much memory with the slow weights.
+_TRIED = 3
+# How many candidates are replayed at most, of an island and at each link rate.
+_REPLAYED = 16
+# Outer steps are proposed in place of a synchronous strategy if they take at most this share of its time.
+WORTH_IT = 0.8
+# Link rates at which strategies are compared, in bytes a second: from 10 Mbit/s to 100 Gbit/s.
+RATES = tuple(1.25e6 * 10 ** (k / 2) for k in range(9))
+
+
+class OuterPlanner:
+    """Plans the outer steps of a model on a cluster. `solver` has both, and what a step must do."""
+
+    def __init__(self, solver: Solver) -> None:
+        self._solver = solver
+        self._found: tuple[int, Prediction] | None = None
+
+    def on(self, solver: Solver) -> OuterPlanner:
+        """Return a planner for other links between the same nodes. It takes over what does not depend on these."""
+        other = OuterPlanner(solver)
+        if self._found is not None and self._found[0] == solver.cluster.topology.nodes:  # an island is one node
+            other._found = self._found
+        return other
+
+    def solve(self, periods: Sequence[int] = ()) -> list[Prediction]:
+        """Return the best prediction for each period, the fastest first.
+
+        Args:
+            periods: Numbers of optimizer steps between exchanges of the same weights. By default, the shortest period
+                that hides its exchanges, or else the longest.
+
+        Returns:
+            The predictions. None if no island can hold a copy of the model.
+        """
+        self._found = self._found or self._of_islands()
+        if self._found is None:
+            return []
+        islands, inner = self._found
+        first = self._predicted(Outer(PERIODS[0], transport=self._transport), islands, inner)
+        # What an exchange takes longer than a step does not depend on the period.
+        exchange = PERIODS[0] * max(0.0, first.seconds - inner.seconds)
+        settings = [self._settings(every, exchange, inner.seconds) for every in periods or PERIODS]
+        if not periods:
+            settings = [next((each for each in settings if each[1]), settings[-1])]
+        steps = [self._predicted(outer, islands, inner) for outer, _ in settings]
+        return sorted(steps, key=lambda step: step.order)
+
+    def _of_islands(self) -> tuple[int, Prediction] | None:
+        """Return how many islands can hold the model with its slow weights, and the best step of one of them."""
+        topology, request = self._solver.cluster.topology, self._solver.request
+        for islands in (n for n in range(topology.nodes, 1, -1) if topology.nodes % n == 0):
+            if request.batch % islands:
+                continue
+            _, island = Outer(1, islands=islands).on(topology)
+            cluster = self._solver.cluster.on(island.nodes, island.ranks_per_node)
+            inner = Solver(self._solver.model, cluster, replace(request, batch=request.batch // islands))
+            ranked = inner.solve(best=_TRIED, most=_REPLAYED)
+            for step in ranked.ranked if isinstance(ranked, Ranking) else ():
+                outer = Outer(1, transport=self._transport)
+                if self._predicted(outer, islands, step).peak_bytes <= request.memory:
+                    return islands, step
+        return None
+
+    def _settings(self, every: int, exchange: float, step: float) -> tuple[Outer, bool]:
+        """Return the settings for a period, and whether they hide an exchange of so many seconds behind its steps."""
+        outer = Outer(every, transport=self._transport)
+        if exchange <= (HIDDEN - 1) * every * step:
+            return outer, True
+        delay = ceil(exchange / step)
+        if delay > _LONGEST_DELAY * every:
+            return outer, False
+        return replace(outer, delay=delay, blend=_BLEND), True
+
+    @property
+    def _transport(self) -> Transport:
+        """The transport of exchanges: the codec of gradients with the fewest bits that is allowed, or float32."""
+        codecs = [Codec.parse(name) for name in self._solver.request.gradients if name != "none"]
+        usable = [codec for codec in codecs if not codec.stochastic]
+        smallest = min(usable, key=lambda codec: codec.bits, default=None)
+        return outer_transport("" if smallest is None else str(smallest))
+
+    def _predicted(self, outer: Outer, islands: int, inner: Prediction) -> Prediction:
+        settled, _ = replace(outer, islands=islands).on(self._solver.cluster.topology)
+        return self._solver.predict(replace(inner.strategy, outer=settled), inner.batching)
+
+
+def worth_it(outer: Prediction, synchronous: Prediction) -> bool:
+    """Return whether outer steps save enough time to change the algorithm for them."""
+    return outer.seconds <= WORTH_IT * synchronous.seconds
+
+
+# By link rate ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RateRow:
+    """The fastest synchronous step and the fastest of each period, at one link rate in bytes a second."""
+
+    rate: float
+    synchronous: Prediction
+    outer: tuple[Prediction, ...]
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest of the outer steps."""
+        return min(self.outer, key=lambda step: step.seconds)
+
+
+def by_rate(
+    solver: Solver, periods: Sequence[int] = (), say: Callable[[int, int], None] = lambda done, total: None
+) -> list[RateRow]:
+    """Return what steps take at each of `RATES`, and at the cluster's own. Rates at which nothing fits are left out.
+
+    `say` is called with how many rates are done and how many there are.
+    """
+    rows: list[RateRow] = []
+    own = solver.cluster.hardware.inter
+    rates, planner = sorted({*RATES, own.rate}), OuterPlanner(solver)
+    for number, rate in enumerate(rates):
+        say(number, len(rates))
+        cluster = replace(solver.cluster, hardware=replace(solver.cluster.hardware, inter=replace(own, rate=rate)))
+        there = Solver(solver.model, cluster, solver.request)
+        planner = planner.on(there)
+        found, outer = there.solve(best=1, most=_REPLAYED), planner.solve(periods)
+        if isinstance(found, Ranking) and outer:
+            rows.append(RateRow(rate, found.ranked[0], tuple(outer)))
+    return rows
+
+
+def crossing(rows: Sequence[RateRow]) -> float | None:
+    """Return the link rate, in bytes a second, up to which outer steps are faster. None if they always or never are."""
+    for slow, fast in pairwise(rows):
+        before, after = (log(row.synchronous.seconds / row.best.seconds) for row in (slow, fast))
+        if before > 0 >= after:
+            share = before / (before - after)
+            return exp(log(slow.rate) + share * (log(fast.rate) - log(slow.rate)))
+    return None

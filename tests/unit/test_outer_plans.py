@@ -1,0 +1,198 @@
+"""Planning outer steps: how often islands must synchronize, at which link rates it pays, and what users see of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_plan_command import run
+from tests.unit.test_planner import small_cluster
+from towpath.auto import choice
+from towpath.cli import plan_report
+from towpath.core.strategy import Strategy, TransferKind
+from towpath.errors import ConfigError
+from towpath.planner import islands
+from towpath.planner.catalog import load_cluster
+from towpath.planner.islands import HIDDEN, OuterPlanner, RateRow, by_rate, crossing, worth_it
+from towpath.planner.model import Transformer
+from towpath.planner.prediction import Prediction, Ranking
+from towpath.planner.request import Request, Workload, codecs_for_both
+from towpath.planner.solver import Solver
+from towpath.topology.cluster import Topology
+from towpath.train.config import Config
+from towpath.train.report import svg
+
+MODEL = Transformer(vocabulary=512, width=512, depth=4, heads=8, hidden=2048).model("small", 256)
+
+
+def solver_at(gigabits: float, nodes: int = 2, memory: float = 8.0, allow: tuple[str, ...] = ()) -> Solver:
+    weights, gradients = codecs_for_both(allow)
+    cluster = small_cluster(nodes, 2, gigabits, memory)
+    return Solver(MODEL, cluster, Request(32, cluster.memory, weights=weights, gradients=gradients))
+
+
+def exchanged(step: Prediction) -> float:
+    return step.exposed[TransferKind.OUTER]
+
+
+# --- how often --------------------------------------------------------------------------------------------------------
+
+
+def test_the_shortest_period_that_hides_its_exchanges_is_planned() -> None:
+    periods: list[int] = []
+    for gigabits in (0.01, 0.3, 1.0, 3.0, 30.0):
+        (step,) = OuterPlanner(solver_at(gigabits)).solve()
+        assert step.strategy.outer is not None
+        periods.append(step.strategy.outer.every)
+        if step.strategy.outer.every < islands.PERIODS[-1]:
+            assert step.seconds <= HIDDEN * (step.seconds - exchanged(step))
+    assert periods == sorted(periods, reverse=True)
+    assert periods[0] == 512
+    assert periods[-1] == 32
+
+
+def test_a_delay_is_as_long_as_the_exchange_and_never_most_of_a_period() -> None:
+    planner = OuterPlanner(solver_at(1.0))
+    for step in planner.solve(islands.PERIODS):
+        outer = step.strategy.outer
+        assert outer is not None
+        assert outer.delay <= outer.every / 4
+        assert outer.blend == (0.5 if outer.delay else 0.0)
+        if outer.delay:
+            alone = step.seconds - exchanged(step)
+            assert step.seconds <= HIDDEN * alone, "the delay is long enough"
+            shorter = planner._predicted(replace(outer, delay=0, blend=0.0), 2, step)  # pyright: ignore
+            assert shorter.seconds > HIDDEN * alone, "and it is needed"
+
+
+def test_islands_are_as_small_as_the_memory_lets_them_be() -> None:
+    """Also where a synchronous strategy still fits, islands may not: they keep a whole copy, and the slow weights."""
+    model = Transformer(vocabulary=512, width=2048, depth=8, heads=8, hidden=8192).model("larger", 256)
+    cluster = small_cluster(4, 2, 0.1)
+    found: list[int] = []
+    for memory in (24, 9, 7):
+        solver = Solver(model, cluster, Request(32, memory << 30))
+        assert isinstance(solver.solve(best=1, most=4), Ranking)
+        steps = OuterPlanner(solver).solve((32,))
+        assert all(step.peak_bytes <= memory << 30 for step in steps)
+        assert all(step.strategy.job == Topology(4, 2) for step in steps)
+        found += [step.strategy.islands for step in steps]
+    assert found == [4, 2]
+
+
+@pytest.mark.parametrize(("allow", "codec"), [((), "none"), (("int8",), "int8"), (("int8", "int4:64"), "int4:64")])
+def test_exchanges_use_the_smallest_codec_that_is_allowed(allow: tuple[str, ...], codec: str) -> None:
+    (step,) = OuterPlanner(solver_at(0.1, allow=allow)).solve((32,))
+    assert step.strategy.outer is not None
+    transport = step.strategy.outer.transport
+    assert str(transport.codec).startswith(codec)
+    assert transport.feedback == ("none" if codec == "none" else "all")
+
+
+# --- by link rate -----------------------------------------------------------------------------------------------------
+
+
+def test_the_slower_the_link_the_more_outer_steps_save() -> None:
+    solver = solver_at(1.0)
+    rows = by_rate(solver, (32,))
+    assert {solver.cluster.hardware.inter.rate, *islands.RATES} == {row.rate for row in rows}
+    shares = [row.synchronous.seconds / row.best.seconds for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 10
+    assert svg(plan_report.draw_outer, rows, (5, 3)).count("every 32 steps") == 1
+    assert worth_it(rows[0].best, rows[0].synchronous)
+    assert not worth_it(rows[0].synchronous, rows[0].synchronous)
+
+
+def test_the_crossing_is_between_the_rates_at_which_the_faster_changes() -> None:
+    (step,) = OuterPlanner(solver_at(1.0)).solve((32,))
+
+    def rows(*times_faster: float) -> list[RateRow]:
+        return [
+            RateRow(10.0**rate, replace(step, seconds=step.seconds * share), (step,))
+            for rate, share in enumerate(times_faster)
+        ]
+
+    assert crossing(rows(4, 2, 0.5, 0.25)) == pytest.approx(10**1.5)
+    assert crossing(rows(4, 1.0)) == pytest.approx(10)
+    assert crossing(rows(4, 2)) is None
+    assert crossing(rows(0.5, 0.25)) is None
+    assert crossing([]) is None
+
+
+# --- commands, and "auto" ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> tuple[str, ...]:
+    """`towpath plan` for a small model on two desktops."""
+    (tmp_path / "small.toml").write_text("vocabulary = 512\nwidth = 1024\ndepth = 3\nheads = 8\nhidden = 4096\n")
+    return ("plan", str(tmp_path / "small.toml"), "--cluster", "two-desktops", "--batch", "16", "--length", "256")
+
+
+def test_the_command_ranks_outer_steps_and_says_up_to_which_link_they_pay(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "s.toml"
+    found = run(*command, "--outer", "64", "-o", str(file))
+    assert found.exit_code == 0, found.output
+    assert all(len(line) <= 100 for line in found.stdout.splitlines() if "towpath train" not in line), found.stdout
+    assert "10 Mbit/s" in found.stdout and "2.35 Gbit/s (this)" in found.stdout
+    assert "Outer steps take less time" in found.stdout
+    made = Strategy.from_toml(file.read_text())
+    assert made.outer is not None
+    assert made.outer.every == 64
+    assert Config.from_dict({"strategy": {"name": str(file)}}).strategy.build(Topology(2, 2), 10) == made
+
+
+def test_for_machines_the_rates_are_json(command: tuple[str, ...]) -> None:
+    found = run(*command, "--outer", "auto", "--json")
+    facts = json.loads(found.stdout)
+    assert "outer_up_to_gbit" in facts
+    assert [row["gbit"] for row in facts["outer_by_rate"]] == sorted(row["gbit"] for row in facts["outer_by_rate"])
+    assert Strategy.from_toml(facts["plans"][0]["toml"]).outer is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--outer", "32", "--pipeline", "2"), "--outer is planned without pipelines only"),
+        (("--outer", "auto", "--outer", "32"), "--outer auto chooses the number of steps"),
+        (("--outer", "32", "--memory", "3"), "no island of whole nodes can hold the model"),
+        (("--allow", "outer"), "plan outer steps with --outer auto"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(command: tuple[str, ...], more: tuple[str, ...], message: str) -> None:
+    assert message in str(run(*command, *more).exception)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_auto_takes_outer_steps_only_where_they_are_allowed(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = type("Profile", (), {"cluster": lambda self: load_cluster("two-desktops")})()
+    made = choice._planned(  # pyright: ignore
+        profile, "as told", MODEL, lambda memory: Request(32, memory, outer=allowed), None
+    )
+    assert (made.strategy.outer is not None) is allowed
+    assert ("which synchronizes in every step" in made.why) is allowed
+
+
+def test_outer_is_no_codec() -> None:
+    assert codecs_for_both(("outer", "int8")) == codecs_for_both(("int8",))
+    Workload(64, allow=("outer",))
+    auto = {"name": "auto", "allow": ["outer"]}
+    assert Config.from_dict({"strategy": auto}).strategy.allow == ("outer",)
+    with pytest.raises(ConfigError, match=r"0: auto chooses it, if strategy.allow has 'outer'"):
+        Config.from_dict({"strategy": auto | {"outer": {"every": 32}}})
+    with pytest.raises(ConfigError, match="needs a whole copy of the model in each island"):
+        Config.from_dict({"strategy": auto, "parallel": {"pipeline": 2}})
+
+
+def test_a_ranking_of_islands_needs_a_batch_that_they_share() -> None:
+    solver = solver_at(1.0, nodes=3)
+    assert isinstance(Solver(MODEL, solver.cluster, Request(30, solver.request.memory)).solve(best=1), Ranking)
+    step = OuterPlanner(Solver(MODEL, solver.cluster, Request(30, solver.request.memory))).solve((32,))[0]
+    assert step.strategy.islands == 3
+    assert step.sequences(6) == 30
