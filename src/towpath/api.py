@@ -20,6 +20,7 @@ from torch import nn
 from towpath.collectives.rank_transfer import form_for
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
+from towpath.core.outer import Outer
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.presets import Preset
 from towpath.core.schedule import Schedule, decided, depends_on_memory
@@ -72,6 +73,7 @@ def shard(
     workload: Workload | None = None,
     offload: Offload | None = None,
     exact: bool | None = None,
+    outer: Outer | None = None,
     check_every: int = CHECK_EVERY,
     **theirs: Never,
 ) -> Model:
@@ -104,6 +106,8 @@ def shard(
             weights there, and copies it to the GPU for each gather. Use it if one copy of the weights in each node does
             not fit. "optimizer+params" does both. By default, the strategy's own setting.
         exact: True sends fewer bytes between nodes, without losing a bit. By default, the strategy or "auto" decides.
+        outer: Islands of nodes train on their own, and synchronize only now and then (`towpath.Outer`). Use it on links
+            below 1 Gbit/s. It changes the algorithm. Pass it with a preset's name; a `Strategy` has its own.
         check_every: The number of optimizer steps between two comparisons of parameters. Ranks with copies of the same
             parameters ("ddp", "mics") raise an error with the unit's name if they differ. 0 is never.
         **theirs: Not supported. An argument of FSDP or FSDP2 raises an error that names the counterpart.
@@ -121,7 +125,7 @@ def shard(
     """
     if theirs:
         check_arguments(theirs, inspect.signature(shard).parameters)
-    changes = _Changes(offload, exact)
+    changes = _Changes(offload, exact, outer)
     return _shard(model, strategy, topology, units, precision, group, mesh, values, workload, changes, check_every)
 
 
@@ -131,6 +135,7 @@ class _Changes:
 
     offload: Offload | None
     exact: bool | None
+    outer: Outer | None
 
     def of(self, strategy: Strategy) -> Strategy:
         """Return the changed strategy."""
@@ -270,6 +275,11 @@ def _resolve(
                 'strategy="auto" has to know what a step computes: pass workload=towpath.Workload(tokens=…), the '
                 "tokens of a rank's forward pass, with micro_steps=, optimizer= and memory= as they are."
             )
+        if changes.outer is not None:
+            raise ShardError(
+                'outer= does not go with strategy="auto": allow it with workload=Workload(…, allow=("outer",)), and '
+                "the planner chooses its settings."
+            )
         assert topology is not None
         _check_world(topology, world)
         return None
@@ -278,9 +288,14 @@ def _resolve(
     if isinstance(strategy, str):
         assert topology is not None
         _check_world(topology, world)
-        strategy = presets.strategy(strategy, topology)
+        strategy = presets.strategy(strategy, topology, **({} if changes.outer is None else {"outer": changes.outer}))
     else:
         _check_is_strategy("shard", strategy)
+        if changes.outer is not None:
+            raise ShardError(
+                f"outer= goes with a preset's name, and {strategy.name} is a Strategy. Make it as "
+                "towpath.strategy(name, topology, outer=…)."
+            )
         _check_topology(strategy, topology)
         _check_world(strategy.job, world)
     return changes.of(strategy)

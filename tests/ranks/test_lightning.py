@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import towpath
 from tests.ranks.launched import launched
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from towpath.errors import ShardError
+from towpath.integrations import Sharding
 from towpath.optim import owner_stepped
 
 Worlds = Callable[[int], World]
@@ -135,6 +137,26 @@ def _trained_beside_ddp(folder: Path, strategy: str) -> float:
         assert losses[1] == pytest.approx(losses[0], rel=1e-9)
         predicted = [torch.cat(t.predict(m, _rows())) for t, m in both]
         assert (predicted[0] - predicted[1]).abs().max() <= 1e-9
+        return _differences(_values(ours), _values(plain))
+
+
+def test_islands_that_synchronize_in_every_step_are_ddp(world: Worlds, tmp_path: Path) -> None:
+    """With plain SGD outside and inside. The last exchange is that of `on_train_end`."""
+    assert max(world(2).run(_islands_beside_ddp, tmp_path)) <= 1e-9
+
+
+def _islands_beside_ddp(folder: Path) -> float:
+    from towpath.integrations.lightning import TowpathStrategy
+
+    def sgd(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=1e-2)
+
+    outer = towpath.Outer(every=1, lr=1.0, momentum=0.0)
+    sharding = Sharding("zero3", topology=towpath.Topology(2, 1), outer=outer)
+    with launched():
+        plain, ours = _module(sgd), _module(sgd)
+        for strategy, module in (("ddp", plain), (TowpathStrategy(sharding), ours)):
+            _trainer(strategy, folder, gradient_clip_val=None).fit(module, _rows())
         return _differences(_values(ours), _values(plain))
 
 

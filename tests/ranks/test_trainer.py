@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import towpath
 from tests.ranks.launched import launched
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from towpath.errors import ShardError, TopologyError
+from towpath.integrations import Sharding
 from towpath.optim import owner_stepped
 
 Worlds = Callable[[int], World]
@@ -119,6 +122,35 @@ def _trained_beside_ddp(folder: Path) -> float:
         assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
         found, expected = _whole(ours), _whole(plain)
         return _differences(found, expected) if rank == 0 else 0.0
+
+
+def test_islands_that_synchronize_in_every_step_are_ddp(world: Worlds, tmp_path: Path) -> None:
+    """With plain SGD outside and inside. And islands that do not end with equal weights, too."""
+    for off, spread in world(2).run(_islands_beside_ddp, tmp_path):
+        assert off <= 1e-9
+        assert spread == 0.0
+
+
+def _islands_beside_ddp(folder: Path) -> tuple[float, float]:
+    """How far islands are from DDP, and how far islands that synchronize now and then end from each other."""
+    shape = towpath.Topology(2, 1)
+
+    def islands(outer: towpath.Outer) -> Sharding:
+        return Sharding("zero1", topology=shape, outer=outer)
+
+    with launched() as rank:
+        options = {"optim": "sgd", "max_grad_norm": 0.0}  # a norm would be that of an island
+        plain = _trainer(None, folder, steps=5, **options)
+        every = _trainer(islands(towpath.Outer(every=1, lr=1.0, momentum=0.0)), folder, steps=5, **options)
+        apart = _trainer(islands(towpath.Outer(every=3)), folder, steps=5)
+        for trainer in (plain, every, apart):
+            trainer.train()
+        found, expected = _whole(every), _whole(plain)
+        off = _differences(found, expected) if rank == 0 else 0.0
+        own = torch.cat([p.full_tensor().detach().flatten() for p in apart.model.parameters()])
+        both = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(both, own)
+        return off, float((both[0] - both[1]).abs().max())
 
 
 def test_it_steps_whole_matrices(world: Worlds, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from towpath.checkpoint.folders import step_of
 from towpath.checkpoint.rank_contents import described
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.outer import Outer
 from towpath.core.presets import Preset
 from towpath.core.strategy import Offload, Strategy
 from towpath.engine.checks.optimizers import adopt
@@ -60,6 +61,7 @@ class Sharding:
             "optimizer+params" both.
         exact: True sends gradients and updated parameters in fewer bytes between nodes, and every bit stays the same.
             By default, the strategy's own setting, and "auto" uses it where it expects a faster step.
+        outer: Islands of nodes train on their own, and synchronize only now and then (`towpath.Outer`).
         check_every: The number of optimizer steps between two comparisons of parameters.
 
     Raises:
@@ -74,6 +76,7 @@ class Sharding:
     workload: Workload | None = None
     offload: Offload | None = None
     exact: bool | None = None
+    outer: Outer | None = None
     check_every: int = CHECK_EVERY
 
     def __post_init__(self) -> None:
@@ -121,6 +124,7 @@ class Sharding:
             workload=self.workload,
             offload=self.offload,
             exact=self.exact,
+            outer=self.outer,
             check_every=self.check_every,
         )
 

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
+from towpath.api import average_islands
 from towpath.checkpoint.state_dicts import get_model_state_dict, get_optimizer_state_dict
 from towpath.core import presets
 from towpath.core.strategy import Strategy
@@ -103,6 +104,11 @@ class TowpathStrategy(DDPStrategy):
         """Skip the reduction of gradients, in micro-batches before the last."""
         with self._sharded.no_sync():
             yield
+
+    def on_train_end(self) -> None:
+        """After the last step of a training with outer steps, let all islands hold the mean of their weights."""
+        average_islands(self._sharded)
+        super().on_train_end()
 
     @property
     def _sharded(self) -> Any:

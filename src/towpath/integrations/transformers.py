@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from towpath.api import average_islands
 from towpath.core.strategy import Strategy
 from towpath.errors import ShardError
 from towpath.integrations.accelerate import Accelerator
@@ -95,6 +96,20 @@ class ShardedTrainer(_Base):
             made = super().create_optimizer(*args, **kwargs)
             self.optimizer = owner_stepped(made) if needs_owner_stepped(made) else made
         return self.optimizer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train. After the last step of a training with outer steps, let all islands hold the mean of their weights.
+
+        Args:
+            *args: Passed to the Trainer.
+            **kwargs: Passed to the Trainer.
+
+        Returns:
+            The Trainer's output.
+        """
+        output = super().train(*args, **kwargs)
+        average_islands(self._sharded_model())
+        return output
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
