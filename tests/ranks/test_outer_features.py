@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
 from tests.forms import in_form
@@ -30,7 +31,7 @@ from tests.ranks.test_frozen import _loss as _loss_of_adapted
 from tests.ranks.test_outer import STREAMING, TOLERANCE, adamw, sync
 from tests.ranks.test_owner_stepped import Iterated, _matrices, _others
 from tests.ranks.twin import Loss, distance, loss_on
-from towpath import Outer, Topology
+from towpath import Outer, Topology, checkpoint
 from towpath.core import exact
 from towpath.core.routes import Form
 from towpath.optim import chain, owner_stepped
@@ -204,6 +205,32 @@ def _broadcast_buffers() -> float:
     return model[0].norm.running_mean.sum().item()
 
 
+def test_an_island_whose_data_has_ended_goes_on_with_the_others(world: Worlds) -> None:
+    """Island 0 has three batches, and then gets no gradients. Of island 1, one rank has four, and one has five."""
+    for steps, off in world(4).run(_join, (3, 3, 4, 5)):
+        assert steps == 5 and off <= TOLERANCE
+
+
+def _join(batches: tuple[int, ...]) -> tuple[int, float]:
+    loss, rank, steps = loss_on("gpt"), dist.get_rank(), 0
+    model, plain = (_build(partial(MODELS["gpt"].make, torch.float64)) for _ in range(2))
+    model = towpath.shard(model, strategy_of("zero3", SHAPE, outer=STREAMING))
+    islands, optimizer = Islands(plain, STREAMING, 2, fragments_of(model, STREAMING), adamw), adamw(model)
+    means = mean_of(lambda copy, r, micro, step: (step < batches[r]) * loss(copy, r, micro, min(step, batches[r] - 1)))
+    for step in model.join(range(batches[rank])):
+        loss(model, rank, 0, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        islands.step(
+            lambda island, copy, step=steps: means(range(2 * island, 2 * island + 2), step)(copy),
+            skipped=(0,) if steps >= batches[0] else (),
+        )
+        steps += 1
+    sync(model)
+    expected = dict(islands.models[rank // 2].named_parameters())
+    return steps, max(distance(p, expected[n].detach()) for n, p in model.named_parameters())
+
+
 # --- loss scaling -----------------------------------------------------------------------------------------------------
 
 
@@ -323,3 +350,37 @@ def _two_models(second: Outer | None) -> None:
     for (label, outer), model, optimizer in zip(kinds, models, optimizers, strict=True):
         sync(model)
         assert differing(content(model, optimizer), _trained(label, LONG, outer)) == []
+
+
+# --- state dicts ------------------------------------------------------------------------------------------------------
+
+
+class Pretrained(nn.Sequential):
+    def save_pretrained(self, folder: str, state_dict: dict[str, Tensor] | None = None) -> str:
+        return folder if state_dict else ""
+
+
+def test_full_state_dicts_are_those_of_the_first_island(world: Worlds) -> None:
+    answers = world(4).run(_state_dicts)
+    assert [(count > 0, written) for count, written, _ in answers] == [(True, "here"), *[(False, None)] * 3]
+    assert [wrong for _, _, wrong in answers] == [[]] * 4
+
+
+def _state_dicts() -> tuple[int, str | None, list[str]]:
+    """Islands differ after two steps. What rank 0 has is then loaded on all of them."""
+    model: Any = towpath.shard(Pretrained(*_normed()), strategy_of("zero3", SHAPE, outer=Outer(every=9)))
+    optimizer = adamw(model)
+    for step in range(2):
+        model(_rows(dist.get_rank(), 0, step).float()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.broadcast_buffers()
+    first: list[Any] = [content(model, optimizer)]
+    dist.broadcast_object_list(first)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = checkpoint.get_state_dict(model, optimizer, options=options)
+    written = model.save_pretrained("here")
+    given = replace(options, broadcast_from_rank0=True)
+    checkpoint.set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=given)
+    wrong = differing(content(model, optimizer), first[0])
+    return sum(map(len, states)), written, [name for name in wrong if "seen" not in name]  # it is not persistent
