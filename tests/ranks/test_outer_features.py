@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from tests.ranks.twin import Loss, distance, loss_on
 from towpath import Outer, Topology, checkpoint
 from towpath.core import exact
 from towpath.core.routes import Form
+from towpath.errors import CheckpointError
 from towpath.optim import chain, owner_stepped
 
 Worlds = Callable[[int], World]
@@ -269,7 +271,9 @@ def _overflow(label: str, offload: str | None) -> tuple[float, float]:
 # --- the same to the bit ----------------------------------------------------------------------------------------------
 
 
-def _trained(label: str, topology: Topology, outer: Outer | None, steps: int = STEPS, **options: Any) -> dict[str, Tensor]:
+def _trained(
+    label: str, topology: Topology, outer: Outer | None, steps: int = STEPS, **options: Any
+) -> dict[str, Tensor]:
     """Return weights and optimizer states of this rank's island after some steps of float32."""
     entry = MODELS["gpt"]
     model = towpath.shard(entry.make(torch.float32), strategy_of(label, topology, outer=outer), **options)
@@ -384,3 +388,109 @@ def _state_dicts() -> tuple[int, str | None, list[str]]:
     checkpoint.set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=given)
     wrong = differing(content(model, optimizer), first[0])
     return sum(map(len, states)), written, [name for name in wrong if "seen" not in name]  # it is not persistent
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@in_turn([(n, each) for n in LABELS for each in ("optimizer", "params", "optimizer+params")], 1, "case")
+def test_an_offloaded_run_resumes_bit_for_bit_in_a_delay(case: tuple[str, str], world: Worlds, tmp_path: Path) -> None:
+    label, offload = case
+    world(4).run(_resume, tmp_path, f"{label} offload={offload}", SHAPE, STREAMING)
+
+
+@in_turn(("zero++", "qgz", "ddp gradients=low-rank:2", "zero3 exact=True"), 1)
+def test_a_run_with_codecs_resumes_bit_for_bit_in_a_delay(label: str, world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_resume, tmp_path, label, LONG, replace(STREAMING, islands=2))
+
+
+class Position:
+    """How far a rank has read, and the order that it reads in."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"step": 0, "order": torch.arange(3)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@dataclass
+class Scaled:
+    """A run whose islands have other loss scales, and have read other data."""
+
+    model: Any
+    optimizer: optim.Optimizer
+    scaler: torch.amp.GradScaler
+    position: Position
+
+    @staticmethod
+    def of(label: str, topology: Topology, outer: Outer | None) -> Scaled:
+        model = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of(label, topology, outer=outer))
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=256.0, growth_interval=3)
+        return Scaled(model, adamw(model), scaler, Position())
+
+    def train(self, first: int, last: int) -> None:
+        entry, rank = MODELS["gpt"], dist.get_rank()
+        for step in range(first, last):
+            loss = entry.loss(self.model, *entry.micro_batch(rank, 0, self.position.state["step"], torch.float32))
+            overflows = rank < 2 and step in (1, 5)
+            (self.scaler.scale(loss) * (math.inf if overflows else 1.0)).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.position.state = {"step": step + 1 + 10 * (rank // 2), "order": torch.randperm(3)}
+
+    @property
+    def state(self) -> checkpoint.State:
+        return checkpoint.State(self.model, self.optimizer, scaler=self.scaler, training=self.position)
+
+    def content(self) -> dict[str, Tensor]:
+        sync(self.model)
+        extras = {"scale": torch.tensor(self.scaler.get_scale()), "order": self.position.state["order"]}
+        return content(self.model, self.optimizer) | extras | {"step": torch.tensor(self.position.state["step"])}
+
+
+def _resume(root: Path, label: str, topology: Topology, outer: Outer) -> None:
+    """Saved after four steps, when the second exchange of a fragment is under way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "SMALLEST_BYTES", 1)
+        run, resumed = (Scaled.of(label, topology, outer) for _ in range(2))
+    torch.manual_seed(dist.get_rank() // 2)
+    run.train(0, 4)
+    assert checkpoint.save(root, 4, run.state).ok
+    run.train(4, STEPS)
+    resumed.train(0, 1)  # so that what is right afterwards was loaded
+    loaded = checkpoint.load(root, resumed.state)
+    assert loaded is not None and loaded.notes == ()
+    assert resumed.position.state["step"] == 4 + 10 * (dist.get_rank() // 2)
+    resumed.train(4, STEPS)
+    assert differing(resumed.content(), run.content()) == []
+
+
+def test_extras_may_differ_between_islands_and_not_inside_one(world: Worlds, tmp_path: Path) -> None:
+    for same, notes, refused in world(4).run(_extras, tmp_path):
+        assert same and not any("training" in note for note in notes)
+        assert "'training'" in refused and "on rank 2 and" in refused and "on rank 3" in refused
+
+
+def _extras(root: Path) -> tuple[bool, tuple[str, ...], str]:
+    """A run without islands gets what the first island has saved."""
+    run, rank = Scaled.of("zero1", SHAPE, STREAMING), dist.get_rank()
+    torch.manual_seed(rank // 2)
+    run.train(0, 3)
+    assert checkpoint.save(root, 3, run.state).ok
+    first = [run.position.state, run.scaler.get_scale()]
+    dist.broadcast_object_list(first)
+    other = Scaled.of("zero3", SHAPE, None)
+    loaded = checkpoint.load(root, other.state)
+    assert loaded is not None
+    same = other.position.state["step"] == first[0]["step"] and other.scaler.get_scale() == first[1]
+    same = same and torch.equal(other.position.state["order"], first[0]["order"])
+    if rank == 3:
+        run.position.state["step"] += 1
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(root, 4, run.state)
+    return same, loaded.notes, str(caught.value)
