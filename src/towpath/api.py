@@ -222,7 +222,7 @@ def _island_of(job: Groups, strategy: Strategy) -> Groups:
         return job
     world = strategy.topology.world
     islands = tuple(tuple(range(first, first + world)) for first in range(0, job.world, world))
-    island = Groups(job.of(islands, "island"))
+    island = Groups(job.of(islands, "island"), first=job.rank // world * world)
     island.connect()
     return island
 

@@ -106,7 +106,7 @@ class OuterSync:
         problems, self._problems = self._problems, []
         for what in problems:
             if not self._comm.log.compares(Call.SLOW_WEIGHTS):
-                raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
+                raise StepError(f"rank {self._comm.number}: {differing_islands(what)}")
             self._comm.log.note(Call.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
 
     # Checkpoints ----------------------------------------------------------------------------------------------------

@@ -261,6 +261,7 @@ class StallMonitor:
 
     def __init__(self, groups: Groups) -> None:
         self.rank, self.world, self._groups = groups.rank, groups.world, groups
+        self.first, self.number = groups.first, groups.number  # errors name ranks by their numbers in the job
         self.activity = RankStatus()
         self.log: CollectiveLog | None = None  # of the model that made the last transfer or call
         self.diverged = ""  # the reason why transfers can never end, once it is known
@@ -285,11 +286,15 @@ class StallMonitor:
     def describe(self, ranks: Sequence[int]) -> str:
         """Return the last status that each of `ranks` has posted, one line per rank."""
         others = [rank for rank in ranks if rank != self.rank]
+        nothing = "has said nothing: it makes progress, or it is gone"
         lines = [
-            f"\n  rank {rank}: {note.doing if note else 'has said nothing: it makes progress, or it is gone'}"
+            f"\n  rank {self.first + rank}: {note.doing if note else nothing}"
             for rank, note in self._read(others[:_FEW]).items()
         ]
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return ", ".join(str(self.first + rank) for rank in ranks)
 
     def watch_processes(self) -> None:
         """Start to watch whether the next rank's process ends. Every rank of a GPU job must call it."""
@@ -352,13 +357,13 @@ class StallMonitor:
         other = next((rank for rank, theirs in came.items() if theirs != call), None)
         if other is not None:
             raise StepError(
-                f"rank {self.rank}: this rank called {call}, and rank {other} {came[other]} meanwhile. Let every "
-                "rank make the same calls in the same order."
+                f"rank {self.number}: this rank called {call}, and rank {self.first + other} {came[other]} meanwhile. "
+                "Let every rank make the same calls in the same order."
             )
         missing = [rank for rank in range(self.world) if rank not in came]
         if missing:
             raise StepError(
-                f"rank {self.rank}: every rank must call {call}; rank {', '.join(map(str, missing))} did not in "
+                f"rank {self.number}: every rank must call {call}; rank {self._named(missing)} did not in "
                 f"{patience:.0f} s. What they last said of themselves:{self.describe(missing)}"
             )
 
@@ -379,18 +384,19 @@ class StallMonitor:
                 their = note.meeting if note.meeting is not None and note.meeting[0] >= self.activity.meetings else None
                 here = meeting[1] if meeting is not None else _alone_in(mine, note.step_log, both)
                 there = their[1] if their is not None else _alone_in(note.step_log, mine, both)
-                step_logs = [(self.rank, _ended(mine, here)), (rank, _ended(note.step_log, there))]
+                peer = self.first + rank
+                step_logs = [(self.number, _ended(mine, here)), (peer, _ended(note.step_log, there))]
                 first, second = sorted(step_logs, key=itemgetter(0))
                 found = difference(scope, first, second)
                 if found is not None and (self._step_log(), self.activity.meeting) == (mine, meeting):
                     # If only one rank has stepped an optimizer, that explains why their transfers differ.
                     cause = difference(log.scopes[0], first, second, ended=True)
                     is_a_step = cause is not None and Call.STEP in cause.kinds and Call.SHARED not in found.kinds
-                    self.diverged = divergence_message(self.rank, cause if cause is not None and is_a_step else found)
-                    for who, other, call in ((self.rank, rank, here), (rank, self.rank, there)):
+                    self.diverged = divergence_message(self.number, cause if cause is not None and is_a_step else found)
+                    for who, other, call in ((self.number, peer, here), (peer, self.number, there)):
                         if call:
                             self.diverged = (
-                                f"rank {self.rank}: rank {who} is in {call}, which every rank must call, while rank "
+                                f"rank {self.number}: rank {who} is in {call}, which every rank must call, while rank "
                                 f"{other} waits for a transfer that rank {who} is to take part in: {found}. Call it on "
                                 "every rank, at the same place."
                             )
@@ -404,9 +410,10 @@ class StallMonitor:
             notes = self._read(everyone[:_FEW]).values()
             lost = next((note.lost for note in notes if note is not None and note.lost is not None), None)
         if lost is not None:
+            peer = self.first + lost
             self.diverged = (
-                f"rank {self.rank}: the process of rank {lost} has ended, and this rank waits for it: "
-                f"{self.activity.describe()}. See what rank {lost} printed, then restart from the last checkpoint."
+                f"rank {self.number}: the process of rank {peer} has ended, and this rank waits for it: "
+                f"{self.activity.describe()}. See what rank {peer} printed, then restart from the last checkpoint."
             )
 
     def _ended_peer(self) -> int | None:
@@ -560,11 +567,11 @@ class FailedPasses:
         self._peers.activity.failed("")
         missing = [rank for rank in range(self._groups.world) if rank not in came]
         if missing:
-            ranks = ", ".join(map(str, missing))
+            ranks = ", ".join(str(self._groups.first + rank) for rank in missing)
             raise StepError(
-                f"rank {self._groups.rank}: {failure}, which was caught here; rank {ranks} did not fail, and waits for "
-                "the transfers of that pass. A pass that fails on some ranks cannot be left out: let the exception end "
-                "the program, or see to it that it is raised on every rank. What they last said of themselves:"
+                f"rank {self._groups.number}: {failure}, which was caught here; rank {ranks} did not fail, and waits "
+                "for the transfers of that pass. A pass that fails on some ranks cannot be left out: let the exception "
+                "end the program, or see to it that it is raised on every rank. What they last said of themselves:"
                 f"{self._peers.describe(missing)}"
             )
         everyones = [bytes.fromhex(came[rank]) for rank in range(self._groups.world)]

@@ -66,7 +66,7 @@ class ShardSpec:
         start, end = self.bounds()
         return (
             f"parameter {self.name!r} of shape {tuple(self.whole_shape)} in unit {self.unit or 'root'!r}, of which "
-            f"rank {self.replica.rank} holds the elements [{start}:{end}]"
+            f"rank {self.replica.number} holds the elements [{start}:{end}]"
         )
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:

@@ -162,7 +162,7 @@ class ShardTensor(torch.Tensor):
     def untyped_storage(self) -> NoReturn:
         """Raise `ShardTensorError`: no storage has the shape of this tensor."""
         raise ShardTensorError(
-            f"{self.shard_spec.name!r} has no memory of its shape: rank {self.shard_spec.replica.rank} holds a slice "
+            f"{self.shard_spec.name!r} has no memory of its shape: rank {self.shard_spec.replica.number} holds a slice "
             "of it, "
             "to_local(). To save the model let every rank call towpath.checkpoint.get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and rank 0 save what it gets. Without "
@@ -552,7 +552,7 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     name, remedy = running_step.take()
     if name:
         raise ShardTensorError(
-            f"rank {shard_spec.replica.rank}: {name} works on full tensors ({func}), and each rank holds slices of "
+            f"rank {shard_spec.replica.number}: {name} works on full tensors ({func}), and each rank holds slices of "
             f"them. {remedy()}"
         )
     raise ShardTensorError(

@@ -400,10 +400,11 @@ class CommContext:
     same transfers in the same order, because binding creates process groups.
 
     `groups` are those of the ranks that train together. `job` are those of all islands. Without islands, both are one.
+    `rank` is this rank as `groups` count, and `number` as the job counts, which errors name.
     """
 
     def __init__(self, groups: Groups, device: torch.device, log: CollectiveLog, job: Groups | None = None) -> None:
-        self.rank = groups.rank
+        self.rank, self.number = groups.rank, groups.number
         self.device = device
         self.groups, self.job = groups, job or groups
         self.log = log
@@ -453,7 +454,7 @@ class CommContext:
                 return self.groups.of(ranks, f"{queue}{part}", self._backend)
             return self._of_lane(ranks, queue, topology, borrows=transfer.move.op in WITH_OWNERS)
 
-        return group_rank(transfer, self.rank, group_of)
+        return group_rank(transfer, self.rank, group_of, self.groups.first)
 
     def control(self, ranks: Ranks, topology: Topology) -> dist.ProcessGroup:
         """Return this rank's process group for collectives on the training thread, such as those of full parameters."""
