@@ -208,6 +208,11 @@ class RankStatus:
         self.progress += 1
         self._failure = what
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a call of this rank has failed, and not all ranks have learned of it."""
+        return bool(self._failure)
+
     def meets(self, what: str) -> None:
         """Note that this rank begins to wait for all ranks to make the call `what`."""
         self.progress += 1
@@ -225,10 +230,10 @@ class RankStatus:
         return bool(self._under_way or self.inside or self.on_device()) or self.meeting is not None
 
     def silent_seconds(self) -> float:
-        """Return for how long nothing has begun or ended. Only one thread may call it, at regular intervals."""
+        """Return for how long nothing has begun or ended. Call it at regular intervals: it looks for progress."""
         now = time.monotonic()
         if self.progress != self._seen:
-            self._seen, self._since = self.progress, now
+            self._since, self._seen = now, self.progress  # in this order: another thread may read them in between
         return now - self._since
 
     def describe(self) -> str:
@@ -264,6 +269,7 @@ class StallMonitor:
         self.first, self.number = groups.first, groups.number  # errors name ranks by their numbers in the job
         self.activity = RankStatus()
         self.log: CollectiveLog | None = None  # of the model that made the last transfer or call
+        self.warns = True  # whether this monitor logs that there is no progress
         self.diverged = ""  # the reason why transfers can never end, once it is known
         self._neighbor: Neighbor | None = None  # made by `watch_processes`
         self.patience_seconds = groups.timeout_seconds
@@ -320,11 +326,14 @@ class StallMonitor:
         return min(_WARN_SECONDS, self.patience_seconds / 2)
 
     def post(self, silent: bool) -> None:
-        """Post this rank's status if it is `silent`, which means without progress. Else clear the posted status."""
+        """Post this rank's status if it is `silent`, which means without progress, or if a call of it has failed.
+
+        Else clear the posted status.
+        """
         step_log = self._step_log()
         step_log_json = None if step_log is None else step_log.to_json()
         note = [self.activity.describe(), step_log_json, self.activity.meeting, self._ended_peer()]
-        self.status_store.post(json.dumps(note) if silent else "")
+        self.status_store.post(json.dumps(note) if silent or self.activity.has_failed else "")
 
     def tell(self, failure: str) -> None:
         """Post the error of a call that only this rank may have made. Peers that wait for this rank quote it."""
@@ -484,7 +493,7 @@ def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None
         elif posted != -1:
             peers.post(silent=False)
             posted = -1
-        if activity.waits and silent >= peers.warn_seconds and warned != progress:
+        if peers.warns and activity.waits and silent >= peers.warn_seconds and warned != progress:
             warned = progress
             _LOG.warning(
                 "no progress for %.0f s: %s. This rank gives up after %.0f s. Other ranks:%s",

@@ -437,6 +437,14 @@ class CommContext:
     def _job_record(self) -> JobRecord:
         return JobRecord(self.record, StallMonitor.of(self.job))
 
+    def tell(self, failure: str) -> None:
+        """Post the error of an exchange between islands. Ranks of all islands that wait for this rank quote it."""
+        if self.record.peers.activity.has_failed:  # the first failure is the cause of others
+            return
+        self.record.peers.tell(failure)
+        if self.job is not self.groups:
+            StallMonitor.of(self.job).post(silent=True)
+
     def bind_matrices(self, transfer: Transfer) -> RankMatrices:
         """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""
         members = self._members(transfer)
