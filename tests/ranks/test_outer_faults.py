@@ -25,6 +25,7 @@ from tests.ranks.strategies import seldom, strategy_of
 from tests.ranks.test_outer import STREAMING, adamw
 from towpath import Outer, Topology, checkpoint
 from towpath.checkpoint import safetensors
+from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.outer import FragmentExchange
 from towpath.errors import StepError
 
@@ -200,4 +201,31 @@ def _step_otherwise(root: Path) -> str:
         run.backward()
     except StepError as error:
         return str(error)
+    return ""
+
+
+def test_an_island_learns_of_a_process_that_ends_in_another_one(tmp_path: Path) -> None:
+    """As on a GPU, where no connection of rank 0 shows it: rank 0 waits for rank 1, which is elsewhere."""
+    with World(4) as ranks:
+        for connection in ranks._connections:
+            connection.send((_wait_elsewhere, (tmp_path,), HANGS_SECONDS))
+        assert ranks._connections[0].poll(HANGS_SECONDS), "rank 0 hangs"
+        ok, text = ranks._connections[0].recv()
+    assert ok and text.startswith("rank 0: the process of rank 3 has ended"), text
+
+
+def _wait_elsewhere(root: Path) -> str:
+    run, rank, word = _Run("zero3", root, Outer(every=9)), dist.get_rank(), torch.zeros(1)
+    StallMonitor.of(run.model.towpath_engine.comm.job).watch_processes()
+    run.train(1)
+    if rank == 2:
+        dist.send(word, 3)
+    elif rank == 3:
+        dist.recv(word, 2)  # so that nobody waits for its last messages
+        os._exit(0)
+    elif rank == 0:
+        with pytest.raises(StepError) as caught:
+            run.backward()
+        return str(caught.value)
+    threading.Event().wait()
     return ""

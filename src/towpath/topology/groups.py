@@ -151,10 +151,16 @@ class Groups:
             self.leave(group)
             new_group([dist.get_rank()], "in place of a closed group", backend="gloo")
 
-    def abort(self) -> None:
-        """Abort the running transfers on the device, in all groups. No group can be used afterwards."""
+    def abort(self, *others: Groups) -> None:
+        """Abort the running transfers on the device, in all groups. No group can be used afterwards.
+
+        Args:
+            *others: Groups inside other parents, such as those of an island, to abort at the same time.
+        """
         backends: list[Any] = []
-        for group in filter(None, [self._parent, *self._made.values()]):
+        # The group of an island is among those that the job has made.
+        made = [group for each in (self, *others) for group in (each.parent, *each._made.values())]
+        for group in dict.fromkeys(filter(None, made)):
             with suppress(RuntimeError):  # it has no backend for GPUs
                 backends.append(group._get_backend(torch.device("cuda")))
         # One NCCL call aborts all of them. In separate calls, an abort could wait for a kernel of another communicator.

@@ -272,6 +272,7 @@ class StallMonitor:
         self.warns = True  # whether this monitor logs that there is no progress
         self.diverged = ""  # the reason why transfers can never end, once it is known
         self._neighbor: Neighbor | None = None  # made by `watch_processes`
+        self._islands: list[StallMonitor] = []  # those of this rank's islands, if this one is of the whole job
         self.patience_seconds = groups.timeout_seconds
         # A launcher may keep its store over restarts. A new name hides what the ranks of an earlier start left there.
         new_name: str = groups.gather_objects(uuid.uuid4().hex)[0]
@@ -299,8 +300,16 @@ class StallMonitor:
         ]
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
 
-    def _named(self, ranks: Sequence[int]) -> str:
-        return ", ".join(str(self.first + rank) for rank in ranks)
+    def oversee(self, island: StallMonitor) -> None:
+        """Report also what this rank does in its island. The island then learns which process of the job has ended.
+
+        Args:
+            island: The monitor of this rank's island. Without islands, it is this one.
+        """
+        self.activity = island.activity
+        if island is not self and island not in self._islands:
+            self._islands.append(island)
+            island.warns = False  # this monitor warns, and describes the ranks of all islands
 
     def watch_processes(self) -> None:
         """Start to watch whether the next rank's process ends. Every rank of a GPU job must call it."""
@@ -332,7 +341,7 @@ class StallMonitor:
         """
         step_log = self._step_log()
         step_log_json = None if step_log is None else step_log.to_json()
-        note = [self.activity.describe(), step_log_json, self.activity.meeting, self._ended_peer()]
+        note = [self.activity.describe(), step_log_json, self.activity.meeting, self.ended_peer()]
         self.status_store.post(json.dumps(note) if silent or self.activity.has_failed else "")
 
     def tell(self, failure: str) -> None:
@@ -371,8 +380,9 @@ class StallMonitor:
             )
         missing = [rank for rank in range(self.world) if rank not in came]
         if missing:
+            ranks = ", ".join(str(self.first + rank) for rank in missing)
             raise StepError(
-                f"rank {self.number}: every rank must call {call}; rank {self._named(missing)} did not in "
+                f"rank {self.number}: every rank must call {call}; rank {ranks} did not in "
                 f"{patience:.0f} s. What they last said of themselves:{self.describe(missing)}"
             )
 
@@ -413,7 +423,7 @@ class StallMonitor:
 
     def look_for_lost_peers(self) -> None:
         """Set `diverged` if this rank, or a peer without progress, has noticed that some rank's process has ended."""
-        lost = self._ended_peer()
+        lost = self.ended_peer()
         if lost is None and self._neighbor is not None:
             everyone = [*range(self.rank + 1, self.world), *range(self.rank)]
             notes = self._read(everyone[:_FEW]).values()
@@ -424,8 +434,10 @@ class StallMonitor:
                 f"rank {self.number}: the process of rank {peer} has ended, and this rank waits for it: "
                 f"{self.activity.describe()}. See what rank {peer} printed, then restart from the last checkpoint."
             )
+            for island in self._islands:
+                island.diverged = island.diverged or self.diverged
 
-    def _ended_peer(self) -> int | None:
+    def ended_peer(self) -> int | None:
         """Return the number of the next rank if its process has ended, else None."""
         return self._neighbor.rank if self._neighbor is not None and self._neighbor.is_gone else None
 
@@ -433,7 +445,7 @@ class StallMonitor:
         """Abort the device's process groups if it is in a transfer, so that the training thread can continue."""
         if self.activity.on_device():
             _LOG.error(self.diverged)
-            self._groups.abort()
+            self._groups.abort(*(island._groups for island in self._islands))
 
     def _read(self, ranks: Sequence[int]) -> dict[int, _Note | None]:
         notes = self.status_store.read(ranks)
@@ -473,7 +485,7 @@ def _end(reporter: threading.Thread, stop: threading.Event) -> None:
 
 def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None:
     """Run the background thread: post the status of a rank without progress, and look for the cause."""
-    posted = warned = -1  # the progress counter at the last post and at the last warning
+    posted, warned = None, -1  # the progress counter at the last post (and a lost peer), and at the last warning
     peers = reference()
     while peers is not None:
         pause, activity = peers.pause_seconds, peers.activity
@@ -481,18 +493,18 @@ def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None
         if peers.diverged:
             pass  # the posted status stays, so that the others can find the difference, too
         elif silent >= 2 * pause:
-            if posted != progress:
+            if posted != (progress, lost := peers.ended_peer()):
                 peers.post(silent=True)
-                posted = progress
+                posted = progress, lost
             if activity.waits:
                 peers.look_for_divergence()
                 if not peers.diverged:
                     peers.look_for_lost_peers()
                 if peers.diverged:
                     peers.release_device()
-        elif posted != -1:
+        elif posted is not None:
             peers.post(silent=False)
-            posted = -1
+            posted = None
         if peers.warns and activity.waits and silent >= peers.warn_seconds and warned != progress:
             warned = progress
             _LOG.warning(

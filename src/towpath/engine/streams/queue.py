@@ -410,8 +410,10 @@ class CommContext:
         self.log = log
         self._backend = groups.backend(device)
         self.record = Record(StallMonitor.of(groups), timer_for(device))
+        self._everyone = StallMonitor.of(self.job)
+        self._everyone.oversee(self.record.peers)
         if device.type == "cuda":
-            self.record.peers.watch_processes()
+            self._everyone.watch_processes()
         self.program = Program(log, self.record.peers)
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
         self.form = form_for(self._backend)
@@ -435,15 +437,14 @@ class CommContext:
 
     @cached_property
     def _job_record(self) -> JobRecord:
-        return JobRecord(self.record, StallMonitor.of(self.job))
+        return JobRecord(self.record, self._everyone)
 
     def tell(self, failure: str) -> None:
         """Post the error of an exchange between islands. Ranks of all islands that wait for this rank quote it."""
         if self.record.peers.activity.has_failed:  # the first failure is the cause of others
             return
-        self.record.peers.tell(failure)
-        if self.job is not self.groups:
-            StallMonitor.of(self.job).post(silent=True)
+        for monitor in {self.record.peers, self._everyone}:
+            monitor.tell(failure)
 
     def bind_matrices(self, transfer: Transfer) -> RankMatrices:
         """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""

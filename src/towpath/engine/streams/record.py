@@ -377,8 +377,6 @@ class JobRecord:
 
     def __init__(self, record: Record, everyone: StallMonitor) -> None:
         self._record, self._everyone = record, everyone
-        everyone.activity = record.peers.activity  # so that ranks of other islands learn what this rank does
-        everyone.warns, record.peers.warns = True, record.peers is everyone  # one of both warns: of all ranks
 
     def running(self, transfers: Sequence[Transfer], micro_step: int) -> AbstractContextManager[None]:
         """Run transfers, as the record does."""
