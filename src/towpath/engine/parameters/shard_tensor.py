@@ -213,7 +213,7 @@ class ShardTensor(torch.Tensor):
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         from towpath.engine.parameters.parallel import write_items  # loads what only checkpoints need
 
-        return write_items(fqn, self.local, self.shape, self.boxes())
+        return write_items(fqn, self.local, self.shape, self.boxes() if self.shard_spec.is_saved else [])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return this rank's boxes. DCP calls this before it loads the tensor, also on ranks that hold none of it."""
@@ -405,7 +405,8 @@ def _for_other_process(tensor: ShardTensor) -> tuple[Any, ...]:
     """Return how multiprocessing sends a ShardTensor. `ShardTensor.__reduce_ex__` refuses pickle itself."""
     from towpath.engine.parameters.parallel import SentShard  # loads what only checkpoints need
 
-    return SentShard, (tensor.shape, tensor.local.detach(), tensor.boxes())
+    boxes = tensor.boxes() if tensor.shard_spec.is_saved else []
+    return SentShard, (tensor.shape, tensor.local.detach(), boxes)
 
 
 def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
