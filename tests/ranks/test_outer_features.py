@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -388,6 +389,29 @@ def _state_dicts() -> tuple[int, str | None, list[str]]:
     checkpoint.set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=given)
     wrong = differing(content(model, optimizer), first[0])
     return sum(map(len, states)), written, [name for name in wrong if "seen" not in name]  # it is not persistent
+
+
+@pytest.mark.parametrize("label", ["zero3", seldom("paro-iig"), seldom("ddp")])
+def test_pytorchs_checkpoint_has_the_first_island(label: str, world: Worlds, tmp_path: Path) -> None:
+    for wrong in world(4).run(_save_by_pytorch, tmp_path, label):
+        assert wrong == []
+
+
+def _save_by_pytorch(folder: Path, label: str) -> list[str]:
+    """Islands differ after two steps, and not after all of them have loaded."""
+    entry = MODELS["gpt"]
+    model: Any = towpath.shard(entry.make(torch.float32), strategy_of(label, SHAPE, outer=Outer(every=9)))
+    optimizer = adamw(model)
+    for step in range(2):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first: list[Any] = [content(model, optimizer)]
+    dist.broadcast_object_list(first)
+    states = dict(zip(("model", "optimizer"), checkpoint.get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=folder)
+    dcp.load(states, checkpoint_id=folder)
+    return differing(content(model, optimizer), first[0])
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
