@@ -30,10 +30,11 @@ from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_exact_features import Recomputed
 from tests.ranks.test_frozen import Model as Adapted
 from tests.ranks.test_frozen import _loss as _loss_of_adapted
+from tests.ranks.test_offload import MIXED
 from tests.ranks.test_outer import STREAMING, TOLERANCE, adamw, sync
 from tests.ranks.test_owner_stepped import Iterated, _matrices, _others
 from tests.ranks.twin import Loss, distance, loss_on
-from towpath import Outer, Topology, checkpoint
+from towpath import Outer, Precision, Topology, checkpoint
 from towpath.core import exact
 from towpath.core.routes import Form
 from towpath.errors import CheckpointError
@@ -288,15 +289,20 @@ def _trained(
     return content(model, optimizer)
 
 
+@pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
 @pytest.mark.parametrize("form", [seldom(Form.MESSAGES), Form.COLLECTIVES], ids=str)
 @in_turn([(n, each) for n in LABELS for each in ("optimizer", "params", "optimizer+params")], 2, "case")
-def test_what_is_offloaded_trains_the_same_to_the_bit(case: tuple[str, str], form: Form, world: Worlds) -> None:
-    world(4).run(_offloaded, *case, form)
+def test_what_is_offloaded_trains_the_same_to_the_bit(
+    case: tuple[str, str], form: Form, precision: Precision, world: Worlds
+) -> None:
+    world(4).run(_offloaded, *case, form, precision)
 
 
-def _offloaded(label: str, offload: str, form: Form) -> None:
+def _offloaded(label: str, offload: str, form: Form, precision: Precision) -> None:
     with in_form(form):
-        found, expected = (_trained(label, SHAPE, STREAMING, offload=each) for each in (offload, None))
+        found, expected = (
+            _trained(label, SHAPE, STREAMING, offload=each, precision=precision) for each in (offload, None)
+        )
     assert differing(found, expected) == []
 
 
@@ -423,7 +429,7 @@ def test_an_offloaded_run_resumes_bit_for_bit_in_a_delay(case: tuple[str, str], 
     world(4).run(_resume, tmp_path, f"{label} offload={offload}", SHAPE, STREAMING)
 
 
-@in_turn(("zero++", "qgz", "ddp gradients=low-rank:2", "zero3 exact=True"), 1)
+@in_turn(("zero++", "qgz", "ddp gradients=low-rank:2", "zero3 exact=True", "zero++ interleaved=2"), 1)
 def test_a_run_with_codecs_resumes_bit_for_bit_in_a_delay(label: str, world: Worlds, tmp_path: Path) -> None:
     world(4).run(_resume, tmp_path, label, LONG, replace(STREAMING, islands=2))
 
