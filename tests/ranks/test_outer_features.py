@@ -34,7 +34,7 @@ from tests.ranks.test_offload import MIXED
 from tests.ranks.test_outer import STREAMING, TOLERANCE, adamw, sync
 from tests.ranks.test_owner_stepped import Iterated, _matrices, _others
 from tests.ranks.twin import Loss, distance, loss_on
-from towpath import Outer, Precision, Topology, checkpoint, tracing
+from towpath import Outer, Precision, Topology, checkpoint, observing, tracing
 from towpath.core import exact
 from towpath.core.routes import Form
 from towpath.errors import CheckpointError
@@ -381,6 +381,35 @@ def _trace() -> dict[int, set[str]]:
             optimizer.zero_grad()
     found = tracing.intervals_of_ranks(model, trace)
     return {rank: {each.name for each in intervals} for rank, intervals in found.items()}
+
+
+@in_turn(("zero3", "zero1", "mics:1x2", "ddp"), 1)
+@pytest.mark.parametrize("topology", [SHAPE, seldom(LONG)], ids=str)
+def test_stats_count_the_bytes_of_all_islands(topology: Topology, label: str, world: Worlds) -> None:
+    if label == "mics:1x2" and topology == SHAPE:  # no island has two nodes
+        label = "mics"
+    world(4).run(_count_bytes, label, topology)
+
+
+def _count_bytes(label: str, topology: Topology) -> None:
+    """In a whole period, as the schedule says."""
+    entry, strategy = MODELS["gpt"], strategy_of(label, topology, outer=Outer(every=2, islands=2))
+    model = towpath.shard(entry.make(torch.float32), strategy)
+    optimizer, counted = adamw(model), list[tuple[int, ...]]()
+    for step in range(4):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found, sums = towpath.stats(model), observing.sums(model)
+        counted.append((found.intra_bytes, found.inter_bytes, sums.intra_bytes, sums.inter_bytes))
+    schedule = towpath.schedule(strategy, model, 1)
+    assert schedule.outer is not None
+    intra, inter = (
+        2 * sum(getattr(t, kind) for t in schedule.transfers) + getattr(schedule.outer, kind)
+        for kind in ("intra_bytes", "inter_bytes")
+    )
+    # Each of the last two steps publishes what the one before it wrote.
+    assert [after - before for before, after in zip(counted[1], counted[3], strict=True)] == [intra, inter] * 2
 
 
 # --- state dicts ------------------------------------------------------------------------------------------------------

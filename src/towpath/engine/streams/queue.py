@@ -409,7 +409,7 @@ class CommContext:
         self.groups, self.job = groups, job or groups
         self.log = log
         self._backend = groups.backend(device)
-        self.record = Record(StallMonitor.of(groups), timer_for(device))
+        self.record = Record(StallMonitor.of(groups), timer_for(device), self.job.world // groups.world)
         self._everyone = StallMonitor.of(self.job)
         self._everyone.oversee(self.record.peers)
         if device.type == "cuda":

@@ -16,7 +16,7 @@ from typing import final
 from torch.autograd import profiler
 
 from towpath.core.exact import exact_codec
-from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
+from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.checks.activity import Event, StallMonitor
 from towpath.engine.streams.streams import HostClock, HostTimer, Mark, Timer
@@ -192,7 +192,8 @@ class Record:
     free, seconds are counted during a trace, and from the first call of `totals` or `sums` on.
     """
 
-    def __init__(self, peers: StallMonitor, timer: Timer) -> None:
+    def __init__(self, peers: StallMonitor, timer: Timer, islands: int = 1) -> None:
+        self._islands = islands  # all of them send what this one sends
         self.host = HostClock()
         self.peers, self.timer, self._host_timer = peers, timer, HostTimer()
         self.trace: Trace | None = None
@@ -314,7 +315,9 @@ class Record:
     def _total(self, transfer: Transfer) -> _Total:
         total = self._totals.get(transfer)  # one look-up, because hashing a transfer is slow
         if total is None:
-            total = _Total(transfer.intra_bytes, transfer.inter_bytes, transfer.encoded_inside)
+            # An exchange is one transfer of all islands.
+            count = 1 if transfer.kind in OUTER_KINDS else self._islands
+            total = _Total(count * transfer.intra_bytes, count * transfer.inter_bytes, transfer.encoded_inside)
             self._totals[transfer] = total
         return total
 
