@@ -227,7 +227,7 @@ def _island_of(job: Groups, strategy: Strategy) -> Groups:
         return job
     world = strategy.topology.world
     islands = tuple(tuple(range(first, first + world)) for first in range(0, job.world, world))
-    island = Groups(job.of(islands, "island"))
+    island = Groups(job.of(islands, "island"), first=job.rank // world * world)
     island.connect()
     return island
 
@@ -433,11 +433,12 @@ def broadcast_buffers(model: nn.Module, rank: int = 0) -> None:
     """Overwrite every rank's buffers, such as a BatchNorm's running statistics, with those of one rank.
 
     After `shard` the engine leaves buffers alone, so those that depend on a rank's data differ between ranks. Call this
-    before an evaluation or a checkpoint. Every rank must call it.
+    before an evaluation or a checkpoint. Every rank must call it. With outer steps, each island keeps buffers of its
+    own.
 
     Args:
         model: A model that `shard` returned.
-        rank: The rank whose buffers all ranks get.
+        rank: The rank whose buffers all ranks get, counted inside the island with outer steps.
 
     Raises:
         ShardError: The model is not sharded.

@@ -219,7 +219,7 @@ def trace(model: nn.Module | Observable) -> Generator[Trace]:
             yield recorded
         return
     engine = engine_of(model)
-    with traced([engine], [engine.comm.groups]) as recorded:
+    with traced([engine], [engine.comm.job]) as recorded:
         yield recorded
 
 
@@ -262,7 +262,7 @@ def intervals_of_ranks(model: nn.Module | Observable, trace: Trace) -> dict[int,
     """
     if isinstance(model, Observable):
         return model.intervals_of_ranks(trace)
-    return dict(enumerate(engine_of(model).comm.groups.collect_objects(trace.intervals)))
+    return dict(enumerate(engine_of(model).comm.job.collect_objects(trace.intervals)))
 
 
 def _memory_bytes(engine: Engine) -> dict[str, int]:

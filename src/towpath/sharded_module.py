@@ -114,7 +114,8 @@ class ShardedModule(nn.Module):
             StepError: A rank has no batch at all.
         """
         engine, source = self.towpath_engine, iter(batches)
-        groups, program = engine.comm.groups, engine.comm.program
+        # Islands exchange weights by the number of steps, so that all of them must make equally many.
+        groups, program = engine.comm.job, engine.comm.program
         last: list[Batch] = []
         while True:
             found = list(islice(source, 1))
@@ -139,10 +140,11 @@ class ShardedModule(nn.Module):
         """Overwrite each rank's buffers, such as a BatchNorm's running statistics, with those of one rank.
 
         After `shard` the engine does not change buffers. Those that depend on a rank's data differ between ranks. Call
-        this before an evaluation or a checkpoint. Every rank must call it.
+        this before an evaluation or a checkpoint. Every rank must call it. With outer steps, each island keeps buffers
+        of its own.
 
         Args:
-            rank: The rank whose buffers all ranks get. Default: 0.
+            rank: The rank whose buffers all ranks get, counted inside the island with outer steps. Default: 0.
         """
         for buffer in self.buffers():
             self.towpath_engine.comm.groups.broadcast(buffer, rank)

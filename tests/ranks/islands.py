@@ -6,13 +6,14 @@ Nothing here knows about slices, fragments of memory or messages. Each island is
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 import towpath
 from tests.ranks.models import Entry
+from tests.ranks.twin import Loss
 
 
 class Islands:
@@ -37,11 +38,12 @@ class Islands:
         self._under_way: dict[str, Tensor] = {}
         self._steps = 0
 
-    def step(self, gradients: Callable[[int, nn.Module], None]) -> None:
-        """Train one step. `gradients` computes the mean gradients of one island."""
+    def step(self, gradients: Callable[[int, nn.Module], None], skipped: Collection[int] = ()) -> None:
+        """Train one step. `gradients` computes the mean gradients of one island. Those in `skipped` step nothing."""
         for island, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             gradients(island, model)
-            optimizer.step()
+            if island not in skipped:
+                optimizer.step()
             optimizer.zero_grad()
         self.count()
 
@@ -98,9 +100,35 @@ def fragments_of(model: towpath.ShardedModule, outer: towpath.Outer) -> list[lis
 
 def mean_gradients(entry: Entry, ranks: Sequence[int], step: int, dtype: torch.dtype) -> Callable[[nn.Module], None]:
     """A function that leaves the mean gradients of some ranks' batches in a model."""
+    return mean_of(lambda model, rank, micro, step: entry.loss(model, *entry.micro_batch(rank, micro, step, dtype)))(
+        ranks, step
+    )
 
-    def compute(model: nn.Module) -> None:
-        for rank in ranks:
-            (entry.loss(model, *entry.micro_batch(rank, 0, step, dtype)) / len(ranks)).backward()
 
-    return compute
+def mean_of(
+    loss: Loss, micro_steps: int = 1, buffers: dict[int, list[Tensor]] | None = None
+) -> Callable[[Sequence[int], int], Callable[[nn.Module], None]]:
+    """For some ranks and a step: a function that leaves the mean gradients of their micro-batches in a model.
+
+    `buffers` keeps the buffers of each rank, as one process has only those of one.
+    """
+    kept = {} if buffers is None else buffers
+
+    def of(ranks: Sequence[int], step: int) -> Callable[[nn.Module], None]:
+        def compute(model: nn.Module) -> None:
+            for rank in ranks:
+                kept.setdefault(rank, [b.clone() for b in model.buffers()])
+            for rank in ranks:
+                _copy(list(model.buffers()), kept[rank])
+                for micro in range(micro_steps):
+                    (loss(model, rank, micro, step) / (len(ranks) * micro_steps)).backward()
+                _copy(kept[rank], list(model.buffers()))
+
+        return compute
+
+    return of
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

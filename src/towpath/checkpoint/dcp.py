@@ -235,9 +235,12 @@ class FolderWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the partial folder on rank 0, if there is room, and give each rank a file in it."""
         check_same([{"step": plan.storage_data[1]} for plan in plans])
-        found = [plan.storage_data[2] for plan in plans]
-        for island in {island for island, _ in found}:
-            check_same([same for theirs, same in found if theirs == island])
+        islands: dict[int, dict[int, Mapping[str, str]]] = {}
+        for rank, plan in enumerate(plans):
+            island, same = plan.storage_data[2]
+            islands.setdefault(island, {})[rank] = same
+        for members in islands.values():
+            check_same([*members.values()], [*members])
         needed = sum(plan.storage_data[0] for plan in plans) + _MARGIN_BYTES
         with safetensors.writing(self._root):
             free = free_bytes(self._root)

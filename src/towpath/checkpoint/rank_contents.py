@@ -291,14 +291,20 @@ class RanksDifferError(CheckpointError):
     """Ranks pass different arguments, or have different extras. Every rank raises it."""
 
 
-def check_same(given: Sequence[Mapping[str, object]]) -> None:
-    """Raise RanksDifferError if a rank has passed other arguments than rank 0. `given` has those of each rank."""
-    for rank, mine in enumerate(given):
+def check_same(given: Sequence[Mapping[str, object]], ranks: Sequence[int] | None = None) -> None:
+    """Raise RanksDifferError if ranks have passed different arguments.
+
+    Args:
+        given: The arguments of each rank, by name.
+        ranks: The numbers of these ranks. By default they are 0, 1, 2, and so on.
+    """
+    numbers = range(len(given)) if ranks is None else ranks
+    for rank, mine in zip(numbers, given, strict=True):
         for what in {**given[0], **mine}:
             first, here = given[0].get(what), mine.get(what)
             if first != here:
                 raise RanksDifferError(
-                    f"{what} is {first} on rank 0 and {here} on rank {rank}. Pass the same on every rank."
+                    f"{what} is {first} on rank {numbers[0]} and {here} on rank {rank}. Pass the same on every rank."
                 )
 
 

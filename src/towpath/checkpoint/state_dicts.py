@@ -356,7 +356,7 @@ def _on_all_ranks(
         failure = error
     except Exception as error:  # any error: the other ranks wait for an answer
         failure = CheckpointError(f"{call}: {described(error)}")
-    agree(engines[0].comm.groups, lines, failure, call, _ADVICE)
+    agree(engines[0].comm.job, lines, failure, call, _ADVICE)
     return found
 
 
@@ -399,7 +399,7 @@ def _gathered(tree: StateDict, engine: Engine, options: StateDictOptions) -> Sta
 def _is_first(engine: Engine, tensors: Iterable[ShardTensor]) -> bool:
     """Return whether this is rank 0, also of a tensor-parallel mesh."""
     mesh_ranks = [t.shard_spec.parallel.ranks for t in tensors if t.shard_spec.parallel is not None]
-    groups = engine.comm.groups
+    groups = engine.comm.job  # of several islands, the first one's weights are returned
     return groups.rank == 0 and (not mesh_ranks or groups.members[0] == min(mesh_ranks[0]))
 
 
@@ -424,7 +424,7 @@ def _given(
     call: str, engines: Sequence[Engine], check: Callable[[], StateDict], options: StateDictOptions, take: Take
 ) -> StateDict:
     """Return the dict that was passed, here or on rank 0. `take` converts each of its tensors."""
-    groups, device = engines[0].comm.groups, engines[0].comm.device
+    groups, device = engines[0].comm.job, engines[0].comm.device
 
     def checked() -> StateDict:
         tree = check()
@@ -494,7 +494,7 @@ def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kw
         MismatchError: Saving failed on another rank.
     """
     engine = engine_of(model)
-    groups, signature = engine.comm.groups, inspect.signature(save)
+    groups, signature = engine.comm.job, inspect.signature(save)
     given = signature.bind(*args, **kwargs).arguments.get("state_dict", kwargs.get("state_dict"))
     if engine.kept_unsharded == engine.units or given:
         return save(*args, **kwargs)

@@ -111,6 +111,7 @@ class GroupRank:
         row: The process group of the members of this node, in their order. It is None in the form of messages.
         column: The process group of the members at this place of each node, by node. It is None in the form of
             messages. If collectives of the whole group execute the transfer, both are `process_group`.
+        first: The number in the job of the rank that the group counts as rank 0. Errors name ranks by their numbers.
     """
 
     process_group: dist.ProcessGroup
@@ -119,6 +120,7 @@ class GroupRank:
     nodes: tuple[int, ...]
     row: dist.ProcessGroup | None = None
     column: dist.ProcessGroup | None = None
+    first: int = 0
 
     @property
     def slot(self) -> int:
@@ -127,8 +129,18 @@ class GroupRank:
 
     @property
     def rank(self) -> int:
-        """The global rank of this member."""
+        """The rank of this member, as the model's process group counts."""
         return self.group.ranks[self.position]
+
+    @property
+    def number(self) -> int:
+        """The rank of this member, as the job counts."""
+        return self.first + self.rank
+
+    @property
+    def numbers(self) -> list[int]:
+        """The ranks of all members, as the job counts."""
+        return [self.first + rank for rank in self.group.ranks]
 
     @property
     def grid(self) -> Grid:

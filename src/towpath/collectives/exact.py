@@ -117,8 +117,8 @@ class ExactSync(Collective):
             self._problems[slot] = self._text(slot, problem)
 
     def _text(self, slot: int, problem: str) -> str:
-        group = self._members.group
-        return f"the message from rank {group.ranks[group.slots.index(slot)]}: {problem}"
+        members = self._members
+        return f"the message from rank {members.numbers[members.group.slots.index(slot)]}: {problem}"
 
 
 @final

@@ -96,7 +96,7 @@ class OwnersExchange:
         for tensor, elements in wanted:
             if tensor.numel() != elements or tensor.dtype != self._dtype or not tensor.is_contiguous():
                 raise StepError(
-                    f"rank {self._members.rank}: {self._transfer}: got {tensor.numel()} elements of {tensor.dtype}, "
+                    f"rank {self._members.number}: {self._transfer}: got {tensor.numel()} elements of {tensor.dtype}, "
                     f"expected {elements} of {self._dtype}, contiguous. Parameters and gradients keep the dtype that "
                     "they had at shard()."
                 )

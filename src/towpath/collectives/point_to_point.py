@@ -124,7 +124,7 @@ def _launched(messages: Sequence[Message], group: dist.ProcessGroup, tag: int) -
 
 def _lost(messages: Sequence[Message], members: GroupRank, where: str, error: RuntimeError) -> LostMessageError:
     def ends(message: Message) -> str:
-        there, here = members.group.ranks[message.peer], members.rank
+        there, here = members.numbers[message.peer], members.number
         return f"rank {here} to rank {there}" if message.leaves else f"rank {there} to rank {here}"
 
     lost = ", ".join(dict.fromkeys(map(ends, messages)))

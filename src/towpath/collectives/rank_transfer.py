@@ -90,7 +90,9 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
     return ReduceThenGather(own, reduce, select(gather, members, device))
 
 
-def group_rank(transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], dist.ProcessGroup]) -> GroupRank:
+def group_rank(
+    transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], dist.ProcessGroup], first: int = 0
+) -> GroupRank:
     """Return the group of `transfer` that `rank` belongs to, with the process groups that execute the transfer.
 
     Args:
@@ -98,6 +100,7 @@ def group_rank(transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], d
         rank: This rank.
         group_of: A function that returns this rank's process group of some sets of ranks, which have every rank once.
             Its second argument says which part of the transfer's groups they are: '', ' in nodes' or ' between nodes'.
+        first: The number of rank 0 in the job.
     """
     group = transfer.move.group_of(rank)
     nodes = tuple(map(transfer.topology.node_of, group.ranks))
@@ -107,10 +110,10 @@ def group_rank(transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], d
         row, column = group_of(transfer.rows, " in nodes"), group_of(transfer.columns, " between nodes")
         # Slices of different lengths are sent as messages.
         whole = group_of(everyone, "") if transfer.elements % transfer.move.members else row
-        return GroupRank(whole, group, position, nodes, row, column)
+        return GroupRank(whole, group, position, nodes, row, column, first)
     whole = group_of(everyone, "")
     each = whole if transfer.form is Form.COLLECTIVES else None
-    return GroupRank(whole, group, position, nodes, each, each)
+    return GroupRank(whole, group, position, nodes, each, each, first)
 
 
 # --- coalesced --------------------------------------------------------------------------------------------------------
@@ -133,7 +136,7 @@ class CoalescedAllGather:
             op = each.move.op
             if op is not Op.ALL_GATHER or each.route != first.route or each.elements % count:
                 raise StepError(
-                    f"rank {members.rank}: {each}: got {op.value} by {each.route} of {each.elements} elements, "
+                    f"rank {members.number}: {each}: got {op.value} by {each.route} of {each.elements} elements, "
                     f"expected an all-gather by {first.route} of equal slices for {count} ranks, as the others that it "
                     "is coalesced with. Run it by itself."
                 )
@@ -236,7 +239,7 @@ class RankTransfer:
         for (name, tensor), (elements, dtype) in zip(tensors, self._expected, strict=False):
             if tensor.numel() != elements or tensor.dtype != dtype or not tensor.is_contiguous():
                 raise StepError(
-                    f"rank {self.members.rank}: {self.transfer} by {self.transfer.route}: got a {name} of "
+                    f"rank {self.members.number}: {self.transfer} by {self.transfer.route}: got a {name} of "
                     f"{tensor.numel()} elements of {tensor.dtype}, expected {elements} of {dtype}, contiguous. A "
                     "collective carries what it was made for; make another for other tensors."
                 )
@@ -252,13 +255,14 @@ def _explained(transfer: Transfer, members: GroupRank, observer: Observer) -> Ge
     try:
         yield
     except MessageError as error:
-        raise StepError(f"rank {members.rank}: {transfer} failed: {error}") from error
+        raise StepError(f"rank {members.number}: {transfer} failed: {error}") from error
     except RuntimeError as error:
         others = [r for r in members.group.ranks if r != members.rank]
+        numbers = ", ".join(str(members.first + other) for other in others)
         raise StepError(
-            f"rank {members.rank}: {transfer} failed: {error}\nIf this speaks of a connection or of time, "
-            f"one of its peers (rank {', '.join(map(str, others))}) has died, hangs, is at another step or has lost "
-            f"its link. {observer.describe_ranks(others)}"
+            f"rank {members.number}: {transfer} failed: {error}\nIf this speaks of a connection or of time, "
+            f"one of its peers (rank {numbers}) has died, hangs, is at another step or has lost its link. See what it "
+            f"printed, and restart the job from the last checkpoint. {observer.describe_ranks(others)}"
         ) from error
 
 

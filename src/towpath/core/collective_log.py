@@ -297,6 +297,7 @@ class CollectiveLog:
         last: For each group of ranks, the model whose collective came last there. All models of a process group share
             it, and their logs keep it up to date.
         lanes: The communicators that several queues share.
+        first: The number of rank 0 in the job. Errors name ranks by their numbers in the job.
     """
 
     def __init__(
@@ -306,7 +307,9 @@ class CollectiveLog:
         model: int = 0,
         last: dict[Hashable, list[int]] | None = None,
         lanes: tuple[SharedLane, ...] = (),
+        first: int = 0,
     ) -> None:
+        self.first = first
         self.rank, self.model, self._strategy, self._shared = rank, model, strategy, {} if last is None else last
         self._step, self._ended = 0, False
         self.share(lanes)
@@ -327,6 +330,11 @@ class CollectiveLog:
             for kind in scope.kinds:
                 self._scopes_of.setdefault(kind, []).append(scope.number)
         self._kept = [_Kept() for _ in self.scopes]  # what was noted since the last boundary
+
+    @property
+    def number(self) -> int:
+        """This rank, as the job counts."""
+        return self.first + self.rank
 
     def compares(self, kind: TransferKind | Call) -> bool:
         """Return whether entries of this kind are compared with those of any other rank."""
@@ -390,17 +398,16 @@ class CollectiveLog:
         step_logs, texts = of_all_ranks(step_log), list[str]()
         if other := next((rank for rank, theirs in enumerate(step_logs) if theirs.model != step_logs[0].model), 0):
             raise StepError(
-                f"rank {self.rank}: the ranks ran different models: in the order of their shard() calls, rank 0 ended "
-                f"a step of model {step_logs[0].model + 1}, rank {other} one of model {step_logs[other].model + 1}. "
-                "Their gradients would be mixtures of both, and none is delivered. Let every rank run the forward and "
-                "backward passes of all models in the same order."
+                f"rank {self.number}: the ranks ran different models: in the order of their shard() calls, rank "
+                f"{self.first} ended a step of model {step_logs[0].model + 1}, rank {self.first + other} one of model "
+                f"{step_logs[other].model + 1}. Their gradients would be mixtures of both, and none is delivered. Let "
+                "every rank run the forward and backward passes of all models in the same order."
             )
         for scope, group in found[:2]:
             first, *others = scope.members(group)
-            differences = (
-                difference(scope, (first, step_logs[first]), (rank, step_logs[rank]), ended=True) for rank in others
-            )
-            texts.append(divergence_message(self.rank, next(d for d in differences if d is not None)))
+            mine = self.first + first, step_logs[first]
+            differences = (difference(scope, mine, (self.first + rank, step_logs[rank]), ended=True) for rank in others)
+            texts.append(divergence_message(self.number, next(d for d in differences if d is not None)))
         # The first difference may cause a second one, which may show better where the ranks differ.
         raise StepError(" In addition, on ".join(texts))
 
@@ -412,7 +419,7 @@ def difference(
 
     Args:
         scope: The kinds of entry to compare.
-        one: A rank and its step log.
+        one: A rank and its step log. The difference names ranks by the numbers that they have here.
         other: Another rank and its step log.
         ended: Treat both step logs as complete. Otherwise a missing entry is a difference only if its log has ended.
     """

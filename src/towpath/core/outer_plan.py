@@ -230,7 +230,8 @@ def _fragment(
                 grouped.setdefault((bucket.own_dtype, transport), []).append((unit, index, bucket))
     parts = tuple(_part(strategy, number, *key, buckets, form) for key, buckets in grouped.items())
     moves = over_islands(strategy.topology, strategy.islands)
-    check = _transfers(TransferKind.SLOW_WEIGHTS, Range("", "", 2, "int64"), moves, Transport(), strategy.job, form)
+    digest = Range(f"fragment {number}", "digest", 2, "int64")
+    check = _transfers(TransferKind.SLOW_WEIGHTS, digest, moves, Transport(), strategy.job, form)
     return Fragment(units, parts, check if parts else ())
 
 

@@ -231,7 +231,7 @@ def build(
     """
     job = job or groups
     number: int = next(groups.shared("models made", count))
-    log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict))
+    log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
     comm = CommContext(groups, device_of(layouts, groups), log, job)
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
     if mesh.groups and (
@@ -325,11 +325,11 @@ def _replica(strategy: Strategy, trains: bool, comm: CommContext, mesh: Mesh) ->
     # Calls are compared among the ranks that share the optimizer states. Frozen parameters may use other groups.
     call = Call.SHARED if strategy.of(trains).placement.optimizer == strategy.placement.optimizer else None
     if not moves:
-        return Replica(None, (0,), groups.rank, mesh.groups, groups.parent, program=program, call=call)
+        return Replica(None, (0,), groups.rank, mesh.groups, groups.parent, groups.first, program=program, call=call)
     group = moves[0].group_of(groups.rank)
     partition = tuple(g.ranks for g in moves[0].groups)
     made = comm.control(partition, strategy.topology)
-    return Replica(made, group.slots, groups.rank, mesh.groups, groups.parent, program=program, call=call)
+    return Replica(made, group.slots, groups.rank, mesh.groups, groups.parent, groups.first, program=program, call=call)
 
 
 def _host_replica(strategy: Strategy, groups: Groups, replica: Replica) -> Replica:

@@ -258,7 +258,7 @@ class Engine:
         for name, parameter in model.named_parameters():
             if id(parameter) not in known and not name.startswith(apart):
                 raise StepError(
-                    f"rank {self.comm.rank}: parameter {name!r} was added after shard(): a module was replaced, or "
+                    f"rank {self.comm.number}: parameter {name!r} was added after shard(): a module was replaced, or "
                     "got another parameter. It is not sharded, and its gradient would be this rank's own. Change the "
                     "model first and shard it then. New values for a module: load_state_dict(), or copy_() to each "
                     "parameter."

@@ -504,7 +504,7 @@ class _Forward:
             return tensor
         if is_transformed(tensor):
             raise StepError(
-                f"rank {self._engine.comm.rank}: unit {self.unit.name or 'root'!r} got an input that torch.func "
+                f"rank {self._engine.comm.number}: unit {self.unit.name or 'root'!r} got an input that torch.func "
                 "differentiates (grad, vjp, jacrev and the like): its backward pass does not say when weights "
                 "must be unsharded. Call torch.autograd.grad(loss, x) under model.no_sync(), or take the same model "
                 "without shard()."

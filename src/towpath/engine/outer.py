@@ -52,7 +52,9 @@ class OuterSync:
     def __init__(self, plan: OuterPlan, units: Sequence[Unit], comm: CommContext) -> None:
         self.plan, self._comm = plan, comm
         self.steps = OuterSteps(plan)
-        self._exchanges = [FragmentExchange(each, plan.settings, units, comm) for each in plan.fragments]
+        self._exchanges = [
+            FragmentExchange(number, each, plan.settings, units, comm) for number, each in enumerate(plan.fragments)
+        ]
         self._has_begun = False  # whether the slow weights have values
         self._problems: list[str] = []
         comm.queues.always = {kind: plan.wire_needs(kind) for kind in OUTER_KINDS}
@@ -109,7 +111,7 @@ class OuterSync:
         problems, self._problems = self._problems, []
         for what in problems:
             if not self._comm.log.compares(Call.SLOW_WEIGHTS):
-                raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
+                raise StepError(f"rank {self._comm.number}: {differing_islands(what)}")
             self._comm.log.note(Call.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
 
     def raise_problems(self) -> None:
@@ -211,7 +213,10 @@ class OuterSync:
 class FragmentExchange:
     """The exchange of one fragment on this rank: its parts, and the transfers of all of them."""
 
-    def __init__(self, fragment: Fragment, settings: Outer, units: Sequence[Unit], comm: CommContext) -> None:
+    def __init__(
+        self, number: int, fragment: Fragment, settings: Outer, units: Sequence[Unit], comm: CommContext
+    ) -> None:
+        self._number, self._comm = number, comm
         self._check = comm.bind(fragment.check)
         self.parts = [PartExchange(part, settings, units, comm) for part in fragment.parts]
         self.transfers = [*self._check, *(bound for part in self.parts for bound in part.exchange)]
@@ -228,11 +233,23 @@ class FragmentExchange:
             self._digest.copy_(torch.stack([digest, ~digest]))
 
     def run(self, workspace: Workspace) -> None:
-        """Exchange the digest and the differences with the other islands."""
-        for bound in self._check:
-            bound.run(self._digest, self._digest, workspace)
-        for part in self.parts:
-            part.run_exchange(workspace)
+        """Exchange the digest and the differences with the other islands.
+
+        Raises:
+            StepError: The exchange failed.
+        """
+        try:
+            for bound in self._check:
+                bound.run(self._digest, self._digest, workspace)
+            for part in self.parts:
+                part.run_exchange(workspace)
+        except StepError as error:
+            what = f"the exchange of fragment {self._number} between islands failed"
+            # The other ranks of the island notice it only by their next transfer with this rank. They quote this.
+            mine = self._comm.number
+            others = ", ".join(str(number) for number in self._check[0].members.numbers if number != mine)
+            self._comm.tell(f"{what}, which needs rank {others}")
+            raise StepError(f"rank {mine}: {what}: {str(error).removeprefix(f'rank {mine}: ')}") from error
 
     def gather(self, workspace: Workspace) -> None:
         """Send the new weights to the ranks of the island with the same optimizer slice, and write theirs."""

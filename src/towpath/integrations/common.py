@@ -198,7 +198,7 @@ def load_from(folder: str | Path, model: nn.Module, optimizer: Optimizer | None)
             f"{folder}: no checkpoint of a sharded model. Expected what Towpath's integration saved. Check the path."
         )
     log = _LOG.warning if optimizer is not None else _LOG.info  # only the weights are wanted, to evaluate
-    for note in loaded.notes if engine_of(model).comm.groups.rank == 0 else ():
+    for note in loaded.notes if engine_of(model).comm.job.rank == 0 else ():
         log("%s", note)
 
 
@@ -254,7 +254,7 @@ def numbered_state(model: nn.Module, optimizer: Optimizer, by_name: Mapping[str,
 
 def _on_rank_0(model: nn.Module, work: Callable[[], Any], share: bool = True) -> Any:
     """Call `work` on rank 0 and return its result, on all ranks if `share`. If it fails, every rank raises."""
-    groups = engine_of(model).comm.groups
+    groups = engine_of(model).comm.job
     found, problem = None, None
     if groups.rank == 0:
         try:

@@ -37,9 +37,15 @@ class Groups:
 
     Ranks are counted inside the parent. Every rank must ask for the same groups in the same order. Only the members of
     a new group take part in its creation, and they connect at once: see `new_group` and `connect`.
+
+    Args:
+        parent: The process group.
+        first: The number of the parent's first rank in the job, if the parent is an island of it. Errors name ranks by
+            their numbers in the job.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, parent: dist.ProcessGroup | None = None, first: int = 0) -> None:
+        self.first = first
         self._alone = not (dist.is_available() and dist.is_initialized())
         self._parent = None if self._alone else (parent or dist.group.WORLD)
         self._shared = _SHARED_ALONE if self._parent is None else _SHARED.setdefault(self._parent, {})
@@ -64,6 +70,11 @@ class Groups:
     def rank(self) -> int:
         """This rank, as the parent counts."""
         return 0 if self._alone else dist.get_rank(self._parent)
+
+    @property
+    def number(self) -> int:
+        """This rank, as the job counts."""
+        return self.first + self.rank
 
     @property
     def world(self) -> int:
@@ -140,10 +151,16 @@ class Groups:
             self.leave(group)
             new_group([dist.get_rank()], "in place of a closed group", backend="gloo")
 
-    def abort(self) -> None:
-        """Abort the running transfers on the device, in all groups. No group can be used afterwards."""
+    def abort(self, *others: Groups) -> None:
+        """Abort the running transfers on the device, in all groups. No group can be used afterwards.
+
+        Args:
+            *others: Groups inside other parents, such as those of an island, to abort at the same time.
+        """
         backends: list[Any] = []
-        for group in filter(None, [self._parent, *self._made.values()]):
+        # The group of an island is among those that the job has made.
+        made = [group for each in (self, *others) for group in (each.parent, *each._made.values())]
+        for group in dict.fromkeys(filter(None, made)):
             with suppress(RuntimeError):  # it has no backend for GPUs
                 backends.append(group._get_backend(torch.device("cuda")))
         # One NCCL call aborts all of them. In separate calls, an abort could wait for a kernel of another communicator.

@@ -208,6 +208,11 @@ class RankStatus:
         self.progress += 1
         self._failure = what
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a call of this rank has failed, and not all ranks have learned of it."""
+        return bool(self._failure)
+
     def meets(self, what: str) -> None:
         """Note that this rank begins to wait for all ranks to make the call `what`."""
         self.progress += 1
@@ -225,10 +230,10 @@ class RankStatus:
         return bool(self._under_way or self.inside or self.on_device()) or self.meeting is not None
 
     def silent_seconds(self) -> float:
-        """Return for how long nothing has begun or ended. Only one thread may call it, at regular intervals."""
+        """Return for how long nothing has begun or ended. Call it at regular intervals: it looks for progress."""
         now = time.monotonic()
         if self.progress != self._seen:
-            self._seen, self._since = self.progress, now
+            self._since, self._seen = now, self.progress  # in this order: another thread may read them in between
         return now - self._since
 
     def describe(self) -> str:
@@ -261,10 +266,13 @@ class StallMonitor:
 
     def __init__(self, groups: Groups) -> None:
         self.rank, self.world, self._groups = groups.rank, groups.world, groups
+        self.first, self.number = groups.first, groups.number  # errors name ranks by their numbers in the job
         self.activity = RankStatus()
         self.log: CollectiveLog | None = None  # of the model that made the last transfer or call
+        self.warns = True  # whether this monitor logs that there is no progress
         self.diverged = ""  # the reason why transfers can never end, once it is known
         self._neighbor: Neighbor | None = None  # made by `watch_processes`
+        self._islands: list[StallMonitor] = []  # those of this rank's islands, if this one is of the whole job
         self.patience_seconds = groups.timeout_seconds
         # A launcher may keep its store over restarts. A new name hides what the ranks of an earlier start left there.
         new_name: str = groups.gather_objects(uuid.uuid4().hex)[0]
@@ -285,11 +293,23 @@ class StallMonitor:
     def describe(self, ranks: Sequence[int]) -> str:
         """Return the last status that each of `ranks` has posted, one line per rank."""
         others = [rank for rank in ranks if rank != self.rank]
+        nothing = "has said nothing: it makes progress, or it is gone"
         lines = [
-            f"\n  rank {rank}: {note.doing if note else 'has said nothing: it makes progress, or it is gone'}"
+            f"\n  rank {self.first + rank}: {note.doing if note else nothing}"
             for rank, note in self._read(others[:_FEW]).items()
         ]
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
+
+    def oversee(self, island: StallMonitor) -> None:
+        """Report also what this rank does in its island. The island then learns which process of the job has ended.
+
+        Args:
+            island: The monitor of this rank's island. Without islands, it is this one.
+        """
+        self.activity = island.activity
+        if island is not self and island not in self._islands:
+            self._islands.append(island)
+            island.warns = False  # this monitor warns, and describes the ranks of all islands
 
     def watch_processes(self) -> None:
         """Start to watch whether the next rank's process ends. Every rank of a GPU job must call it."""
@@ -315,11 +335,14 @@ class StallMonitor:
         return min(_WARN_SECONDS, self.patience_seconds / 2)
 
     def post(self, silent: bool) -> None:
-        """Post this rank's status if it is `silent`, which means without progress. Else clear the posted status."""
+        """Post this rank's status if it is `silent`, which means without progress, or if a call of it has failed.
+
+        Else clear the posted status.
+        """
         step_log = self._step_log()
         step_log_json = None if step_log is None else step_log.to_json()
-        note = [self.activity.describe(), step_log_json, self.activity.meeting, self._ended_peer()]
-        self.status_store.post(json.dumps(note) if silent else "")
+        note = [self.activity.describe(), step_log_json, self.activity.meeting, self.ended_peer()]
+        self.status_store.post(json.dumps(note) if silent or self.activity.has_failed else "")
 
     def tell(self, failure: str) -> None:
         """Post the error of a call that only this rank may have made. Peers that wait for this rank quote it."""
@@ -352,13 +375,14 @@ class StallMonitor:
         other = next((rank for rank, theirs in came.items() if theirs != call), None)
         if other is not None:
             raise StepError(
-                f"rank {self.rank}: this rank called {call}, and rank {other} {came[other]} meanwhile. Let every "
-                "rank make the same calls in the same order."
+                f"rank {self.number}: this rank called {call}, and rank {self.first + other} {came[other]} meanwhile. "
+                "Let every rank make the same calls in the same order."
             )
         missing = [rank for rank in range(self.world) if rank not in came]
         if missing:
+            ranks = ", ".join(str(self.first + rank) for rank in missing)
             raise StepError(
-                f"rank {self.rank}: every rank must call {call}; rank {', '.join(map(str, missing))} did not in "
+                f"rank {self.number}: every rank must call {call}; rank {ranks} did not in "
                 f"{patience:.0f} s. What they last said of themselves:{self.describe(missing)}"
             )
 
@@ -379,18 +403,19 @@ class StallMonitor:
                 their = note.meeting if note.meeting is not None and note.meeting[0] >= self.activity.meetings else None
                 here = meeting[1] if meeting is not None else _alone_in(mine, note.step_log, both)
                 there = their[1] if their is not None else _alone_in(note.step_log, mine, both)
-                step_logs = [(self.rank, _ended(mine, here)), (rank, _ended(note.step_log, there))]
+                peer = self.first + rank
+                step_logs = [(self.number, _ended(mine, here)), (peer, _ended(note.step_log, there))]
                 first, second = sorted(step_logs, key=itemgetter(0))
                 found = difference(scope, first, second)
                 if found is not None and (self._step_log(), self.activity.meeting) == (mine, meeting):
                     # If only one rank has stepped an optimizer, that explains why their transfers differ.
                     cause = difference(log.scopes[0], first, second, ended=True)
                     is_a_step = cause is not None and Call.STEP in cause.kinds and Call.SHARED not in found.kinds
-                    self.diverged = divergence_message(self.rank, cause if cause is not None and is_a_step else found)
-                    for who, other, call in ((self.rank, rank, here), (rank, self.rank, there)):
+                    self.diverged = divergence_message(self.number, cause if cause is not None and is_a_step else found)
+                    for who, other, call in ((self.number, peer, here), (peer, self.number, there)):
                         if call:
                             self.diverged = (
-                                f"rank {self.rank}: rank {who} is in {call}, which every rank must call, while rank "
+                                f"rank {self.number}: rank {who} is in {call}, which every rank must call, while rank "
                                 f"{other} waits for a transfer that rank {who} is to take part in: {found}. Call it on "
                                 "every rank, at the same place."
                             )
@@ -398,18 +423,21 @@ class StallMonitor:
 
     def look_for_lost_peers(self) -> None:
         """Set `diverged` if this rank, or a peer without progress, has noticed that some rank's process has ended."""
-        lost = self._ended_peer()
+        lost = self.ended_peer()
         if lost is None and self._neighbor is not None:
             everyone = [*range(self.rank + 1, self.world), *range(self.rank)]
             notes = self._read(everyone[:_FEW]).values()
             lost = next((note.lost for note in notes if note is not None and note.lost is not None), None)
         if lost is not None:
+            peer = self.first + lost
             self.diverged = (
-                f"rank {self.rank}: the process of rank {lost} has ended, and this rank waits for it: "
-                f"{self.activity.describe()}. See what rank {lost} printed, then restart from the last checkpoint."
+                f"rank {self.number}: the process of rank {peer} has ended, and this rank waits for it: "
+                f"{self.activity.describe()}. See what rank {peer} printed, then restart from the last checkpoint."
             )
+            for island in self._islands:
+                island.diverged = island.diverged or self.diverged
 
-    def _ended_peer(self) -> int | None:
+    def ended_peer(self) -> int | None:
         """Return the number of the next rank if its process has ended, else None."""
         return self._neighbor.rank if self._neighbor is not None and self._neighbor.is_gone else None
 
@@ -417,7 +445,7 @@ class StallMonitor:
         """Abort the device's process groups if it is in a transfer, so that the training thread can continue."""
         if self.activity.on_device():
             _LOG.error(self.diverged)
-            self._groups.abort()
+            self._groups.abort(*(island._groups for island in self._islands))
 
     def _read(self, ranks: Sequence[int]) -> dict[int, _Note | None]:
         notes = self.status_store.read(ranks)
@@ -457,7 +485,7 @@ def _end(reporter: threading.Thread, stop: threading.Event) -> None:
 
 def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None:
     """Run the background thread: post the status of a rank without progress, and look for the cause."""
-    posted = warned = -1  # the progress counter at the last post and at the last warning
+    posted, warned = None, -1  # the progress counter at the last post (and a lost peer), and at the last warning
     peers = reference()
     while peers is not None:
         pause, activity = peers.pause_seconds, peers.activity
@@ -465,19 +493,19 @@ def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None
         if peers.diverged:
             pass  # the posted status stays, so that the others can find the difference, too
         elif silent >= 2 * pause:
-            if posted != progress:
+            if posted != (progress, lost := peers.ended_peer()):
                 peers.post(silent=True)
-                posted = progress
+                posted = progress, lost
             if activity.waits:
                 peers.look_for_divergence()
                 if not peers.diverged:
                     peers.look_for_lost_peers()
                 if peers.diverged:
                     peers.release_device()
-        elif posted != -1:
+        elif posted is not None:
             peers.post(silent=False)
-            posted = -1
-        if activity.waits and silent >= peers.warn_seconds and warned != progress:
+            posted = None
+        if peers.warns and activity.waits and silent >= peers.warn_seconds and warned != progress:
             warned = progress
             _LOG.warning(
                 "no progress for %.0f s: %s. This rank gives up after %.0f s. Other ranks:%s",
@@ -560,11 +588,11 @@ class FailedPasses:
         self._peers.activity.failed("")
         missing = [rank for rank in range(self._groups.world) if rank not in came]
         if missing:
-            ranks = ", ".join(map(str, missing))
+            ranks = ", ".join(str(self._groups.first + rank) for rank in missing)
             raise StepError(
-                f"rank {self._groups.rank}: {failure}, which was caught here; rank {ranks} did not fail, and waits for "
-                "the transfers of that pass. A pass that fails on some ranks cannot be left out: let the exception end "
-                "the program, or see to it that it is raised on every rank. What they last said of themselves:"
+                f"rank {self._groups.number}: {failure}, which was caught here; rank {ranks} did not fail, and waits "
+                "for the transfers of that pass. A pass that fails on some ranks cannot be left out: let the exception "
+                "end the program, or see to it that it is raised on every rank. What they last said of themselves:"
                 f"{self._peers.describe(missing)}"
             )
         everyones = [bytes.fromhex(came[rank]) for rank in range(self._groups.world)]

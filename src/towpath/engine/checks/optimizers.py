@@ -251,7 +251,7 @@ def _check_compiles(optimizer: Optimizer) -> None:
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             return
         raise ShardTensorError(
-            f"rank {first.shard_spec.replica.rank}: {type(optimizer).__name__} compiles its step, and torch.compile "
+            f"rank {first.shard_spec.replica.number}: {type(optimizer).__name__} compiles its step, and torch.compile "
             "cannot "
             f"trace ShardTensors ({str(error).splitlines()[0]}). {remedy_for(optimizer)}"
         ) from None
@@ -463,7 +463,7 @@ def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str
             assert isinstance(parameter, ShardTensor)
             name = type(optimizer).__name__
             error = ShardError(
-                f"rank {engine.comm.rank}: {name} has already stepped {parameter.shard_spec.name}, or was made with "
+                f"rank {engine.comm.number}: {name} has already stepped {parameter.shard_spec.name}, or was made with "
                 "states for it: its states are of unsharded parameters. Call shard() before the first step, or make a "
                 "new optimizer afterwards. If load_state_dict() loaded them: call "
                 "towpath.checkpoint.set_optimizer_state_dict instead."

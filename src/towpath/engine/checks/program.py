@@ -78,7 +78,7 @@ class Program:
                 yield
         except RuntimeError as error:
             raise StepError(
-                f"rank {self._log.rank}: {what} failed: {error}\nEvery rank that shares the parameters must make "
+                f"rank {self._log.number}: {what} failed: {error}\nEvery rank that shares the parameters must make "
                 f"this call, at the same place. {self._peers.describe_all()}"
             ) from error
 

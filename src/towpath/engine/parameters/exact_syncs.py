@@ -74,7 +74,8 @@ class ExactSyncs:
 
         With `together`, all ranks make this call, and raise for each other.
         """
-        mine, groups = [(self._comm.rank, *problem) for problem in self.problems()], self._comm.groups
+        groups = self._comm.groups
+        mine = [(groups.number, *problem) for problem in self.problems()]
         everyones = groups.gather_objects(mine) if together and self._syncs else [mine]
         for rank, transfer, text in chain.from_iterable(everyones):
-            raise StepError(f"rank {groups.rank}: rank {rank} could not decode {transfer}: {text}")
+            raise StepError(f"rank {groups.number}: rank {rank} could not decode {transfer}: {text}")

@@ -122,14 +122,14 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
         return
     rank, index = (int(i) for i in (~alike).nonzero()[0])
     names = [place.names[0] for unit in units for bucket in unit.buckets for place in bucket.layout.places]
-    written = [r for r in range(groups.world) if before[r, index] != after[r, index]]
+    written = [groups.first + r for r in range(groups.world) if before[r, index] != after[r, index]]
     raise StepError(
-        f"rank {groups.rank}: parameter {names[index]!r} was written while it was unsharded, and not with the same "
+        f"rank {groups.number}: parameter {names[index]!r} was written while it was unsharded, and not with the same "
         "values on every rank: "
-        f"rank {', '.join(map(str, written))} changed it, and rank {rank} has other values than rank 0. None of "
-        "it is taken over; where every rank holds the full parameter anyway (ddp, zero1), the writes stand, and the "
-        "model must be built anew. Write the same on every rank, or name the rank whose values all take over: "
-        "full_parameters(model, modifier_rank=0)."
+        f"rank {', '.join(map(str, written))} changed it, and rank {groups.first + rank} has other values than rank "
+        f"{groups.first}. None of it is taken over; where every rank holds the full parameter anyway (ddp, zero1), the "
+        "writes stand, and the model must be built anew. Write the same on every rank, or name the rank whose values "
+        "all take over: full_parameters(model, modifier_rank=0)."
     )
 
 

@@ -37,8 +37,9 @@ class Replica:
 
     `group` is their process group, or None if the replica is one rank. `slots[i]` is the slice of its i-th rank.
     `rank` is this rank. `beyond` holds the groups of a tensor-parallel mesh, over which results are combined once more.
-    `everyone` is the group of all ranks that share the model, each of which computes a loss of its own. `is_a_stage`
-    says that other ranks have other parameters of the model, as with a pipeline.
+    `everyone` is the group of all ranks that share the model, each of which computes a loss of its own. `first` is the
+    number of its first rank in the job. `is_a_stage` says that other ranks have other parameters of the model, as with
+    a pipeline.
     """
 
     group: dist.ProcessGroup | None
@@ -46,11 +47,17 @@ class Replica:
     rank: int
     beyond: tuple[dist.ProcessGroup, ...] = ()
     everyone: dist.ProcessGroup | None = None
+    first: int = 0
     is_a_stage: bool = False
     program: Program | None = None  # the model's program log, if several ranks share the model
     call: Call | None = Call.SHARED  # the kind of log entry under which ranks compare these collectives
     # The model's engine, by which parameters lead to it. It is weak, because optimizers may outlive the model.
     engine: Callable[[], object] | None = None
+
+    @property
+    def number(self) -> int:
+        """This rank, as the job counts."""
+        return self.first + self.rank
 
     def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce `tensor` over the replica in place, and return it."""

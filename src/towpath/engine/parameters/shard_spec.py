@@ -53,6 +53,11 @@ class ShardSpec:
         """The shape of the full tensor, across a tensor-parallel mesh too."""
         return self.shape if self.parallel is None else self.parallel.shape
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether torch.distributed.checkpoint saves this rank's slice: of several islands, those of the first one."""
+        return self.replica.first == 0
+
     def counted(self, local: torch.Tensor) -> torch.Tensor:
         """Return `local` if this rank's copy counts in norms and sums, otherwise no elements of it."""
         return local if self.counts else local[:0]
@@ -66,7 +71,7 @@ class ShardSpec:
         start, end = self.bounds()
         return (
             f"parameter {self.name!r} of shape {tuple(self.whole_shape)} in unit {self.unit or 'root'!r}, of which "
-            f"rank {self.replica.rank} holds the elements [{start}:{end}]"
+            f"rank {self.replica.number} holds the elements [{start}:{end}]"
         )
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:

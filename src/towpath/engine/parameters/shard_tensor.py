@@ -162,7 +162,7 @@ class ShardTensor(torch.Tensor):
     def untyped_storage(self) -> NoReturn:
         """Raise `ShardTensorError`: no storage has the shape of this tensor."""
         raise ShardTensorError(
-            f"{self.shard_spec.name!r} has no memory of its shape: rank {self.shard_spec.replica.rank} holds a slice "
+            f"{self.shard_spec.name!r} has no memory of its shape: rank {self.shard_spec.replica.number} holds a slice "
             "of it, "
             "to_local(). To save the model let every rank call towpath.checkpoint.get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and rank 0 save what it gets. Without "
@@ -213,7 +213,7 @@ class ShardTensor(torch.Tensor):
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         from towpath.engine.parameters.parallel import write_items  # loads what only checkpoints need
 
-        return write_items(fqn, self.local, self.shape, self.boxes())
+        return write_items(fqn, self.local, self.shape, self.boxes() if self.shard_spec.is_saved else [])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return this rank's boxes. DCP calls this before it loads the tensor, also on ranks that hold none of it."""
@@ -405,7 +405,8 @@ def _for_other_process(tensor: ShardTensor) -> tuple[Any, ...]:
     """Return how multiprocessing sends a ShardTensor. `ShardTensor.__reduce_ex__` refuses pickle itself."""
     from towpath.engine.parameters.parallel import SentShard  # loads what only checkpoints need
 
-    return SentShard, (tensor.shape, tensor.local.detach(), tensor.boxes())
+    boxes = tensor.boxes() if tensor.shard_spec.is_saved else []
+    return SentShard, (tensor.shape, tensor.local.detach(), boxes)
 
 
 def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -552,7 +553,7 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     name, remedy = running_step.take()
     if name:
         raise ShardTensorError(
-            f"rank {shard_spec.replica.rank}: {name} works on full tensors ({func}), and each rank holds slices of "
+            f"rank {shard_spec.replica.number}: {name} works on full tensors ({func}), and each rank holds slices of "
             f"them. {remedy()}"
         )
     raise ShardTensorError(

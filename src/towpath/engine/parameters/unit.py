@@ -72,7 +72,7 @@ class Unit:
         self.leaf_parameters: list[LeafParameter] = []
         # By parameter and grad mode, its copy in this forward of the root, and the version of the copy.
         self._copies: dict[tuple[int, bool], tuple[torch.Tensor, int]] = {}
-        self._rank = comm.rank
+        self._number = comm.number
         self.views = tuple(view for bucket in buckets for view in bucket.views)
         self._whole = False  # the modules' parameters are the unsharded views
         self._versions: list[int] = []  # versions of the views, as the engine left them
@@ -180,13 +180,13 @@ class Unit:
     def _replaced(self, name: str, by: object) -> str:
         if is_transformed(by):
             return (
-                f"rank {self._rank}: torch.func put a tensor of its own in place of parameter {name!r} of unit "
+                f"rank {self._number}: torch.func put a tensor of its own in place of parameter {name!r} of unit "
                 f"{self.name or 'root'!r}, as grad() of functional_call() does. A sharded model computes with its own "
                 "parameters. Call loss.backward() for their gradients; for all else in torch.func take the same model "
                 "without shard()."
             )
         return (
-            f"rank {self._rank}: parameter {name!r} of unit {self.name or 'root'!r} was replaced by another tensor "
+            f"rank {self._number}: parameter {name!r} of unit {self.name or 'root'!r} was replaced by another tensor "
             "after shard(). Write into it instead: p.copy_(full_tensor), or load_state_dict() without assign=True. "
             "torch.func.functional_call() replaces parameters, too: it takes a model without shard()."
         )
@@ -215,7 +215,7 @@ class Unit:
             repr(self._names[index]) for (index, _), (copy, v) in self._copies.items() if _version_of(copy) != v
         ]
         raise StepError(
-            f"rank {self._rank}: {', '.join(written)} was written to inside the forward of unit "
+            f"rank {self._number}: {', '.join(written)} was written to inside the forward of unit "
             f"{self.name or 'root'!r}. There the parameters are a copy that lives while the unit runs: the write is "
             "lost with it, or differs between ranks. Write after optimizer.step() instead: to the parameter itself, as "
             "p.clamp_(-1, 1), or inside `with towpath.full_parameters(model):`. To compute with changed weights leave "
@@ -245,7 +245,7 @@ class Unit:
                     places = bucket.layout.places
                     index = max(i for i, p in enumerate(places) if p.of(bucket.full).data_ptr() <= at)
                     raise StepError(
-                        f"rank {self._rank}: unit {self.name!r} returns the memory of its own parameter "
+                        f"rank {self._number}: unit {self.name!r} returns the memory of its own parameter "
                         f"{places[index].names[0]!r}, as a parameter is, or a slice or detach() of it. Outside the "
                         "unit's forward that memory holds other weights. Compute with it inside the forward, return "
                         "p.clone(), or leave this unit to the root: pass the other units as units= to shard()."

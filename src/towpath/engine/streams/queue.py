@@ -400,18 +400,20 @@ class CommContext:
     same transfers in the same order, because binding creates process groups.
 
     `groups` are those of the ranks that train together. `job` are those of all islands. Without islands, both are one.
+    `rank` is this rank as `groups` count, and `number` as the job counts, which errors name.
     """
 
     def __init__(self, groups: Groups, device: torch.device, log: CollectiveLog, job: Groups | None = None) -> None:
-        self.rank = groups.rank
+        self.rank, self.number = groups.rank, groups.number
         self.device = device
         self.groups, self.job = groups, job or groups
         self.log = log
         self._backend = groups.backend(device)
-        islands = self.job.world // groups.world
-        self.record = Record(StallMonitor.of(groups), timer_for(device), islands)
+        self.record = Record(StallMonitor.of(groups), timer_for(device), self.job.world // groups.world)
+        self._everyone = StallMonitor.of(self.job)
+        self._everyone.oversee(self.record.peers)
         if device.type == "cuda":
-            self.record.peers.watch_processes()
+            self._everyone.watch_processes()
         self.program = Program(log, self.record.peers)
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
         self.form = form_for(self._backend)
@@ -435,7 +437,14 @@ class CommContext:
 
     @cached_property
     def _job_record(self) -> JobRecord:
-        return JobRecord(self.record, StallMonitor.of(self.job))
+        return JobRecord(self.record, self._everyone)
+
+    def tell(self, failure: str) -> None:
+        """Post the error of an exchange between islands. Ranks of all islands that wait for this rank quote it."""
+        if self.record.peers.activity.has_failed:  # the first failure is the cause of others
+            return
+        for monitor in {self.record.peers, self._everyone}:
+            monitor.tell(failure)
 
     def bind_matrices(self, transfer: Transfer) -> RankMatrices:
         """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""
@@ -454,7 +463,7 @@ class CommContext:
                 return self.groups.of(ranks, f"{queue}{part}", self._backend)
             return self._of_lane(ranks, queue, topology, borrows=transfer.move.op in WITH_OWNERS)
 
-        return group_rank(transfer, self.rank, group_of)
+        return group_rank(transfer, self.rank, group_of, self.groups.first)
 
     def control(self, ranks: Ranks, topology: Topology) -> dist.ProcessGroup:
         """Return this rank's process group for collectives on the training thread, such as those of full parameters."""

@@ -193,8 +193,7 @@ class Record:
     """
 
     def __init__(self, peers: StallMonitor, timer: Timer, islands: int = 1) -> None:
-        """Begin with nothing. `islands` of the job send what this one does, besides what they send each other."""
-        self._islands = islands
+        self._islands = islands  # all of them send what this one sends
         self.host = HostClock()
         self.peers, self.timer, self._host_timer = peers, timer, HostTimer()
         self.trace: Trace | None = None
@@ -316,8 +315,9 @@ class Record:
     def _total(self, transfer: Transfer) -> _Total:
         total = self._totals.get(transfer)  # one look-up, because hashing a transfer is slow
         if total is None:
-            copies = 1 if transfer.kind in OUTER_KINDS else self._islands
-            total = _Total(copies * transfer.intra_bytes, copies * transfer.inter_bytes, transfer.encoded_inside)
+            # An exchange is one transfer of all islands.
+            count = 1 if transfer.kind in OUTER_KINDS else self._islands
+            total = _Total(count * transfer.intra_bytes, count * transfer.inter_bytes, transfer.encoded_inside)
             self._totals[transfer] = total
         return total
 
@@ -380,7 +380,6 @@ class JobRecord:
 
     def __init__(self, record: Record, everyone: StallMonitor) -> None:
         self._record, self._everyone = record, everyone
-        everyone.activity = record.peers.activity  # so that ranks of other islands learn what this rank does
 
     def running(self, transfers: Sequence[Transfer], micro_step: int) -> AbstractContextManager[None]:
         """Run transfers, as the record does."""

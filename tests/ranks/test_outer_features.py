@@ -1,0 +1,575 @@
+"""Outer steps next to what else changes a step: islands train as one process that simulates them.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+import towpath
+from tests.forms import in_form
+from tests.ranks.checkpoints import content, differing
+from tests.ranks.islands import Islands, fragments_of, mean_of
+from tests.ranks.models import DEVICE, MODELS
+from tests.ranks.server import World
+from tests.ranks.strategies import in_turn, seldom, strategy_of
+from tests.ranks.test_exact_features import Recomputed
+from tests.ranks.test_frozen import Model as Adapted
+from tests.ranks.test_frozen import _loss as _loss_of_adapted
+from tests.ranks.test_offload import MIXED
+from tests.ranks.test_outer import STREAMING, TOLERANCE, adamw, sync
+from tests.ranks.test_owner_stepped import Iterated, _matrices, _others
+from tests.ranks.twin import Loss, distance, loss_on
+from towpath import Outer, Precision, Topology, checkpoint, observing, tracing
+from towpath.core import exact
+from towpath.core.routes import Form
+from towpath.errors import CheckpointError
+from towpath.optim import chain, owner_stepped
+
+Worlds = Callable[[int], World]
+Make = Callable[[nn.Module], optim.Optimizer]
+
+SHAPE, LONG = Topology(2, 2), Topology(4, 1)
+LABELS = ("zero3", "paro-iig", "ddp", "zero1", "mics")
+# Exchanges begin after steps 1, 3, 4, 6, …: the first of a fragment that follows others begins in the sixth step.
+STEPS = 7
+
+
+# --- as one process ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how: `make` in one process, and `make_sharded` on the ranks if that differs."""
+
+    build: Callable[[], nn.Module]
+    loss: Loss
+    make: Make = adamw
+    make_sharded: Make | None = None
+    micro_steps: int = 1
+    max_norm: float = math.inf
+    units: tuple[type[nn.Module], ...] | None = None
+
+
+def _iterated(model: nn.Module) -> optim.Optimizer:
+    return chain(Iterated(_matrices(model)), optim.AdamW(_others(model), lr=2e-3, eps=1e-5))
+
+
+def _on_owners(model: nn.Module) -> optim.Optimizer:
+    return chain(owner_stepped(Iterated(_matrices(model))), optim.AdamW(_others(model), lr=2e-3, eps=1e-5))
+
+
+class Normed(nn.Module):
+    """Running statistics, and a count of batches that no gradient knows of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(5)
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.abs().sum().detach()
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+def _normed() -> nn.Module:
+    return nn.Sequential(*(Normed() for _ in range(3)))
+
+
+def _rows(rank: int, micro: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
+    return torch.randn(4, 5, generator=generator, dtype=torch.float64).to(DEVICE)
+
+
+def _loss_of_rows(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    return (model(_rows(rank, micro, step)) - 1).square().mean()
+
+
+class Choice(nn.Module):
+    """Two of four parts take part in a step, and the last one never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: Tensor, first: int) -> Tensor:
+        return x + torch.tanh(self.parts[first % 3](x)) * self.parts[(first + 1) % 3](x)
+
+
+class Choices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Choice() for _ in range(2))
+
+    def forward(self, x: Tensor, first: int) -> Tensor:
+        for block in self.blocks:
+            x = block(x, first)
+        return x
+
+
+def _loss_of_choices(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    # In every second step, one part is unused on a whole island, and another one on the next island.
+    return model(_rows(rank, micro, step), (rank if step % 2 else rank // 2) + step).square().mean()
+
+
+def _gpt(build: Callable[[], nn.Module] | None = None, **more: Any) -> Case:
+    return Case(build or partial(MODELS["gpt"].make, torch.float64), loss_on("gpt"), **more)
+
+
+CASES: dict[str, Case] = {
+    "matrices on owners": _gpt(make=_iterated, make_sharded=_on_owners),
+    "adapters": Case(Adapted, _loss_of_adapted),
+    "buffers": Case(_normed, _loss_of_rows),
+    "unused parameters": Case(Choices, _loss_of_choices, units=(Choice,)),
+    "accumulation and clipping": _gpt(micro_steps=2, max_norm=0.5),
+    "activation checkpointing": _gpt(Recomputed),
+}
+
+
+@in_turn(LABELS, 1)
+@pytest.mark.parametrize("case", CASES)
+def test_islands_train_as_in_one_process(case: str, label: str, world: Worlds) -> None:
+    for off in world(4).run(_train, case, label, SHAPE, STREAMING):
+        assert off <= TOLERANCE
+
+
+@in_turn(list(CASES), 1, "case")
+@in_turn(("zero3", "paro-iig", "mics:1x2"), 1)
+def test_islands_of_two_nodes_train_as_in_one_process(case: str, label: str, world: Worlds) -> None:
+    for off in world(4).run(_train, case, label, LONG, replace(STREAMING, islands=2)):
+        assert off <= TOLERANCE
+
+
+def _train(name: str, label: str, topology: Topology, outer: Outer) -> float:
+    """Return how far parameters, buffers and norms end from those of the simulated islands."""
+    case, rank = CASES[name], dist.get_rank()
+    model, plain = (_build(case.build) for _ in range(2))
+    model = towpath.shard(model, strategy_of(label, topology, outer=outer), units=case.units)
+    world = model.towpath_engine.strategy.topology.world
+    islands = Islands(plain, outer, topology.world // world, fragments_of(model, outer), case.make)
+    buffers: dict[int, list[Tensor]] = {}
+    means = mean_of(case.loss, case.micro_steps, buffers)
+    optimizer, off = (case.make_sharded or case.make)(model), 0.0
+    for step in range(STEPS):
+        norms: dict[int, Tensor] = {}
+
+        def gradients(island: int, copy: nn.Module, step: int = step, norms: dict[int, Tensor] = norms) -> None:
+            means(range(island * world, (island + 1) * world), step)(copy)
+            norms[island] = nn.utils.clip_grad_norm_(copy.parameters(), case.max_norm)
+
+        _backward(model, case, step)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        islands.step(gradients)
+        assert len({value.item() for value in norms.values()}) == len(norms)  # so that a norm over all would show
+        off = max(off, abs((norm - norms[rank // world]).item()))
+    sync(model)
+    expected = dict(islands.models[rank // world].named_parameters())
+    off = max(off, *(distance(p, expected[n].detach()) for n, p in model.named_parameters()))
+    for found, kept in zip(model.buffers(), buffers[rank], strict=True):
+        off = max(off, (found - kept).abs().max().item())
+    return off
+
+
+def _build(build: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(7)
+    return build().double().to(DEVICE)
+
+
+def _backward(model: Any, case: Case, step: int) -> None:
+    for micro in range(case.micro_steps):
+        with nullcontext() if micro == case.micro_steps - 1 else model.no_sync():
+            (case.loss(model, dist.get_rank(), micro, step) / case.micro_steps).backward()
+
+
+def test_buffers_are_broadcast_inside_an_island(world: Worlds) -> None:
+    means = world(4).run(_broadcast_buffers)
+    assert means[0] == means[1] != means[2] == means[3]
+
+
+def _broadcast_buffers() -> float:
+    model = towpath.shard(_build(_normed), strategy_of("ddp", SHAPE, outer=STREAMING))
+    _loss_of_rows(model, dist.get_rank(), 0, 0)
+    model.broadcast_buffers()
+    return model[0].norm.running_mean.sum().item()
+
+
+def test_an_island_whose_data_has_ended_goes_on_with_the_others(world: Worlds) -> None:
+    """Island 0 has three batches, and then gets no gradients. Of island 1, one rank has four, and one has five."""
+    for steps, off in world(4).run(_join, (3, 3, 4, 5)):
+        assert steps == 5 and off <= TOLERANCE
+
+
+def _join(batches: tuple[int, ...]) -> tuple[int, float]:
+    loss, rank, steps = loss_on("gpt"), dist.get_rank(), 0
+    model, plain = (_build(partial(MODELS["gpt"].make, torch.float64)) for _ in range(2))
+    model = towpath.shard(model, strategy_of("zero3", SHAPE, outer=STREAMING))
+    islands, optimizer = Islands(plain, STREAMING, 2, fragments_of(model, STREAMING), adamw), adamw(model)
+    means = mean_of(lambda copy, r, micro, step: (step < batches[r]) * loss(copy, r, micro, min(step, batches[r] - 1)))
+    for step in model.join(range(batches[rank])):
+        loss(model, rank, 0, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        islands.step(
+            lambda island, copy, step=steps: means(range(2 * island, 2 * island + 2), step)(copy),
+            skipped=(0,) if steps >= batches[0] else (),
+        )
+        steps += 1
+    sync(model)
+    expected = dict(islands.models[rank // 2].named_parameters())
+    return steps, max(distance(p, expected[n].detach()) for n, p in model.named_parameters())
+
+
+# --- loss scaling -----------------------------------------------------------------------------------------------------
+
+
+@in_turn(LABELS, 1)
+@pytest.mark.parametrize("offload", [None, seldom("optimizer")])
+def test_an_island_that_overflows_skips_its_step(label: str, offload: str | None, world: Worlds) -> None:
+    """Only its own scale falls. Exchanges go on by count."""
+    for rank, (off, scale) in enumerate(world(4).run(_overflow, label, offload)):
+        assert off <= TOLERANCE
+        assert scale == (64.0 if rank < 2 else 256.0)
+
+
+def _overflow(label: str, offload: str | None) -> tuple[float, float]:
+    """On one rank of island 0, the loss overflows in the steps after which exchanges begin or end."""
+    loss, rank = loss_on("gpt"), dist.get_rank()
+    model, plain = (_build(partial(MODELS["gpt"].make, torch.float64)) for _ in range(2))
+    model = towpath.shard(model, strategy_of(label, SHAPE, outer=STREAMING), offload=offload)
+    islands, means = Islands(plain, STREAMING, 2, fragments_of(model, STREAMING), adamw), mean_of(loss)
+    optimizer, scaler = adamw(model), torch.amp.GradScaler(DEVICE.type, init_scale=256.0)
+    for step in range(STEPS):
+        overflows = step in (2, 3)
+        scaled = scaler.scale(loss(model, rank, 0, step))
+        (scaled * (math.inf if overflows and rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        islands.step(
+            lambda island, copy, step=step: means(range(2 * island, 2 * island + 2), step)(copy),
+            skipped=(0,) if overflows else (),
+        )
+    sync(model)
+    expected = dict(islands.models[rank // 2].named_parameters())
+    return max(distance(p, expected[n].detach()) for n, p in model.named_parameters()), scaler.get_scale()
+
+
+# --- the same to the bit ----------------------------------------------------------------------------------------------
+
+
+def _trained(
+    label: str, topology: Topology, outer: Outer | None, steps: int = STEPS, **options: Any
+) -> dict[str, Tensor]:
+    """Return weights and optimizer states of this rank's island after some steps of float32."""
+    entry = MODELS["gpt"]
+    model = towpath.shard(entry.make(torch.float32), strategy_of(label, topology, outer=outer), **options)
+    optimizer = adamw(model)
+    for step in range(steps):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    sync(model)
+    return content(model, optimizer)
+
+
+@pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
+@pytest.mark.parametrize("form", [seldom(Form.MESSAGES), Form.COLLECTIVES], ids=str)
+@in_turn([(n, each) for n in LABELS for each in ("optimizer", "params", "optimizer+params")], 2, "case")
+def test_what_is_offloaded_trains_the_same_to_the_bit(
+    case: tuple[str, str], form: Form, precision: Precision, world: Worlds
+) -> None:
+    world(4).run(_offloaded, *case, form, precision)
+
+
+def _offloaded(label: str, offload: str, form: Form, precision: Precision) -> None:
+    with in_form(form):
+        found, expected = (
+            _trained(label, SHAPE, STREAMING, offload=each, precision=precision) for each in (offload, None)
+        )
+    assert differing(found, expected) == []
+
+
+@in_turn(("zero3", "paro-igg", "zero1", "ddp"), 1)
+def test_exact_transports_inside_islands_change_no_bit(label: str, world: Worlds) -> None:
+    world(4).run(_exactly, label)
+
+
+def _exactly(label: str) -> None:
+    outer = replace(STREAMING, islands=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "SMALLEST_BYTES", 1)
+        found = _trained(f"{label} exact=True", LONG, outer)
+    assert differing(found, _trained(label, LONG, outer)) == []
+
+
+@in_turn(("zero++", "qwz", "qgz", "ddp gradients=low-rank:2"), 1)
+def test_codecs_inside_islands_round_and_islands_stay_together(label: str, world: Worlds) -> None:
+    """With `every=1, lr=1, momentum=0` all islands have the same weights after each step, whatever they rounded."""
+    answers = world(4).run(_coded, label)
+    assert len({digest for digest, _ in answers}) == 1
+    for _, off in answers:
+        assert 0 < off < 0.05
+
+
+def _coded(label: str) -> tuple[str, float]:
+    together = Outer(every=1, lr=1.0, momentum=0.0, islands=2)
+    found, expected = (_trained(each, LONG, together, 3) for each in (label, "ddp"))
+    names = dict(MODELS["gpt"].make(torch.float32).named_parameters())
+    off = max((found[n] - expected[n]).abs().max().item() for n in names)
+    return sum(found[n].double().sum().item() for n in names).hex(), off
+
+
+# --- several models ---------------------------------------------------------------------------------------------------
+
+FIRST, SECOND = replace(STREAMING, islands=2), Outer(every=2, fragments=1, islands=4)
+
+
+@pytest.mark.parametrize("second", [SECOND, seldom(replace(SECOND, islands=2)), seldom(None)])
+def test_models_with_other_outer_steps_train_as_alone(second: Outer | None, world: Worlds) -> None:
+    world(4).run(_two_models, second)
+
+
+def _two_models(second: Outer | None) -> None:
+    entry, kinds = MODELS["gpt"], (("paro-iig", FIRST), ("zero3", second))
+    models = [towpath.shard(entry.make(torch.float32), strategy_of(n, LONG, outer=o)) for n, o in kinds]
+    optimizers = [adamw(model) for model in models]
+    for step in range(STEPS):
+        batch = entry.micro_batch(dist.get_rank(), 0, step, torch.float32)
+        losses = [entry.loss(model, *batch) for model in models]
+        for model, optimizer, loss in zip(models, optimizers, losses, strict=True):
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    for (label, outer), model, optimizer in zip(kinds, models, optimizers, strict=True):
+        sync(model)
+        assert differing(content(model, optimizer), _trained(label, LONG, outer)) == []
+
+
+def test_a_trace_has_the_ranks_of_all_islands(world: Worlds) -> None:
+    first, *others = world(4).run(_trace)
+    assert sorted(first) == [0, 1, 2, 3] and others == [{}] * 3
+    assert all(any("fragment 0" in name for name in names) for names in first.values())
+
+
+def _trace() -> dict[int, set[str]]:
+    """Return what the trace names, by rank."""
+    entry = MODELS["gpt"]
+    model = towpath.shard(entry.make(torch.float32), strategy_of("zero3", SHAPE, outer=Outer(every=1)))
+    optimizer = adamw(model)
+    with tracing.trace(model) as trace:
+        for step in range(2):
+            entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = tracing.intervals_of_ranks(model, trace)
+    return {rank: {each.name for each in intervals} for rank, intervals in found.items()}
+
+
+@in_turn(("zero3", "zero1", "mics:1x2", "ddp"), 1)
+@pytest.mark.parametrize("topology", [SHAPE, seldom(LONG)], ids=str)
+def test_stats_count_the_bytes_of_all_islands(topology: Topology, label: str, world: Worlds) -> None:
+    if label == "mics:1x2" and topology == SHAPE:  # no island has two nodes
+        label = "mics"
+    world(4).run(_count_bytes, label, topology)
+
+
+def _count_bytes(label: str, topology: Topology) -> None:
+    """In a whole period, as the schedule says."""
+    entry, strategy = MODELS["gpt"], strategy_of(label, topology, outer=Outer(every=2, islands=2))
+    model = towpath.shard(entry.make(torch.float32), strategy)
+    optimizer, counted = adamw(model), list[tuple[int, ...]]()
+    for step in range(4):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found, sums = towpath.stats(model), observing.sums(model)
+        counted.append((found.intra_bytes, found.inter_bytes, sums.intra_bytes, sums.inter_bytes))
+    schedule = towpath.schedule(strategy, model, 1)
+    assert schedule.outer is not None
+    intra, inter = (
+        2 * sum(getattr(t, kind) for t in schedule.transfers) + getattr(schedule.outer, kind)
+        for kind in ("intra_bytes", "inter_bytes")
+    )
+    # Each of the last two steps publishes what the one before it wrote.
+    assert [after - before for before, after in zip(counted[1], counted[3], strict=True)] == [intra, inter] * 2
+
+
+# --- state dicts ------------------------------------------------------------------------------------------------------
+
+
+class Pretrained(nn.Sequential):
+    def save_pretrained(self, folder: str, state_dict: dict[str, Tensor] | None = None) -> str:
+        return folder if state_dict else ""
+
+
+def test_full_state_dicts_are_those_of_the_first_island(world: Worlds) -> None:
+    answers = world(4).run(_state_dicts)
+    assert [(count > 0, written) for count, written, _ in answers] == [(True, "here"), *[(False, None)] * 3]
+    assert [wrong for _, _, wrong in answers] == [[]] * 4
+
+
+def _state_dicts() -> tuple[int, str | None, list[str]]:
+    """Islands differ after two steps. What rank 0 has is then loaded on all of them."""
+    model: Any = towpath.shard(Pretrained(*_normed()), strategy_of("zero3", SHAPE, outer=Outer(every=9)))
+    optimizer = adamw(model)
+    for step in range(2):
+        model(_rows(dist.get_rank(), 0, step).float()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.broadcast_buffers()
+    first: list[Any] = [content(model, optimizer)]
+    dist.broadcast_object_list(first)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = checkpoint.get_state_dict(model, optimizer, options=options)
+    written = model.save_pretrained("here")
+    given = replace(options, broadcast_from_rank0=True)
+    checkpoint.set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=given)
+    wrong = differing(content(model, optimizer), first[0])
+    return sum(map(len, states)), written, [name for name in wrong if "seen" not in name]  # it is not persistent
+
+
+@pytest.mark.parametrize("label", ["zero3", seldom("paro-iig"), seldom("ddp")])
+def test_pytorchs_checkpoint_has_the_first_island(label: str, world: Worlds, tmp_path: Path) -> None:
+    for wrong in world(4).run(_save_by_pytorch, tmp_path, label):
+        assert wrong == []
+
+
+def _save_by_pytorch(folder: Path, label: str) -> list[str]:
+    """Islands differ after two steps, and not after all of them have loaded."""
+    entry = MODELS["gpt"]
+    model: Any = towpath.shard(entry.make(torch.float32), strategy_of(label, SHAPE, outer=Outer(every=9)))
+    optimizer = adamw(model)
+    for step in range(2):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first: list[Any] = [content(model, optimizer)]
+    dist.broadcast_object_list(first)
+    states = dict(zip(("model", "optimizer"), checkpoint.get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=folder)
+    dcp.load(states, checkpoint_id=folder)
+    return differing(content(model, optimizer), first[0])
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@in_turn([(n, each) for n in LABELS for each in ("optimizer", "params", "optimizer+params")], 1, "case")
+def test_an_offloaded_run_resumes_bit_for_bit_in_a_delay(case: tuple[str, str], world: Worlds, tmp_path: Path) -> None:
+    label, offload = case
+    world(4).run(_resume, tmp_path, f"{label} offload={offload}", SHAPE, STREAMING)
+
+
+@in_turn(("zero++", "qgz", "ddp gradients=low-rank:2", "zero3 exact=True", "zero++ interleaved=2"), 1)
+def test_a_run_with_codecs_resumes_bit_for_bit_in_a_delay(label: str, world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_resume, tmp_path, label, LONG, replace(STREAMING, islands=2))
+
+
+class Position:
+    """How far a rank has read, and the order that it reads in."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"step": 0, "order": torch.arange(3)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@dataclass
+class Scaled:
+    """A run whose islands have other loss scales, and have read other data."""
+
+    model: Any
+    optimizer: optim.Optimizer
+    scaler: torch.amp.GradScaler
+    position: Position
+
+    @staticmethod
+    def of(label: str, topology: Topology, outer: Outer | None) -> Scaled:
+        model = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of(label, topology, outer=outer))
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=256.0, growth_interval=3)
+        return Scaled(model, adamw(model), scaler, Position())
+
+    def train(self, first: int, last: int) -> None:
+        entry, rank = MODELS["gpt"], dist.get_rank()
+        for step in range(first, last):
+            loss = entry.loss(self.model, *entry.micro_batch(rank, 0, self.position.state["step"], torch.float32))
+            overflows = rank < 2 and step in (1, 5)
+            (self.scaler.scale(loss) * (math.inf if overflows else 1.0)).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.position.state = {"step": step + 1 + 10 * (rank // 2), "order": torch.randperm(3)}
+
+    @property
+    def state(self) -> checkpoint.State:
+        return checkpoint.State(self.model, self.optimizer, scaler=self.scaler, training=self.position)
+
+    def content(self) -> dict[str, Tensor]:
+        sync(self.model)
+        extras = {"scale": torch.tensor(self.scaler.get_scale()), "order": self.position.state["order"]}
+        return content(self.model, self.optimizer) | extras | {"step": torch.tensor(self.position.state["step"])}
+
+
+def _resume(root: Path, label: str, topology: Topology, outer: Outer) -> None:
+    """Saved after four steps, when the second exchange of a fragment is under way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "SMALLEST_BYTES", 1)
+        run, resumed = (Scaled.of(label, topology, outer) for _ in range(2))
+    torch.manual_seed(dist.get_rank() // 2)
+    run.train(0, 4)
+    assert checkpoint.save(root, 4, run.state).ok
+    run.train(4, STEPS)
+    resumed.train(0, 1)  # so that what is right afterwards was loaded
+    loaded = checkpoint.load(root, resumed.state)
+    assert loaded is not None and loaded.notes == ()
+    assert resumed.position.state["step"] == 4 + 10 * (dist.get_rank() // 2)
+    resumed.train(4, STEPS)
+    assert differing(resumed.content(), run.content()) == []
+
+
+def test_extras_may_differ_between_islands_and_not_inside_one(world: Worlds, tmp_path: Path) -> None:
+    for same, notes, refused in world(4).run(_extras, tmp_path):
+        assert same and not any("training" in note for note in notes)
+        assert "'training'" in refused and "on rank 2 and" in refused and "on rank 3" in refused
+
+
+def _extras(root: Path) -> tuple[bool, tuple[str, ...], str]:
+    """A run without islands gets what the first island has saved."""
+    run, rank = Scaled.of("zero1", SHAPE, STREAMING), dist.get_rank()
+    torch.manual_seed(rank // 2)
+    run.train(0, 3)
+    assert checkpoint.save(root, 3, run.state).ok
+    first = [run.position.state, run.scaler.get_scale()]
+    dist.broadcast_object_list(first)
+    other = Scaled.of("zero3", SHAPE, None)
+    loaded = checkpoint.load(root, other.state)
+    assert loaded is not None
+    same = other.position.state["step"] == first[0]["step"] and other.scaler.get_scale() == first[1]
+    same = same and torch.equal(other.position.state["order"], first[0]["order"])
+    if rank == 3:
+        run.position.state["step"] += 1
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(root, 4, run.state)
+    return same, loaded.notes, str(caught.value)
