@@ -38,6 +38,7 @@ SUITES = {
     "outer_bytes": ("outer", "what islands with outer steps send between nodes, by the kernel's counters"),
     "outer_overlap": ("outer", "steps with an exchange between islands under way, against steps without"),
     "outer_simulator": ("outer", "predicted against measured steps of islands, over a period of outer steps"),
+    "outer_time": ("outer_time", "the time until training reaches a loss, with outer steps and without"),
     "outer_quality": ("outer_quality", "what outer steps cost in validation loss at equal tokens"),
     "train": ("trainer", "towpath train against a hand-written loop"),
     "checkpoints": ("trainer", "how long a checkpoint stops training, in the background and in the foreground"),
