@@ -156,7 +156,23 @@ def _ours(spec: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
         made = towpath.shard(workload.model(), AUTO, precision=precision, workload=planned)
     else:
         made = towpath.shard(workload.model(), spec.strategy(workload.topology), precision=precision)
-    return made, lambda model, last: nullcontext() if last else model.no_sync()
+    return made, no_sync
+
+
+def no_sync(model: Any, last: bool) -> AbstractContextManager[Any]:
+    """Return the context of a micro-step of our strategies: all but the last send no gradients at the boundary."""
+    return nullcontext() if last else model.no_sync()
+
+
+def autocast_of(workload: Workload) -> Context:
+    """Return the context of models whose parameters stay in fp32: their users compute in 16 bits with autocast."""
+
+    def context(model: Any, last: bool) -> AbstractContextManager[Any]:
+        if workload.computes_narrow:
+            return torch.autocast(device_of_job().type, workload.torch_dtype)
+        return nullcontext()
+
+    return context
 
 
 def _fsdp(spec: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
@@ -209,7 +225,7 @@ def _ddp(spec: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
         rank = int(spec.options["powersgd"])
         state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=POWERSGD_FROM_STEP)
         made.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    recorded = False
+    recorded, autocast = False, autocast_of(workload)
 
     def context(model: Any, last: bool) -> AbstractContextManager[Any]:
         nonlocal recorded
@@ -218,9 +234,7 @@ def _ddp(spec: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
         if spec.has("tuned") and not last and recorded:
             stack.enter_context(model.no_sync())
         recorded = True
-        # DDP keeps its parameters in fp32. Its users compute in 16 bits with autocast.
-        if workload.computes_narrow:
-            stack.enter_context(torch.autocast(device_of_job().type, workload.torch_dtype))
+        stack.enter_context(autocast(model, last))
         return stack
 
     return made, context
@@ -393,9 +407,13 @@ def stepper(
     micro_steps: int,
     optimized: Callable[[Period], None] = lambda period: None,
     learning_rate: float = LEARNING_RATE,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Callable[[], None]:
-    """Return a function that takes one optimizer step with AdamW. `optimized` receives when the optimizer worked."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+    """Return a function that takes one optimizer step, by default with AdamW.
+
+    `optimized` receives when the optimizer worked.
+    """
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
 
     def step() -> None:
         for micro in range(micro_steps):

@@ -41,7 +41,9 @@ class Workload:
         in_step: All ranks wait for each other before each micro-step. Ranks that share cores and exchange nothing in a
             micro-step otherwise drift apart.
         adapters: The rank of PEFT's LoRA adapters of each block's matrices, which then train alone. 0 trains
-        everything.
+            everything.
+        learning_rate: The learning rate of AdamW.
+        seed: The seed of the model's first values.
     """
 
     topology: towpath.Topology = SQUARE
@@ -55,6 +57,7 @@ class Workload:
     in_step: bool = False
     adapters: int = 0
     learning_rate: float = LEARNING_RATE
+    seed: int = 0
 
     def quick(self) -> Workload:
         """Return a small workload that runs the same code."""
@@ -62,7 +65,7 @@ class Workload:
 
     def model(self) -> gpt.GPT:
         """Return the model on the rank's device, with the same values on every rank."""
-        torch.manual_seed(0)
+        torch.manual_seed(self.seed)
         context = max(LONGEST, self.length)
         made = gpt.GPT(width=self.width, depth=self.depth, heads=HEADS, context=context, vocabulary=VOCABULARY)
         if self.adapters:

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import report
 from benchmarks.harness import figures, results
 from towpath.train.report import standalone_svg
+
+if TYPE_CHECKING:
+    from benchmarks.suites.quality import Judged
 
 Line = Mapping[str, Any]
 Row = Sequence[str]
@@ -231,6 +234,40 @@ PAGES: Mapping[str, Page] = {
         "The noise of the comparison of commits.",
         "python -m benchmarks checkouts",
     ),
+    "outer_bytes": Page(
+        "Bytes of outer steps",
+        "What islands with outer steps send between nodes, by the kernel's counters.",
+        "python -m benchmarks outer_bytes",
+        "Four ranks train ten million parameters in bf16. Cases name the nodes and ranks, and the codec of exchanges. "
+        "Each node is an island, and a period has 32 steps.",
+    ),
+    "outer_overlap": Page(
+        "Overlap of outer steps",
+        "Steps with an exchange between islands under way, against steps without.",
+        "python -m benchmarks outer_overlap",
+        "Blocks sleep instead of computing. The simulator chooses the shortest delay with which no step waits.",
+    ),
+    "outer_simulator": Page(
+        "Simulator of outer steps",
+        "Predicted against measured steps of islands, as the mean over a period of 16 steps.",
+        "python -m benchmarks outer_simulator",
+    ),
+    "outer_time": Page(
+        "Time to a loss with outer steps",
+        "The time until training reaches a loss, with outer steps and without, on links of several rates.",
+        "python -m benchmarks outer_time",
+        "A GPT of ten million parameters trains on four ranks of two nodes. The loss is that of lossless synchronous "
+        "training after 400 steps with the same seed. Time is the number of steps, from training on fast links, times "
+        "the mean step on links of the rate.",
+    ),
+    "outer_quality": Page(
+        "Quality of outer steps",
+        "Validation loss of training with outer steps, at equal tokens.",
+        "python -m benchmarks outer_quality",
+        "Each variant differs from `center` in one setting. The center has two islands, which exchange their weights "
+        "every 32 steps in int4 with error feedback. Losses are relative to synchronous training with the same "
+        "optimizer and seed.",
+    ),
     "train": Page("towpath train", "`towpath train` against a hand-written loop.", "python -m benchmarks train"),
     "checkpoints": Page(
         "Checkpoints",
@@ -316,6 +353,11 @@ def quality_table() -> str:
     from benchmarks.suites import quality
 
     found = quality.runs_of()
+    return judged_table(found, quality.rows_of(found))
+
+
+def judged_table(found: Iterable[Line], judged: Iterable[Judged]) -> str:
+    """Return the final loss of each variant over that of its baseline with the same seed, less one."""
     commits = {run["case"]["variant"]: results.measured_at(run) for run in found}
     return table(
         ("variant", "mean", "95 % interval", "by seed", "commit"),
@@ -327,7 +369,20 @@ def quality_table() -> str:
                 ", ".join(f"{share:+.2%}" for share in row.each),
                 commits[row.variant],
             )
-            for row in quality.rows_of(found)
+            for row in judged
+        ],
+    )
+
+
+def times_table() -> str:
+    """Return the time of each candidate to the loss, by rate of the links, the fastest first."""
+    from benchmarks.suites import outer_time
+
+    return table(
+        ("link", "candidate", "minutes to the loss", "by seed", "seconds of a step"),
+        [
+            (each.inter, f"`{each.candidate}`", each.minutes(each.mean), each.by_seed, f"{each.step:.3g}")
+            for each in outer_time.times(outer_time.runs_of())
         ],
     )
 
@@ -388,6 +443,18 @@ def _exact_bytes() -> str:
     return exact_bytes.picture()
 
 
+def _outer_quality() -> str:
+    from benchmarks.suites import outer_quality
+
+    return outer_quality.picture()
+
+
+def _outer_time() -> str:
+    from benchmarks.suites import outer_time
+
+    return outer_time.picture()
+
+
 TABLES = {
     "speedups": speedups_table,
     "families": families_table,
@@ -408,8 +475,13 @@ PICTURES = {
     results.FOLDER / "quality.svg": lambda: _quality(pipelines=False),
     results.FOLDER / "quality_pipeline.svg": lambda: _quality(pipelines=True),
 }
-if results.file_of("exact_bytes").exists():
-    PICTURES[results.FOLDER / "exact_bytes.svg"] = _exact_bytes
+for _suite, _picture in {
+    "exact_bytes": _exact_bytes,
+    "outer_quality": _outer_quality,
+    "outer_time": _outer_time,
+}.items():
+    if results.file_of(_suite).exists():
+        PICTURES[results.FOLDER / f"{_suite}.svg"] = _picture
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------
@@ -433,6 +505,16 @@ def _sections(suite: str) -> Iterable[str]:
 
         yield from quality_pipeline.sections()
         return
+    if suite == "outer_quality":
+        from benchmarks.suites import outer_quality
+
+        found = outer_quality.measured_runs()
+        yield judged_table(found, outer_quality.rows_of(found))
+        yield "![Validation loss over optimizer steps](../results/outer_quality.svg)"
+        return
+    if suite == "outer_time":
+        yield times_table()
+        yield "![Validation loss over the time of training](../results/outer_time.svg)"
     if suite != "strategies":
         yield measured_table(suite)
         if suite == "exact":

@@ -48,6 +48,7 @@ from towpath.planner.prediction import Batching, Ranking
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
 from towpath.planner.solver import Solver
+from towpath.sim.outer import Period
 from towpath.sim.timeline import Event, Timeline
 from towpath.tracing import simulated_intervals
 
@@ -231,6 +232,10 @@ class Plan:
     def timeline(self, strategy: towpath.Strategy) -> Timeline:
         """Return the simulated step."""
         return self._solver(()).timeline(strategy, self._batching)
+
+    def period(self, strategy: towpath.Strategy) -> Period:
+        """Return the simulated period of a strategy with outer steps."""
+        return self._solver(()).of_island(strategy).period(strategy, self._batching)
 
     @property
     def computing(self) -> float:

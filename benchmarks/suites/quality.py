@@ -11,18 +11,20 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import towpath
 from benchmarks import gpt
 from benchmarks.harness import results
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
+from benchmarks.islands import conclude, synchronize
 from towpath import lab
 from towpath.train.report import COLORS, color, standalone_svg
 
@@ -106,9 +108,7 @@ class QualityRun(VariantRun):
         variant = next(v for v in VARIANTS if v.name == self.variant)
         with lab.Lab(SHAPE, inter=None) as cluster:
             found: Result = cluster.call(train, variant, self.seed, steps, timeout_seconds=3600)[0]
-        checks = [Check("final loss, nats a byte", found.final)]
-        setup = {"steps": steps, "setting": SETTING, "strategy": str(variant.make(steps))}
-        return {"checks": checks, **setup, **asdict(found)}
+        return recorded(found, steps, variant.make(steps))
 
 
 RUNS = [QualityRun(variant.name, seed) for seed in range(5) for variant in VARIANTS]
@@ -122,40 +122,93 @@ class Result:
     final: float
 
 
+def recorded(found: Result, steps: int, strategy: towpath.Strategy) -> dict[str, Any]:
+    """Return what a result line keeps of a run."""
+    checks = [Check("final loss, nats a byte", found.final)]
+    return {"checks": checks, "steps": steps, "setting": SETTING, "strategy": str(strategy), **asdict(found)}
+
+
 def windows(text: Tensor, starts: Tensor, length: int = LENGTH) -> tuple[Tensor, Tensor]:
     """Return inputs and targets of the windows that start at `starts`."""
     rows = torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
     return rows[:, :-1], rows[:, 1:]
 
 
-def training(text: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def training(text: Tensor, seed: int, batch: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield random batches without end."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        yield windows(text, torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator))
+        yield windows(text, torch.randint(len(text) - LENGTH - 1, (batch,), generator=generator))
+
+
+def split_text() -> tuple[Tensor, Tensor]:
+    """Return the text to train on, and the held-out last tenth."""
+    text = gpt.corpus()
+    split = len(text) // 10 * 9
+    return text[:split], text[split:]
 
 
 def train(rank: int, world: int, variant: Variant, seed: int, steps: int) -> Result:
     """Train a variant on one rank."""
+    return train_under(variant.make(steps), seed, steps, variant.shift)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of all variants."""
+    return torch.optim.AdamW(parameters, lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def train_under(
+    strategy: towpath.Strategy,
+    seed: int,
+    steps: int,
+    shift: int = 0,
+    optimizer_of: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    every: int = EVERY,
+) -> Result:
+    """Train the small GPT under a strategy, and validate every so many steps."""
     torch.set_num_threads(1)
-    text = gpt.corpus()
-    split = len(text) // 10 * 9
-    data, held_out = training(text[:split], 1000 * seed + (rank + variant.shift) % world), text[split:]
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    text, held_out = split_text()
+    data = training(text, 1000 * seed + (rank + shift) % world)
     torch.manual_seed(seed)
-    model = gpt.GPT(width=WIDTH, depth=DEPTH, heads=HEADS, context=LENGTH)
-    made: Any = towpath.shard(model, variant.make(steps))
-    optimizer = torch.optim.AdamW(made.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    made: Any = towpath.shard(gpt.GPT(width=WIDTH, depth=DEPTH, heads=HEADS, context=LENGTH), strategy)
+    optimizer = optimizer_of(list(made.parameters()))
+    return train_and_validate(
+        made, optimizer, data, held_out, steps, lambda step: set_learning_rate(optimizer, PEAK, step, steps), every
+    )
+
+
+def train_and_validate(
+    made: Any,
+    optimizer: torch.optim.Optimizer,
+    data: Iterator[tuple[Tensor, Tensor]],
+    held_out: Tensor,
+    steps: int,
+    set_rate: Callable[[int], None],
+    every: int,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Result:
+    """Train a model, and validate it every so many steps. `context` is that of a forward and backward pass."""
+
+    def validated(of_rank: int) -> float:
+        synchronize(made)
+        with context():
+            return validation(made, held_out, of_rank)
+
     curve: list[tuple[int, float]] = []
     for step in range(steps):
-        if step % EVERY == 0:
-            curve.append((step, validation(made, held_out, WINDOWS)))
-        set_learning_rate(optimizer, PEAK, step, steps)
-        made(*next(data)).backward()
+        if step % every == 0:
+            curve.append((step, validated(WINDOWS)))
+        set_rate(step)
+        with context():
+            made(*next(data)).backward()
         torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    curve.append((steps, validation(made, held_out, WINDOWS)))
-    return Result(curve, validation(made, held_out, WINDOWS_AT_THE_END))
+    conclude(made)
+    curve.append((steps, validated(WINDOWS)))
+    return Result(curve, validated(WINDOWS_AT_THE_END))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int) -> None:
@@ -176,6 +229,8 @@ def validation(made: Any, text: Tensor, of_rank: int) -> float:
 
 # Judgment -------------------------------------------------------------------------------------------------------------
 
+# A variant is left out of a picture if its difference is so many times that of the next one.
+_OUTSIDE = 2
 # Quantiles of Student's t for a two-sided interval of 95 %, by degrees of freedom.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
 
@@ -223,22 +278,31 @@ def spread_of(rows: list[Judged]) -> float | None:
     return max((abs(share) for row in rows if row.variant == "control" for share in row.each), default=None)
 
 
-def curves(runs: list[dict[str, Any]], variants: Sequence[str], spread: float | None = None) -> str:
-    """Return a picture of the validation losses, and of their difference from those of the first variant.
+def curves(
+    runs: list[dict[str, Any]],
+    variants: Sequence[str],
+    spread: float | None = None,
+    baselines: Mapping[str, str] | None = None,
+) -> str:
+    """Return a picture of the validation losses, and of their difference from those of the baselines.
 
-    `spread` is the share of the last loss by which runs differ by chance.
+    Args:
+        runs: The result lines.
+        variants: The variants to draw.
+        spread: The share of the last loss by which runs differ by chance.
+        baselines: The baseline of each variant. By default, it is the first variant that was measured.
     """
 
     def draw(figure: Any, shown: Sequence[str]) -> None:
         whole, apart = figure.subplots(1, 2)
         means = {variant: _mean_curve(runs, variant) for variant in shown}
-        baseline = means[shown[0]]
         worst: dict[str, float] = {}
         least = 0.0
         for number, (variant, curve) in enumerate(means.items()):
             look = {"color": color(number), "linestyle": "-" if number < len(COLORS) else "--", "linewidth": 1.4}
             whole.plot(*zip(*curve, strict=True), label=variant, **look)
-            shares = [(step, 100 * (loss / base - 1)) for (step, loss), (_, base) in zip(curve, baseline, strict=True)]
+            base = means[(baselines or {}).get(variant, shown[0])]
+            shares = [(step, 100 * (loss / other - 1)) for (step, loss), (_, other) in zip(curve, base, strict=True)]
             ending = shares[len(shares) // 2 :]
             apart.plot(*zip(*ending, strict=True), **look)
             worst[variant] = max(share for _, share in ending)
@@ -248,14 +312,17 @@ def curves(runs: list[dict[str, Any]], variants: Sequence[str], spread: float | 
             axes.spines[["top", "right"]].set_visible(False)
         whole.set_ylabel("validation loss (nats a byte), mean of the seeds")
         whole.legend(frameon=False)
-        # One variant is much worse on purpose. With it inside the axes, the others would be invisible.
-        outside, most = sorted(worst, key=lambda variant: worst[variant])[-1], sorted(worst.values())[-2]
+        # One variant may be much worse than all others, which would be invisible with it inside the axes.
+        outside, (most, worst_of_all) = max(worst, key=worst.__getitem__), sorted(worst.values())[-2:]
+        is_outside = worst_of_all > _OUTSIDE * most
+        most = most if is_outside else worst_of_all
         apart.set_ylim(least - 0.1 * most, 1.1 * most)
-        apart.set_ylabel(f"percent over the loss of {shown[0]}")
+        apart.set_ylabel(f"percent over the loss of {'the baseline' if baselines else shown[0]}")
         if spread is not None:
             apart.axhspan(-100 * spread, 100 * spread, color="#868e96", alpha=0.2, linewidth=0, zorder=0)
             apart.text(0.01, 100 * spread, "by chance", transform=apart.get_yaxis_transform(), fontsize=8, va="bottom")
-        apart.set_title(f"the second half; {outside} is above the sheet", fontsize=10)
+        title = f"the second half; {outside} is above the sheet" if is_outside else "the second half"
+        apart.set_title(title, fontsize=10)
 
     drawn = [variant for variant in variants if any(run["case"]["variant"] == variant for run in runs)]
     return standalone_svg(draw, drawn, (11, 4.2))
@@ -267,10 +334,10 @@ def _mean_curve(runs: list[dict[str, Any]], variant: str) -> list[tuple[int, flo
     return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
 
 
-def runs_of() -> list[dict[str, Any]]:
-    """Return the last run of each variant and seed in the setting that the suite has now."""
-    read = results.read(results.file_of("quality"))
-    here = [run for run in read if run.get("setting") == SETTING and run["steps"] == STEPS]
+def runs_of(suite: str = "quality", steps: int = STEPS) -> list[dict[str, Any]]:
+    """Return the last run of each variant and seed of a suite, in the setting that it has now."""
+    read = results.read(results.file_of(suite))
+    here = [run for run in read if run.get("setting") == SETTING and run["steps"] == steps]
     return list(results.last(here).values())
 
 
@@ -309,13 +376,15 @@ judges the variants.
 """
 
 
-def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seeds", type=int, default=5, help="at most 5")
+def add_options(parser: argparse.ArgumentParser, steps: int = STEPS, seeds: int = 5) -> None:
+    """Add the options of a suite of runs with seeds."""
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--seeds", type=int, default=seeds, help=f"at most {seeds}")
 
 
-def _of_seeds(runs: Sequence[Any], options: argparse.Namespace) -> Sequence[Any]:
-    return [run for run in runs if run.seed < options.seeds]
+def of_seeds(runs: Sequence[Any], options: argparse.Namespace) -> Sequence[Any]:
+    """Return the runs with the seeds of the options, and the cases without a seed."""
+    return [run for run in runs if getattr(run, "seed", 0) < options.seeds]
 
 
-SUITES = (Suite("quality", QUALITY, RUNS, options=_options, chosen=_of_seeds, summary=summary),)
+SUITES = (Suite("quality", QUALITY, RUNS, options=add_options, chosen=of_seeds, summary=summary),)

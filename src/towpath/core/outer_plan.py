@@ -89,6 +89,11 @@ class Fragment:
     check: tuple[Transfer, ...]
 
     @property
+    def rank_bytes(self) -> int:
+        """The bytes that one rank exchanges, before encoding."""
+        return sum(part.elements * item_bytes(part.dtype) for part in self.parts)
+
+    @property
     def exchanges(self) -> tuple[Transfer, ...]:
         """The transfers between islands, in order."""
         return (*self.check, *(t for part in self.parts for t in part.exchange))

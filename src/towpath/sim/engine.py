@@ -19,6 +19,7 @@ from itertools import islice
 from towpath.core.collective_log import log_bytes
 from towpath.core.formats import item_bytes
 from towpath.core.launches import EXACT_ENCODING, Launches, launches_of
+from towpath.core.outer_plan import OuterPlan
 from towpath.core.queues import QUEUES, Communicator, Lanes, shared_lanes
 from towpath.core.schedule import message_sizes_transfers, unused_params_transfers
 from towpath.core.step_state import (
@@ -68,6 +69,8 @@ class _TransferCost:
 
 # Computing differences reads and writes memory about as long as this many copies. Applying a result takes this many.
 _DIFFERENCE_COPIES, _APPLIED_COPIES = 3.0, 8.0
+# Top-k encodes what a rank exchanges in about the time of this many copies, and decodes the message of each island.
+_TOP_K_ENCODE_COPIES, _TOP_K_DECODE_COPIES = 40.0, 2.5
 # An estimate of how many kernels a forward pass launches for each parameter: products, norms, activations, casts.
 KERNELS_OF_A_PARAMETER = 4
 
@@ -113,7 +116,8 @@ class SimulatedEngine:
     """The engine of one rank that represents all ranks of the job, or of its stage. The root's plan comes first.
 
     A stage has a `location` and a `suffix` for the names of its tracks. `copies` is the number of groups of ranks that
-    do the same, each with its own bytes. Engines of one rank share its launching `thread`.
+    do the same, each with its own bytes. Engines of one rank share its launching `thread`. `outer` is the plan of outer
+    steps, if there are any.
     """
 
     def __init__(
@@ -127,8 +131,10 @@ class SimulatedEngine:
         suffix: str = "",
         copies: int = 1,
         thread: LaunchingThread | None = None,
+        outer: OuterPlan | None = None,
     ) -> None:
         assert plans[0].spec.kept
+        self._outer = outer
         self.plans, self._hardware, self._bandwidth, self._timeline = plans, hardware, bandwidth, timeline
         self._location, self._suffix, self._copies = location, suffix, copies
         # Tasks that have not ended, in order. The last task of a queue stays until another one follows.
@@ -154,11 +160,11 @@ class SimulatedEngine:
         match action:
             case Submit(task):
                 if task.kind is TransferKind.OUTER:
-                    yield from self._compute_outer(task, _DIFFERENCE_COPIES)
+                    yield from self._compute_outer(task.unit, _DIFFERENCE_COPIES)
                 yield from self.launch(self._launches_of(task), tasks=1)
                 self._submit(task, micro_step)
-            case ApplyOuter(_, exchange, gather):
-                yield from self._compute_outer(exchange, _APPLIED_COPIES)
+            case ApplyOuter(fragment, _, gather):
+                yield from self._compute_outer(fragment, _APPLIED_COPIES)
                 if gather is not None:
                     yield from self.launch(self._launches_of(gather), tasks=1)
                     self._submit(gather, micro_step)
@@ -235,11 +241,15 @@ class SimulatedEngine:
         yield waited
         self._timeline.waited(task.kind, f"for {task}{self._suffix}", began, self._bandwidth.now)
 
-    def _compute_outer(self, exchange: Task, copies: float) -> Iterator[Demand]:
-        """Compute before or after an exchange between islands, as long as `copies` copies of what a rank exchanges."""
-        moved = sum(t.region_bytes for t in exchange.transfers if t.kind is TransferKind.OUTER)
+    def _compute_outer(self, fragment: int, copies: float) -> Iterator[Demand]:
+        """Compute before or after an exchange between islands, as long as `copies` copies of a rank's part of it."""
         yield from self.launch(Launches(operations=round(copies)))
-        yield from self.compute(copies * moved / self._hardware.memory_rate, "outer steps")
+        yield from self.compute(copies * self._exchanged(fragment) / self._hardware.memory_rate, "outer steps")
+
+    def _exchanged(self, fragment: int) -> int:
+        """Return the bytes that a rank exchanges of a fragment, before encoding."""
+        assert self._outer is not None
+        return self._outer.fragments[fragment].rank_bytes
 
     def _agree_on_sizes(self, units: Sequence[int], task: Task, micro_step: int) -> Iterator[Demand | QueuedTask]:
         """Encode parameter syncs, and wait on the host until all ranks know the sizes."""
@@ -319,9 +329,12 @@ class SimulatedEngine:
         """Return the seconds that a queue works in addition to its transfers.
 
         It copies memory for the cast of the master weights and for the sum over micro-steps. It also decodes unsharded
-        parameters that are stored encoded.
+        parameters that are stored encoded, and encodes top-k messages between islands.
         """
-        moved, decoding = 0, 0.0
+        moved, decoding = 0.0, 0.0
+        if task.kind is TransferKind.OUTER and self._outer is not None and self._outer.settings.transport.top_k:
+            copies = _TOP_K_ENCODE_COPIES + self._outer.strategy.islands * _TOP_K_DECODE_COPIES
+            moved += copies * self._exchanged(task.unit)
         for bucket in () if task.transfers else self.plans[task.unit].buckets:
             if not bucket.spec.trainable:
                 gathers = task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)

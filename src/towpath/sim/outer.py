@@ -60,7 +60,7 @@ class PeriodReplay:
         self._plan, self._plans, self._seconds, self._micro_steps = plan, plans, seconds, micro_steps
         self._bandwidth, self.timeline = BandwidthModel(hardware.capacities), Timeline()
         self._engine = SimulatedEngine(
-            strategy, plans, hardware, self._bandwidth, self.timeline, copies=strategy.islands
+            strategy, plans, hardware, self._bandwidth, self.timeline, copies=strategy.islands, outer=plan
         )
         self._durations: list[float] = []
         self._alone: float | None = None
