@@ -34,6 +34,7 @@ import towpath.codecs.packing
 import towpath.collectives.native
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
+from towpath.engine import outer
 from towpath.engine.parameters import bucket as parameter_memory
 from towpath.engine.parameters import gradients as optimizer_memory
 from towpath.engine.parameters import shard_spec as encoded_shard
@@ -203,6 +204,14 @@ class Checker(TorchDispatchMode):
         for tensor in made if on_host else ():
             self.lies_on_host(tensor)
         self.access(read, [*written, *made], name, on_host)
+        if name.startswith("aten.copy_.") and self._host_waits_for_copy(args, kwargs):
+            _join(self._host, self._clocks[self._current])
+
+    def _host_waits_for_copy(self, args: Any, kwargs: Any) -> bool:
+        """Whether a copy from the device to the host returns only when it has ended."""
+        is_asynchronous = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        target, source = (self._memory_of(tensor).on_host for tensor in args[:2])
+        return target and not source and not is_asynchronous and self._current == COMPUTATION
 
     def _communicated(self, name: str, args: Any) -> None:
         written, read = _COMMUNICATION[name]
@@ -402,6 +411,7 @@ def checking() -> Generator[Checker]:
     checker = Checker()
     made = Streams(torch.device("cpu"))
     launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, unit.checksum_of
+    taken_of_slow = outer.checksum
 
     def launch(posted: Any, group: dist.ProcessGroup, tag: int) -> Any:
         stream = f"messages of {group.group_name}"
@@ -422,12 +432,19 @@ def checking() -> Generator[Checker]:
         # The host computes it of its own memory, with temporary tensors that this checker takes for the device's.
         return torch.zeros((), dtype=torch.int64) if bucket.plan.optimizer_on_host else taken_of(bucket)
 
+    def slow_checksum(slow: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.int64) if checker._memory_of(slow).on_host else taken_of_slow(slow)
+
     undo = [
+        patched(outer, "checksum", slow_checksum),
         patched(unit, "checksum_of", checksum),
         patched(queue, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker)),
         patched(Streams, "of", staticmethod(lambda groups, device: made)),
         patched(messages, "_launched", launch),
-        patched(optimizer_memory, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of))),
+        *(
+            patched(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
+            for module in (optimizer_memory, outer)
+        ),
         patched(parameter_memory, "host_is_apart", lambda device: True),
         native(towpath.codecs.packing),
         native(towpath.collectives.native),

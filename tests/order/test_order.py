@@ -21,6 +21,7 @@ from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.workspace import workspace
+from towpath import Outer, Transport
 from towpath.checkpoint import State, load, save
 from towpath.codecs import exact as exact_codecs
 from towpath.codecs.exact import reference
@@ -245,6 +246,33 @@ def _train_exactly(label: str, form: Form) -> int:
         patch.setattr(exact, "SMALLEST_BYTES", 1)
         patch.setattr(exact_codecs, "_host", lambda device_type: reference)
         return _train_and_drop(label, form)
+
+
+ISLANDS = ("zero1 offload=optimizer", "zero3", "ddp", "paro-igg", "zero3 offload=params")
+OUTER = {
+    "float32": Outer(every=2, fragments=2, delay=1, blend=0.5),
+    "int4": Outer(every=2, delay=1, transport=Transport("flat", "int4:64", feedback="all")),
+    "top-k": Outer(every=2, fragments=2, transport=Transport("flat", "top-k:64")),
+}
+
+
+@pytest.mark.parametrize("form", [Form.COLLECTIVES, seldom(Form.MESSAGES)])
+@in_turn([(label, codec) for label in ISLANDS for codec in OUTER], 2, "case")
+def test_exchanges_between_islands_keep_their_order(world: Worlds, case: tuple[str, str], form: Form) -> None:
+    label, codec = case
+    world(4).run(_train_islands, label, OUTER[codec], form)
+
+
+def _train_islands(label: str, outer: Outer, form: Form) -> None:
+    """Also where all of them are averaged in the middle of an exchange."""
+    with in_form(form, shared=form is Form.COLLECTIVES), checking() as checker:
+        torch.manual_seed(0)
+        model: Any = towpath.shard(Deep(), strategy_of(label, SHAPE, outer=outer))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        train(model, optimizer, steps=4, micro_steps=1)
+        towpath.average_islands(model)
+        train(model, optimizer, steps=1, micro_steps=1)
+        check_communications(checker.communications)
 
 
 # Sent as it rests, inside the node or across, or decoded in place of a gather.

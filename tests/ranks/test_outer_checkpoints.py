@@ -20,7 +20,7 @@ from tests.ranks.islands import Islands, fragments_of, mean_gradients
 from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import World
-from tests.ranks.strategies import strategy_of
+from tests.ranks.strategies import in_turn, strategy_of
 from towpath import Outer, Topology, Transport, checkpoint
 from towpath.checkpoint.exporting import export
 
@@ -57,7 +57,7 @@ class _Run:
         return checkpoint.State(self.model, self.optimizer)
 
 
-@pytest.mark.parametrize("saved_at", [2, 3, 4])
+@in_turn([2, 3, 4], 1, "saved_at")
 @pytest.mark.parametrize("outer", [STREAMING, ROUNDED, FEW], ids=["float32", "int8", "top-k"])
 def test_a_run_resumes_bit_for_bit_in_the_middle_of_a_delay(
     outer: Outer, saved_at: int, world: Worlds, tmp_path: Path
