@@ -20,6 +20,8 @@ from towpath import Outer, Topology, Transport
 
 PRESET = "paro-iig"
 EVERY = 32
+# The learning rate and the momentum of the outer optimizer with which islands average their weights.
+AVERAGED = (1.0, 0.0)
 TRANSPORTS = {
     "fp32": Transport(),
     "int4": Transport("flat", "int4", feedback="all"),
@@ -36,10 +38,13 @@ class OuterSpec:
     fragments: int = 1
     delay: int = 0
     blend: float = 0.0
+    lr: float = 0.7
+    momentum: float = 0.9
 
     def strategy(self, topology: Topology) -> towpath.Strategy:
         """Return the strategy for a job on `topology`."""
-        outer = Outer(self.every, self.fragments, self.delay, blend=self.blend, transport=TRANSPORTS[self.codec])
+        rest = {"lr": self.lr, "momentum": self.momentum, "blend": self.blend, "transport": TRANSPORTS[self.codec]}
+        outer = Outer(self.every, self.fragments, self.delay, **rest)
         return towpath.strategy(PRESET, topology, outer=outer)
 
     def __str__(self) -> str:
@@ -47,6 +52,7 @@ class OuterSpec:
         found += [f"{self.fragments} fragments"] if self.fragments > 1 else []
         found += [f"delay {self.delay}"] if self.delay else []
         found += [f"blend {self.blend:g}"] if self.blend else []
+        found += ["averaged"] if (self.lr, self.momentum) == AVERAGED else []
         return ", ".join(found)
 
 

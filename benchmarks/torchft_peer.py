@@ -33,7 +33,8 @@ FOLDER = "TOWPATH_TORCHFT"
 NAME = "torchft"
 # Ranks of the benchmarks are stopped while others are measured. No heartbeat may be missed meanwhile.
 _PATIENCE = timedelta(hours=12)
-_OUTER_RATE, _OUTER_MOMENTUM = 0.7, 0.9
+# As the other candidates of `outer_time`: islands average their weights.
+_OUTER_RATE, _OUTER_MOMENTUM = 1.0, 0.0
 
 
 def reason_missing() -> str | None:
@@ -69,7 +70,7 @@ class DiLoCo:
     def begin(self, optimizer: torch.optim.Optimizer, every: int) -> None:
         """Exchange the weights after every so many steps of an optimizer, from now on."""
         local_sgd: Any = importlib.import_module(f"{NAME}.local_sgd")
-        outer = torch.optim.SGD(self.model.parameters(), lr=_OUTER_RATE, momentum=_OUTER_MOMENTUM, nesterov=True)
+        outer = torch.optim.SGD(self.model.parameters(), lr=_OUTER_RATE, momentum=_OUTER_MOMENTUM)
         module: nn.Module = self.model.module
         self._manager = self._managed()
         self._exchanges = local_sgd.DiLoCo(

@@ -25,7 +25,7 @@ from torch import nn
 
 import towpath
 from benchmarks.harness.suite import Settings, Suite
-from benchmarks.islands import PRESET, OuterSpec
+from benchmarks.islands import AVERAGED, PRESET, OuterSpec
 from benchmarks.suites.quality import (
     PEAK,
     Judged,
@@ -74,6 +74,7 @@ VARIANTS = {
     "every 8": Variant(OuterSpec(every=8)),
     "every 64": Variant(OuterSpec(every=64)),
     "4 islands": Variant(topology=FOUR),
+    "averaged": Variant(OuterSpec(lr=AVERAGED[0], momentum=AVERAGED[1])),
     "fp32": Variant(OuterSpec("fp32")),
     "top-k": Variant(OuterSpec("top-k")),
     "delay 8": Variant(OuterSpec(delay=8)),
