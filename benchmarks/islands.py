@@ -20,8 +20,8 @@ from towpath import Outer, Topology, Transport
 
 PRESET = "paro-iig"
 EVERY = 32
-# The learning rate and the momentum of the outer optimizer with which islands average their weights.
-AVERAGED = (1.0, 0.0)
+# The learning rate and the momentum of the outer optimizer: those of the papers, and those that average all weights.
+NESTEROV, AVERAGED = (0.7, 0.9), (1.0, 0.0)
 TRANSPORTS = {
     "fp32": Transport(),
     "int4": Transport("flat", "int4", feedback="all"),
@@ -38,13 +38,18 @@ class OuterSpec:
     fragments: int = 1
     delay: int = 0
     blend: float = 0.0
-    lr: float = 0.7
-    momentum: float = 0.9
+    optimizer: tuple[float, float] = NESTEROV
 
     def strategy(self, topology: Topology) -> towpath.Strategy:
         """Return the strategy for a job on `topology`."""
-        rest = {"lr": self.lr, "momentum": self.momentum, "blend": self.blend, "transport": TRANSPORTS[self.codec]}
-        outer = Outer(self.every, self.fragments, self.delay, **rest)
+        outer = Outer(
+            self.every,
+            self.fragments,
+            self.delay,
+            *self.optimizer,
+            blend=self.blend,
+            transport=TRANSPORTS[self.codec],
+        )
         return towpath.strategy(PRESET, topology, outer=outer)
 
     def __str__(self) -> str:
@@ -52,7 +57,7 @@ class OuterSpec:
         found += [f"{self.fragments} fragments"] if self.fragments > 1 else []
         found += [f"delay {self.delay}"] if self.delay else []
         found += [f"blend {self.blend:g}"] if self.blend else []
-        found += ["averaged"] if (self.lr, self.momentum) == AVERAGED else []
+        found += ["averaged"] if self.optimizer == AVERAGED else []
         return ", ".join(found)
 
 

@@ -74,7 +74,7 @@ VARIANTS = {
     "every 8": Variant(OuterSpec(every=8)),
     "every 64": Variant(OuterSpec(every=64)),
     "4 islands": Variant(topology=FOUR),
-    "averaged": Variant(OuterSpec(lr=AVERAGED[0], momentum=AVERAGED[1])),
+    "averaged": Variant(OuterSpec(optimizer=AVERAGED)),
     "fp32": Variant(OuterSpec("fp32")),
     "top-k": Variant(OuterSpec("top-k")),
     "delay 8": Variant(OuterSpec(delay=8)),

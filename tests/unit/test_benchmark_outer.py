@@ -176,7 +176,7 @@ def test_each_variant_differs_from_the_center_in_one_setting() -> None:
         if variant.spec is None or center.spec is None or name == outer_quality.CENTER:
             continue
         settings = [getattr(variant, each) != getattr(center, each) for each in ("topology", "muon", "shift")]
-        for each in ("codec", "every", "fragments", "delay", "blend"):
+        for each in ("codec", "every", "fragments", "delay", "blend", "optimizer"):
             settings.append(getattr(variant.spec, each) != getattr(center.spec, each))
         assert sum(settings) == 1 or name == "delay 8, blend 0.5", name
 
