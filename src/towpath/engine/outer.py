@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import cast, final
 
 import torch
+from torch import Tensor
 
 from towpath.codecs.top_k import TopKEncoder, decode_add
 from towpath.collectives.collective import Workspace
@@ -319,14 +320,12 @@ class PartExchange:
 
     def settled(self, plan: OuterPlan, is_pending: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return slow weights, in the dtype of the parameters, and momentum, with the pending result applied if any."""
-        own, momentum = torch_dtype(self._plan.own_dtype), self.momentum
-        if not is_pending:
-            return self.slow.to(own), momentum
-        mean = self.difference.to(self.slow.device) / plan.strategy.islands
-        if momentum is not None:
-            momentum = plan.settings.momentum * momentum + mean
-            mean = mean + plan.settings.momentum * momentum
-        return (self.slow - plan.settings.lr * mean).to(own), momentum
+        own, slow, momentum = torch_dtype(self._plan.own_dtype), self.slow, self.momentum
+        if is_pending:
+            slow, momentum = slow.clone(), None if momentum is None else momentum.clone()
+            sums = torch.empty_like(slow).copy_(self.difference)
+            _step(slow, momentum, sums, plan.settings, plan.strategy.islands)
+        return slow.to(own), momentum
 
     def take_difference(self) -> None:
         """Write the difference of the slow weights and the weights to `difference`."""
@@ -360,11 +359,7 @@ class PartExchange:
         values = self._values
         if values is not self.difference:
             values.copy_(self.difference)
-        values.div_(islands)
-        if self.momentum is not None and settings.momentum:
-            self.momentum.mul_(settings.momentum).add_(values)
-            values.add_(self.momentum, alpha=settings.momentum)
-        self.slow.add_(values, alpha=-settings.lr)
+        _step(self.slow, self.momentum, values, settings, islands)
         if settings.blend:
             _copy_all(self._in(values), self._own)
             values.lerp_(self.slow, 1 - settings.blend)
@@ -394,6 +389,15 @@ class PartExchange:
         """Count the write to all buckets."""
         for bucket in self._buckets:
             bucket.version.written()
+
+
+def _step(slow: Tensor, momentum: Tensor | None, values: Tensor, settings: Outer, islands: int) -> None:
+    """Step the outer optimizer. `values` are the sums of all islands' differences, and are overwritten."""
+    values.div_(islands)
+    if momentum is not None and settings.momentum:
+        momentum.mul_(settings.momentum).add_(values)
+        values.add_(momentum, alpha=settings.momentum)
+    slow.add_(values, alpha=-settings.lr)
 
 
 def _region(bound: RankTransfer, workspace: Workspace) -> torch.Tensor:
