@@ -13,6 +13,7 @@ import torch.multiprocessing
 
 import towpath
 from benchmarks.harness.shared_gpu import share_gpu
+from tests.ranks.islands import Islands, fragments_of, mean_of
 from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.strategies import strategy_of
@@ -43,6 +44,11 @@ def test_one_rank_on_nccl_trains_as_the_bare_model(label: str, precision: Any, t
 @pytest.mark.parametrize("label", LABELS)
 def test_ranks_that_share_a_gpu_train_as_one_process(label: str, tmp_path: Path) -> None:
     _spawn(4, tmp_path, _train, label, Topology(2, 2), None)
+
+
+@pytest.mark.parametrize("label", ["ddp", "zero3", "paro-igg", "zero1 offload=optimizer"])
+def test_islands_that_share_a_gpu_train_as_in_one_process(label: str, tmp_path: Path) -> None:
+    _spawn(4, tmp_path, _train_islands, label)
 
 
 def test_the_host_is_not_held_up_by_a_step(tmp_path: Path) -> None:
@@ -100,6 +106,26 @@ def _train(label: str, topology: Topology, precision: towpath.Precision | None) 
         for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
             # In float64 only the order of sums differs.
             assert (found.full_tensor() - expected).abs().max() <= 1e-9, name
+
+
+def _train_islands(label: str) -> None:
+    """With a delay. In the middle of an exchange, all islands are averaged."""
+    topology, outer = Topology(2, 2), towpath.Outer(every=2, fragments=2, delay=1, blend=0.5)
+    plain, model = (MODELS["gpt"].make(torch.float64).cuda() for _ in range(2))
+    towpath.shard(model, strategy_of(label, topology, outer=outer))
+    islands = Islands(plain, outer, 2, fragments_of(model, outer), optimizer_for)
+    gradients = mean_of(lambda of, rank, micro, step: _loss(of, rank, micro, step, torch.float64))
+    optimizer = optimizer_for(model)
+    for step in range(5):
+        _loss(model, dist.get_rank(), 0, step, torch.float64).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        islands.step(lambda island, copy, step=step: gradients(range(2 * island, 2 * island + 2), step)(copy))
+    towpath.average_islands(model)
+    islands.average()
+    expected = dict(islands.models[0].named_parameters())
+    for name, found in model.named_parameters():
+        assert (found.full_tensor() - expected[name]).abs().max() <= 1e-9, name
 
 
 def _check_gradients_of_one_rank(model: Any, step: int) -> None:
