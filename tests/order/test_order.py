@@ -257,7 +257,7 @@ OUTER = {
 
 
 @pytest.mark.parametrize("form", [Form.COLLECTIVES, seldom(Form.MESSAGES)])
-@in_turn([(label, codec) for label in ISLANDS for codec in OUTER], 2, "case")
+@in_turn([(label, codec) for label in ISLANDS for codec in OUTER], 1, "case")
 def test_exchanges_between_islands_keep_their_order(world: Worlds, case: tuple[str, str], form: Form) -> None:
     label, codec = case
     world(4).run(_train_islands, label, OUTER[codec], form)
@@ -483,7 +483,7 @@ def _without_edge(edge: str) -> str:
     return _told(label, build, "_submit", without)
 
 
-@in_turn(list(WAITS), 2, "wait")
+@in_turn(list(WAITS), 1, "wait")
 def test_without_a_wait_there_is_a_race(world: Worlds, wait: str) -> None:
     for told in world(4).run(_without_wait, wait):
         assert "in no order" in told, wait

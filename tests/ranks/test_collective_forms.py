@@ -53,7 +53,7 @@ LABELS = (
 SCATTERED = ("lins:2x2|2x4|2x4", "lins:2x2|2x2|2x4", "lins:2x2|2x4|2x4@hierarchical")
 
 
-@in_turn(LABELS, 3)
+@in_turn(LABELS, 2)
 def test_training_in_collectives_ends_as_in_one_process(
     label: str, steps: int, world: Worlds, shared_folder: Path
 ) -> None:
@@ -82,7 +82,7 @@ def _train_in_collectives(case: Case, steps: int, expected: Path) -> Distance:
         return test_parity.train(case, steps, expected)
 
 
-@in_turn(LABELS, 2)
+@in_turn(LABELS, 1)
 def test_collectives_are_those_of_the_schedule(world: Worlds, label: str) -> None:
     world(4).run(_compare, label)
 

@@ -120,7 +120,7 @@ IN_COLLECTIVES = (
 )
 
 
-@in_turn([(label, name) for label in IN_COLLECTIVES for name in PRECISIONS], 2, "case")
+@in_turn([(label, name) for label in IN_COLLECTIVES for name in PRECISIONS], 1, "case")
 @pytest.mark.parametrize("micro_steps", [1, seldom(4)])
 def test_in_collectives_training_is_the_same_to_the_bit(world: Worlds, case: tuple[str, str], micro_steps: int) -> None:
     """Parameter syncs are encoded, whose sizes the ranks agree on first."""

@@ -69,7 +69,7 @@ def _compare_with_device(label: str, offload: str, precision: Precision) -> None
     assert differing(host.content(), device.content()) == []
 
 
-@in_turn(TWINS, 3, "twin")
+@in_turn(TWINS, 2, "twin")
 @pytest.mark.parametrize("micro_steps", [seldom(1), 2])
 def test_it_trains_as_one_process_does(world: Worlds, twin: tuple[str, str], micro_steps: int) -> None:
     world(4).run(_twin, *twin, micro_steps)
@@ -161,7 +161,7 @@ def _apart() -> None:
 
 
 @pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
-@in_turn([(None, "optimizer"), ("optimizer", "params"), ("params", "optimizer+params"), ("params", None)], 2, "runs")
+@in_turn([(None, "optimizer"), ("optimizer", "params"), ("params", "optimizer+params"), ("params", None)], 1, "runs")
 def test_checkpoints_pass_between_runs_that_offload_and_others(
     world: Worlds, tmp_path: Path, runs: tuple[str | None, str | None], precision: Precision
 ) -> None:

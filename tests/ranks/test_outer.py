@@ -71,7 +71,7 @@ def train(label: str, topology: Topology, outer: Outer, make: Make, steps: int) 
     return max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
 
 
-@in_turn(PRESETS, 3, "preset")
+@in_turn(PRESETS, 2, "preset")
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
 def test_every_step_with_plain_sgd_is_synchronous_training(
     preset: str, shape: tuple[int, int], world: Callable[[int], World]
@@ -105,7 +105,7 @@ def test_one_island_looks_ahead(preset: str, shape: tuple[int, int], world: Call
         assert off <= TOLERANCE
 
 
-@in_turn(PRESETS, 3, "preset")
+@in_turn(PRESETS, 2, "preset")
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1), (4, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
 def test_islands_with_fragments_delay_and_blend(
     preset: str, shape: tuple[int, int], world: Callable[[int], World]

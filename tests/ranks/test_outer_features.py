@@ -291,7 +291,7 @@ def _trained(
 
 @pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
 @pytest.mark.parametrize("form", [seldom(Form.MESSAGES), Form.COLLECTIVES], ids=str)
-@in_turn([(n, each) for n in LABELS for each in ("optimizer", "params", "optimizer+params")], 2, "case")
+@in_turn([(n, each) for n in LABELS for each in ("optimizer", "params", "optimizer+params")], 1, "case")
 def test_what_is_offloaded_trains_the_same_to_the_bit(
     case: tuple[str, str], form: Form, precision: Precision, world: Worlds
 ) -> None:

@@ -26,7 +26,7 @@ Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 LABELS = ("ddp", "zero1", "zero3", "hpz", "mics:2x1", "paro-iig", "zero++")
-labels = in_turn(LABELS, 2)
+labels = in_turn(LABELS, 1)
 
 
 def _whole() -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from towpath.codecs import exact
@@ -162,6 +162,7 @@ def test_every_16_bits_and_their_order_as_values(dtype: torch.dtype) -> None:
     kept=st.floats(0, 1),
     strange=st.sampled_from([0, 0.001, 0.03, 1]),
 )
+@example(dtype=torch.float32, n=50, seed=166, scale=-37.0, step=0.0, kept=0.0, strange=0.03)  # far above small ones
 def test_blocks_of_any_kind(
     dtype: torch.dtype, n: int, seed: int, scale: float, step: float, kept: float, strange: float
 ) -> None:

@@ -148,6 +148,7 @@ def test_the_command_ranks_outer_steps_and_says_up_to_which_link_they_pay(
     assert Config.from_dict({"strategy": {"name": str(file)}}).strategy.build(Topology(2, 2), 10) == made
 
 
+@pytest.mark.parity  # the command before plans the same
 def test_for_machines_the_rates_are_json(command: tuple[str, ...]) -> None:
     found = run(*command, "--outer", "auto", "--json")
     facts = json.loads(found.stdout)

@@ -34,15 +34,13 @@ class TopKEncoder:
         codes = (largest < 0).to(torch.uint8) + 2 * is_large.to(torch.uint8)
         parts = (_packed_positions(positions), _packed_codes(codes), magnitudes.to(torch.float16).view(torch.uint8))
         torch.cat(parts, 1, out=message.view(len(chunks), -1))
-        sent = torch.zeros_like(self.error)
-        decode_add(self.codec, message, sent)
-        finite = values.isfinite().all()
+        decode_add(self.codec, message, self.error, sign=-1)
         # A value that is not finite must not reach later messages. It arrives in this one as it can.
-        self.error.copy_(torch.where(finite, self.error - sent, torch.zeros_like(sent)))
+        self.error.masked_fill_(~values.isfinite().all(), 0.0)
 
 
-def decode_add(codec: TopK, message: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the elements of a message to `out`."""
+def decode_add(codec: TopK, message: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
+    """Add the elements of a message to `out`, or subtract them with `sign=-1`."""
     chunks = message.view(-1, codec.chunk_bytes)
     positions, codes, magnitudes = chunks.split([codec.position_bytes, codec.value_bytes, 4], 1)
     where = _unpacked_positions(positions)
@@ -53,7 +51,7 @@ def decode_add(codec: TopK, message: torch.Tensor, out: torch.Tensor) -> None:
     where = (where + first).view(-1)
     # Positions in the padding of the last chunk have the value zero.
     inside = where < out.numel()
-    out.index_add_(0, torch.where(inside, where, 0), torch.where(inside, values.view(-1), 0.0))
+    out.index_add_(0, torch.where(inside, where, 0), torch.where(inside, values.view(-1), 0.0), alpha=sign)
 
 
 def _in_chunks(values: torch.Tensor) -> torch.Tensor:

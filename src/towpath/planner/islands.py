@@ -34,14 +34,22 @@ RATES = tuple(1.25e6 * 10 ** (k / 2) for k in range(9))
 
 
 class OuterPlanner:
-    """Plans the outer steps of a model on a cluster. `solver` has both, and what a step must do."""
+    """Plans the outer steps of a model on a cluster.
+
+    Args:
+        solver: The solver that has both, and what a step must do.
+    """
 
     def __init__(self, solver: Solver) -> None:
         self._solver = solver
         self._found: tuple[int, Prediction] | None = None
 
     def on(self, solver: Solver) -> OuterPlanner:
-        """Return a planner for other links between the same nodes. It takes over what does not depend on these."""
+        """Return a planner for other links between the same nodes. It takes over what does not depend on these.
+
+        Args:
+            solver: The solver for the other links.
+        """
         other = OuterPlanner(solver)
         if self._found is not None and self._found[0] == solver.cluster.topology.nodes:  # an island is one node
             other._found = self._found

@@ -92,7 +92,7 @@ class StrategyConfig:
     backward_params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share the copy for backward")
     frozen: tuple[int, ...] = option((), "[ranks, nodes] that share frozen parameters; empty: by memory")
     frozen_codec: str = option("", "codec in which frozen parameters are stored: int8, int4:64")
-    allow: tuple[str, ...] = option((), "auto: codecs that it may use between nodes, and outer; empty: none")
+    allow: tuple[str, ...] = option((), "auto: codecs and outer, which it may use between nodes")
     memory: float = option(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
     profile: str = option("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
     exact_from: str = option("", "auto: a run whose exact messages to expect; empty: on paper")

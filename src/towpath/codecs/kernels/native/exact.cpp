@@ -305,6 +305,7 @@ struct Value {
         for (int64_t i = 0; i < BLOCK; i++) {
             uint8_t exponent = block.exponent[i], below = static_cast<uint8_t>(least - exponent);
             uint8_t head = below < 5 ? below : below < ESCAPE - 1 ? static_cast<uint8_t>(below + 1) : ESCAPE;
+            head = exponent > least ? ESCAPE : head;  // `below` has wrapped
             block.head[i] = exponent == static_cast<uint8_t>(least + 1) ? 5 : head;
             block.quotient[i] = exponent;
         }
