@@ -1,4 +1,4 @@
-"""What the ranks of a training run agree on in each step: loss, norm, and whether to save, to stop or to give up.
+"""Agreement of the ranks in each step: on the loss, the norm, and whether to save, to stop or to give up.
 
 Without outer steps, one all-reduce brings all of it. With outer steps, the loss and the norm are those of an island,
 which decides by itself whether to skip a step. What concerns all islands is sent on the host while the next step runs,
@@ -21,7 +21,7 @@ from towpath.train.signals import SIGNALS
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What one rank wants, or the shares of ranks that want it.
+    """The wishes of one rank, or the shares of ranks that have them.
 
     Attributes:
         save: Whether to save a checkpoint.
@@ -49,7 +49,7 @@ class Wishes:
 
 
 class Agreement:
-    """What ranks agree on in each step. Every rank must make the same calls.
+    """The agreement of all ranks, step by step. Every rank must make the same calls.
 
     Attributes:
         wishes: The shares of all ranks: of this step, or with islands of the step before.
