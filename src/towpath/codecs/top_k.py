@@ -17,13 +17,14 @@ class TopKEncoder:
     """The encoder of one sender. `error` is what its messages have not sent so far."""
 
     def __init__(self, codec: TopK, elements: int, device: torch.device) -> None:
-        self.codec, self._elements = codec, elements
-        self.error = torch.zeros(elements, device=device)
+        self.codec = codec
+        self._chunks = torch.zeros(-(-elements // CHUNK), CHUNK, device=device)  # with zeros at the end
+        self.error = self._chunks.view(-1)[:elements]
 
     def encode(self, values: torch.Tensor, message: torch.Tensor) -> None:
         """Write the message of `values` and of the error so far. What it leaves out is the error from now on."""
         self.error.mul_(self.codec.decay).add_(values)
-        chunks = _in_chunks(self.error)
+        chunks = self._chunks
         positions = chunks.abs().topk(self.codec.keep, dim=1, sorted=False).indices
         largest = chunks.gather(1, positions)
         size = largest.abs()
@@ -36,7 +37,8 @@ class TopKEncoder:
         torch.cat(parts, 1, out=message.view(len(chunks), -1))
         decode_add(self.codec, message, self.error, sign=-1)
         # A value that is not finite must not reach later messages. It arrives in this one as it can.
-        self.error.masked_fill_(~values.isfinite().all(), 0.0)
+        extremes = torch.stack(torch.aminmax(values))  # NaN if one is NaN, and much faster than `isfinite` of all
+        self.error.masked_fill_(~extremes.isfinite().all(), 0.0)
 
 
 def decode_add(codec: TopK, message: torch.Tensor, out: torch.Tensor, sign: int = 1) -> None:
@@ -52,12 +54,6 @@ def decode_add(codec: TopK, message: torch.Tensor, out: torch.Tensor, sign: int 
     # Positions in the padding of the last chunk have the value zero.
     inside = where < out.numel()
     out.index_add_(0, torch.where(inside, where, 0), torch.where(inside, values.view(-1), 0.0), alpha=sign)
-
-
-def _in_chunks(values: torch.Tensor) -> torch.Tensor:
-    """Return the values as rows of one chunk each, with zeros at the end."""
-    rest = -values.numel() % CHUNK
-    return torch.nn.functional.pad(values, (0, rest)).view(-1, CHUNK)
 
 
 def _mean(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

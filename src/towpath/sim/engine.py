@@ -70,7 +70,7 @@ class _TransferCost:
 # Computing differences reads and writes memory about as long as this many copies. Applying a result takes this many.
 _DIFFERENCE_COPIES, _APPLIED_COPIES = 3.0, 8.0
 # Top-k encodes what a rank exchanges in about the time of this many copies, and decodes the message of each island.
-_TOP_K_ENCODE_COPIES, _TOP_K_DECODE_COPIES = 40.0, 2.5
+_TOP_K_ENCODE_COPIES, _TOP_K_DECODE_COPIES = 21.0, 2.5
 # An estimate of how many kernels a forward pass launches for each parameter: products, norms, activations, casts.
 KERNELS_OF_A_PARAMETER = 4
 
