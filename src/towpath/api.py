@@ -458,12 +458,13 @@ def average_islands(model: nn.Module) -> None:
 
     Raises:
         ShardError: The model is not sharded.
-        StepError: The slow weights differ between islands.
+        StepError: The slow weights differ between islands, or these made different numbers of steps.
     """
     engine = engine_of(model)
     if engine.outer is not None:
         engine.begin()
         engine.outer.begin()
+        engine.outer.check_steps(engine.step)
         engine.sync_islands(average=True)
         engine.outer.raise_problems()
 

@@ -218,6 +218,24 @@ def average(label: str, topology: Topology, after: str) -> tuple[float, float]:
     return off, again
 
 
+def test_islands_that_made_other_numbers_of_steps_are_not_averaged(world: Callable[[int], World]) -> None:
+    for message in world(4).run(average_apart, "zero1", Topology(2, 2)):
+        assert "islands are averaged after step" in message and "on rank" in message
+
+
+def average_apart(label: str, topology: Topology) -> str:
+    """On a rank: let island 1 make one step more, without an exchange, and return the error."""
+    entry, model = MODELS["gpt"], sharded(label, topology, Outer(every=8))
+    optimizer = sgd(model)
+    for step in range(2 + dist.get_rank() // topology.ranks_per_node):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(towpath.TowpathError) as caught:
+        towpath.average_islands(model)
+    return str(caught.value)
+
+
 # --- codecs ----------------------------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,7 @@ def test_islands_train_apart_and_end_with_the_same_weights(
     first, *others = world(4).run(_train_to_the_end, mine)
     assert all(other[1] == first[1] for other in others)
     assert first[0][0] == others[0][0][0] != others[1][0][0] == others[2][0][0], "a step's loss is that of an island"
-    assert "2 islands, which synchronize every 3 steps in 2 fragments" in first[2]
+    assert "2 islands synchronize every 3 steps in 2 fragments" in first[2]
     rows = rows_of(mine)
     assert [row["loss"] for row in rows] == first[0]
     # The loss of all islands is known one step later.
@@ -89,6 +89,11 @@ def _train_to_the_end(config: Config) -> tuple[list[float], dict[str, bytes], st
         training.train_step = train_step  # type: ignore[method-assign]
         assert training.train() == 0
         return losses, {name: each.numpy().tobytes() for name, each in _weights(training).items()}, err.getvalue()
+
+
+def test_one_rank_trains_with_outer_steps(world: Worlds, config: Callable[..., Config]) -> None:
+    mine = config(STREAMING | {"codec": "int4"}, train={"steps": 7}, strategy={"nodes": 1, "ranks_per_node": 1})
+    assert len(world(1).run(_train_to_the_end, mine)[0][0]) == 7
 
 
 # --- stopping and going on --------------------------------------------------------------------------------------------

@@ -212,3 +212,9 @@ def test_codecs_cannot_take_the_slow_weights_of_float64() -> None:
 def test_a_plan_without_outer_steps_is_none() -> None:
     strategy = towpath.strategy("zero3", Topology(2, 2))
     assert plan_outer(strategy, schedule(strategy, UNITS, 1).plans) is None
+
+
+@pytest.mark.parametrize("outer", [4, {"every": 4}, "every 4"], ids=str)
+def test_outer_steps_of_another_type_are_refused(outer: Any) -> None:
+    with pytest.raises(StrategyError, match=r"outer is a towpath.Outer, such as towpath.Outer\(every=32\); got"):
+        towpath.strategy("zero1", Topology(2, 2), outer=outer)

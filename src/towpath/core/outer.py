@@ -142,7 +142,7 @@ class Outer:
 
     def __str__(self) -> str:
         parts = "" if self.fragments == 1 else f" in {self.fragments} fragments"
-        delay = f", applied {self.delay} steps later" if self.delay else ""
+        delay = f", applied {self.delay} step{'s' if self.delay > 1 else ''} later" if self.delay else ""
         blend = f", blend {self.blend:g}" if self.blend else ""
         optimizer = f"lr {self.lr:g}, momentum {self.momentum:g}"
         return f"every {self.every} steps{parts}{delay}{blend}, {optimizer} ({self.transport})"

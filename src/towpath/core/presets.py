@@ -199,6 +199,8 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     outer: Outer | None = rest.pop("outer", None)
     encoded = _encoded(name, route, rest)
     topology = topology or Topology.detect()
+    if outer is not None and not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StrategyError(f"outer is a towpath.Outer, such as towpath.Outer(every=32); got {outer!r}.")
     if outer is not None:
         outer, topology = outer.on(topology)
     placement = placer(topology, **rest)

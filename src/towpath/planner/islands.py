@@ -23,7 +23,7 @@ PERIODS = (32, 64, 128, 256, 512)
 HIDDEN = 1.05
 # An exchange may be under way for at most this share of a period, and then islands keep half of what they have learned.
 _LONGEST_DELAY, _BLEND = 0.25, 0.5
-# How many strategies of an island are tried, if those before need too much memory with the slow weights.
+# How often an island's strategy is planned, each time with the memory that is left beside what outer steps need.
 _TRIED = 3
 # How many candidates are replayed at most, of an island and at each link rate.
 _REPLAYED = 16
@@ -86,12 +86,17 @@ class OuterPlanner:
                 continue
             _, island = Outer(1, islands=islands).on(topology)
             cluster = self._solver.cluster.on(island.nodes, island.ranks_per_node)
-            inner = Solver(self._solver.model, cluster, replace(request, batch=request.batch // islands))
-            ranked = inner.solve(best=_TRIED, most=_REPLAYED)
-            for step in ranked.ranked if isinstance(ranked, Ranking) else ():
-                outer = Outer(1, transport=self._transport)
-                if self._predicted(outer, islands, step).peak_bytes <= request.memory:
+            outer, reserved = Outer(1, transport=self._transport), 0
+            for _ in range(_TRIED):
+                mine = replace(request, batch=request.batch // islands, memory=request.memory - reserved)
+                ranked = Solver(self._solver.model, cluster, mine).solve(best=1, most=_REPLAYED)
+                if not isinstance(ranked, Ranking):
+                    break
+                step = ranked.ranked[0]
+                needed = self._predicted(outer, islands, step).peak_bytes
+                if needed <= request.memory:
                     return islands, step
+                reserved = max(reserved + 1, needed - step.peak_bytes)  # the slow weights, feedback and messages
         return None
 
     def _settings(self, every: int, exchange: float, step: float) -> tuple[Outer, bool]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -156,8 +157,7 @@ class Trainer:
             "train.seed": config.train.seed,
         }
         self.state = TrainState(loss_scale=self.loss_scale, order=order)
-        islands = self.strategy.outer is not None
-        self.agreement = Agreement(job, engine_of(self.model).comm.groups if islands else None)
+        self.agreement = Agreement(job, engine_of(self.model).comm.groups if self.strategy.islands > 1 else None)
         self._failure: TrainError | None = None
         self.timers = StepTimers()
 
@@ -199,7 +199,7 @@ class Trainer:
             f"{topology.ranks_per_node} {job.device.type} ranks"
         )
         if (outer := self.strategy.outer) is not None:
-            job.print_once(f"{self.strategy.islands} islands, which synchronize {outer}")
+            job.print_once(fill(f"{self.strategy.islands} islands synchronize {outer}", 100))
         torch.manual_seed(settled.train.seed)
         values = _zeros(bundle) if will_resume(settled, job) else bundle.values
         if self.pipelined:
@@ -313,7 +313,7 @@ class Trainer:
         """Decide with all ranks whether to save, whether to stop, and whether the run has failed."""
         wishes, state = self.agreement.wishes, self.state
         state.stopped_by, state.save_due = wishes.stopped_by, wishes.save > 0
-        if self.strategy.outer is None or wishes.fail:
+        if self.strategy.islands == 1 or wishes.fail:
             failure = self._failure
             if failure is None and wishes.fail:
                 failure = TrainError(
