@@ -191,7 +191,7 @@ def _shard(
         layouts = lay_out(model, units, precision)
         if chosen is not None:
             check_exchangeable(chosen, layouts, groups)
-            lines += [f"strategy {chosen.to_toml()}"]
+            lines += _settings(chosen)
         else:
             lines += ["strategy auto", f"{workload}", f"{topology}", f"{changes}"]
         source = "the model has" if values is None else "values= gives"
@@ -299,6 +299,15 @@ def _resolve(
         _check_topology(strategy, topology)
         _check_world(strategy.job, world)
     return changes.of(strategy)
+
+
+def _settings(strategy: Strategy) -> Iterator[str]:
+    """Yield each setting of a strategy with its section, so that ranks that differ are told which one differs."""
+    section = ""
+    for line in strategy.to_toml().splitlines():
+        section = line if line.startswith("[") else section
+        if line and line != section:
+            yield f"strategy {section} {line}" if section else f"strategy {line}"
 
 
 def _environment(groups: Groups, check_every: int) -> list[str]:

@@ -49,14 +49,13 @@ def sync(model: Any) -> None:
     model.towpath_engine.sync_islands()
 
 
-def train(label: str, topology: Topology, outer: Outer, make: Make, steps: int) -> float:
-    """On a rank: train, and return how far the parameters end from those of the simulated island."""
+def train_beside(label: str, topology: Topology, outer: Outer, make: Make, steps: int) -> tuple[Any, Islands]:
+    """On a rank: train, and simulate all islands in this process. Return both."""
     entry, dtype, rank = MODELS["gpt"], torch.float64, dist.get_rank()
     model = sharded(label, topology, outer)
     optimizer, strategy = make(model), model.towpath_engine.strategy
     world = strategy.topology.world
-    plain = entry.make(dtype)
-    islands = Islands(plain, outer, strategy.islands, fragments_of(model, outer), make)
+    islands = Islands(entry.make(dtype), outer, strategy.islands, fragments_of(model, outer), make)
     for step in range(steps):
         entry.loss(model, *entry.micro_batch(rank, 0, step, dtype)).backward()
         optimizer.step()
@@ -66,9 +65,20 @@ def train(label: str, topology: Topology, outer: Outer, make: Make, steps: int) 
                 entry, range(island * world, (island + 1) * world), step, dtype
             )(copy)
         )
+    return model, islands
+
+
+def away(model: Any, expected: nn.Module) -> float:
+    """On a rank: how far the parameters are from those of a simulated island."""
+    values = dict(expected.named_parameters())
+    return max(distance(p, values[name].detach()) for name, p in model.named_parameters())
+
+
+def train(label: str, topology: Topology, outer: Outer, make: Make, steps: int) -> float:
+    """On a rank: train, and return how far the parameters end from those of the simulated island."""
+    model, islands = train_beside(label, topology, outer, make, steps)
     sync(model)
-    expected = dict(islands.models[rank // world].named_parameters())
-    return max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
+    return away(model, islands.models[dist.get_rank() // model.towpath_engine.strategy.topology.world])
 
 
 @in_turn(PRESETS, 2, "preset")
@@ -191,31 +201,31 @@ def test_averaged_islands_hold_the_mean_of_their_weights(
 
 def average(label: str, topology: Topology, after: str) -> tuple[float, float]:
     """On a rank: return how far averaged parameters are from those of the simulated islands, twice."""
-    entry, dtype, rank = MODELS["gpt"], torch.float64, dist.get_rank()
-    model = sharded(label, topology, STREAMING)
-    optimizer, world = adamw(model), topology.ranks_per_node
-    islands = Islands(entry.make(dtype), STREAMING, 2, fragments_of(model, STREAMING), adamw)
-    for step in range(4):  # an exchange begins after steps 1, 3 and 4
-        entry.loss(model, *entry.micro_batch(rank, 0, step, dtype)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        islands.step(
-            lambda island, copy, step=step: mean_gradients(
-                entry, range(island * world, (island + 1) * world), step, dtype
-            )(copy)
-        )
+    # An exchange begins after steps 1, 3 and 4.
+    model, islands = train_beside(label, topology, STREAMING, adamw, 4)
     if after == "an exchange":
         sync(model)
     towpath.average_islands(model)
     islands.average()
-    expected = dict(islands.models[0].named_parameters())
-    off = max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
+    off = away(model, islands.models[0])
     before = [p.to_local().clone() for p in model.parameters()]
     towpath.average_islands(model)
     again = max(
         (p.to_local() - b).abs().max().item() for p, b in zip(model.parameters(), before, strict=True) if b.numel()
     )
     return off, again
+
+
+def test_ranks_with_other_outer_steps_are_told_which_setting_differs(world: Callable[[int], World]) -> None:
+    for message in world(4).run(shard_apart, Topology(2, 2)):
+        assert "rank 0 has 'strategy [outer] every = 8', rank 2 has 'strategy [outer] every = 9'" in message
+
+
+def shard_apart(topology: Topology) -> str:
+    """On a rank: let island 1 pass another period, and return the error."""
+    with pytest.raises(towpath.TowpathError) as caught:
+        sharded("zero1", topology, Outer(every=8 + dist.get_rank() // topology.ranks_per_node))
+    return str(caught.value)
 
 
 def test_islands_that_made_other_numbers_of_steps_are_not_averaged(world: Callable[[int], World]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.documented import Fence, all_fences
 from towpath.core.formats import Codec, Precision
+from towpath.core.outer import Outer
 from towpath.core.presets import strategies
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError
@@ -254,3 +255,7 @@ def test_outer_steps_are_a_section_in_the_strategy(tmp_path: Path) -> None:
 def test_outer_steps_that_cannot_be_are_refused(outer: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Config.from_dict({"strategy": {"outer": outer}})
+
+
+def test_outer_steps_have_the_defaults_of_the_api() -> None:
+    assert OuterConfig(every=32).build() == Outer(32)

@@ -14,7 +14,7 @@ from towpath.auto import choice
 from towpath.cli import plan_report
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import ConfigError
-from towpath.planner import islands
+from towpath.planner import islands, tables
 from towpath.planner.catalog import load_cluster
 from towpath.planner.islands import HIDDEN, OuterPlanner, RateRow, by_rate, crossing, worth_it
 from towpath.planner.model import Transformer
@@ -90,6 +90,15 @@ def test_exchanges_use_the_smallest_codec_that_is_allowed(allow: tuple[str, ...]
     transport = step.strategy.outer.transport
     assert str(transport.codec).startswith(codec)
     assert transport.feedback == ("none" if codec == "none" else "all")
+
+
+def test_a_predicted_step_shows_for_how_long_exchanges_run_and_are_waited_for() -> None:
+    solver = solver_at(0.3)
+    (step,) = OuterPlanner(solver).solve((32,))
+    # The rest of the time, differences are computed and the result is applied.
+    assert 0 < exchanged(step) == pytest.approx(step.in_flight[TransferKind.OUTER], rel=0.1)
+    rows = {name.strip(): cell for name, cell in tables.compare([step], solver)}
+    assert "exposed" in rows["outer"]
 
 
 # --- by link rate -----------------------------------------------------------------------------------------------------
@@ -171,7 +180,7 @@ def test_what_cannot_be_planned_says_why(command: tuple[str, ...], more: tuple[s
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_auto_takes_outer_steps_only_where_they_are_allowed(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_outer_steps_only_where_they_are_allowed(allowed: bool) -> None:
     profile = type("Profile", (), {"cluster": lambda self: load_cluster("two-desktops")})()
     made = choice._planned(  # pyright: ignore
         profile, "as told", MODEL, lambda memory: Request(32, memory, outer=allowed), None

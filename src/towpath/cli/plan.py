@@ -62,7 +62,7 @@ _PRECISIONS = {PrecisionName.BF16: BF16, PrecisionName.FP32: Precision()}
 _SCHEDULES_WITHOUT_TORCH = ("GPipe", "1F1B")
 
 
-def period(text: str) -> int:
+def _period(text: str) -> int:
     """Parse a number of steps between exchanges of islands. "auto", which leaves it to the planner, becomes 0."""
     return 0 if text == "auto" else whole(2, 100_000)(text)
 
@@ -169,7 +169,7 @@ Outers = Annotated[
     typer.Option(
         "--outer",
         metavar="EVERY",
-        parser=period,
+        parser=_period,
         help="Islands of nodes synchronize only every so many steps, or auto. Can be repeated.",
         show_default="in every step",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,8 @@ def write_plan_report(
 
 def rates_of(solver: Solver) -> list[tuple[float, Cluster]]:
     """Return clusters with slower and faster links, each with its Gbit/s per node."""
-    cluster, hardware = solver.cluster, solver.cluster.hardware
-    rates = [factor * hardware.inter.rate for factor in _RATES]
-    others = [replace(hardware, inter=replace(hardware.inter, rate=rate)) for rate in rates]
-    return [(rate * 8 / 1e9, replace(cluster, hardware=other)) for rate, other in zip(rates, others, strict=True)]
+    rates = [factor * solver.cluster.hardware.inter.rate for factor in _RATES]
+    return [(rate * 8 / 1e9, solver.cluster.at_rate(rate)) for rate in rates]
 
 
 def nodes_of(solver: Solver) -> list[tuple[float, Cluster]]:
@@ -216,10 +214,7 @@ def draw_outer(figure: Any, rows: Sequence[RateRow]) -> None:
         drawn["outer steps"] = [(rate, row.best.seconds) for rate, row in zip(rates, rows, strict=True)]
     draw_curves(axes, [Curve(name, tuple(points)) for name, points in drawn.items()])
     if (rate := crossing(rows)) is not None:
-        at = rate * 8 / 1e9
-        axes.axvline(at, color=COLORS[7], linestyle=":", linewidth=1)
-        axes.annotate(f"{at:.3g}", (at, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"),
-                      textcoords="offset points", fontsize=8, va="bottom", ha="center")  # fmt: skip
+        _mark(axes, rate * 8 / 1e9, f"{rate * 8 / 1e9:.3g}")
     axes.set_xscale("log")
     set_log_scale(axes, "y")
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=4, loc="outside lower center")
@@ -236,13 +231,18 @@ def _draw_curves(figure: Any, drawn: Sequence[Curve], label: str) -> None:
         return
     draw_curves(axes, drawn)
     for at, _, to in crossings(drawn):
-        axes.axvline(at, color=COLORS[7], linestyle=":", linewidth=1)
-        axes.annotate(
-            to, (at, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
-            va="bottom", ha="center",
-        )  # fmt: skip
+        _mark(axes, at, to)
     axes.set_xscale("log", base=2)
     set_log_scale(axes, "y")
     ticks = sorted({at for curve in drawn for at, _ in curve.points})
     axes.set_xticks(ticks, [f"{at:.3g}" for at in ticks])
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=6, loc="outside lower center")
+
+
+def _mark(axes: Any, at: float, text: str) -> None:
+    """Draw a dotted line with a text above it."""
+    axes.axvline(at, color=COLORS[7], linestyle=":", linewidth=1)
+    axes.annotate(
+        text, (at, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
+        va="bottom", ha="center",
+    )  # fmt: skip

@@ -160,7 +160,7 @@ class OuterPlan(SentBytes):
         return [part for fragment in self.fragments for part in fragment.parts]
 
     def _slow_bytes(self) -> dict[str, int]:
-        slow = sum(part.elements * item_bytes(part.dtype) for part in self._parts)
+        slow = sum(fragment.rank_bytes for fragment in self.fragments)
         return {"slow weights": slow, "outer momentum": slow if self.settings.momentum else 0}
 
     @property

@@ -106,7 +106,7 @@ class TowpathStrategy(DDPStrategy):
             yield
 
     def on_train_end(self) -> None:
-        """After the last step of a training with outer steps, let all islands hold the mean of their weights."""
+        """Let all islands hold the mean of their weights, after the last step of a training with outer steps."""
         average_islands(self._sharded)
         super().on_train_end()
 

@@ -98,7 +98,7 @@ class ShardedTrainer(_Base):
         return self.optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train. After the last step of a training with outer steps, let all islands hold the mean of their weights.
+        """Train. With outer steps, let all islands hold the mean of their weights after the last step.
 
         Args:
             *args: Passed to the Trainer.

@@ -109,6 +109,10 @@ class Cluster:
         topology = Topology(nodes, ranks) if racks is None else racks.topology(nodes, ranks)
         return replace(self, hardware=replace(self.hardware, topology=topology))
 
+    def at_rate(self, rate: float) -> Cluster:
+        """Return the same cluster with links between nodes of another rate, in bytes a second."""
+        return replace(self, hardware=replace(self.hardware, inter=replace(self.hardware.inter, rate=rate)))
+
     def with_exact_shares(self, shares: Shares) -> Cluster:
         """Return the cluster with these measured shares of exact messages, if there are any."""
         return replace(self, hardware=replace(self.hardware, exact_shares=shares)) if shares else self

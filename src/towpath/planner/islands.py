@@ -63,7 +63,7 @@ class OuterPlanner:
                 that hides its exchanges, or else the longest.
 
         Returns:
-            The predictions. None if no island can hold a copy of the model.
+            The predictions. The list is empty if no island can hold a copy of the model.
         """
         self._found = self._found or self._of_islands()
         if self._found is None:
@@ -152,12 +152,10 @@ def by_rate(
     `say` is called with how many rates are done and how many there are.
     """
     rows: list[RateRow] = []
-    own = solver.cluster.hardware.inter
-    rates, planner = sorted({*RATES, own.rate}), OuterPlanner(solver)
+    rates, planner = sorted({*RATES, solver.cluster.hardware.inter.rate}), OuterPlanner(solver)
     for number, rate in enumerate(rates):
         say(number, len(rates))
-        cluster = replace(solver.cluster, hardware=replace(solver.cluster.hardware, inter=replace(own, rate=rate)))
-        there = Solver(solver.model, cluster, solver.request)
+        there = Solver(solver.model, solver.cluster.at_rate(rate), solver.request)
         planner = planner.on(there)
         found, outer = there.solve(best=1, most=_REPLAYED), planner.solve(periods)
         if isinstance(found, Ranking) and outer:

@@ -487,6 +487,7 @@ class Solver:
             strategy=strategy,
             seconds=period.mean,
             exposed=alone.exposed | exchanged,
+            in_flight=alone.in_flight | period.in_flight,
             memory=plan.buffer_bytes(alone.memory) | plan.memory_bytes(),
             host_memory=alone.host_memory | plan.host_memory_bytes(),
             inter_bytes=islands * alone.inter_bytes + round(plan.mean_inter_bytes),

@@ -6,13 +6,14 @@ first of them is replayed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from towpath.core.outer_plan import OuterPlan, plan_outer
 from towpath.core.outer_steps import OuterSteps
 from towpath.core.steady_step import settled, steady_step, write_all
-from towpath.core.strategy import Strategy
+from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
 from towpath.sim.bandwidth import BandwidthModel, Thread, run_threads
 from towpath.sim.engine import SimulatedEngine
@@ -29,11 +30,13 @@ class Period:
         plan: What is exchanged.
         steps: The seconds of each step of the period, in order.
         alone: The seconds of a step in which no exchange is begun, under way or applied.
+        in_flight: The seconds for which exchanges run, as the mean of a step.
     """
 
     plan: OuterPlan
     steps: tuple[float, ...]
     alone: float
+    in_flight: dict[TransferKind, float]
 
     @property
     def mean(self) -> float:
@@ -64,6 +67,7 @@ class PeriodReplay:
         )
         self._durations: list[float] = []
         self._alone: float | None = None
+        self._second_began = 0.0
 
     def run(self) -> Period:
         """Replay two periods. In the first one, exchanges begin. Return the second one."""
@@ -71,12 +75,19 @@ class PeriodReplay:
         self.timeline.seconds = self._bandwidth.now
         every = self._plan.settings.every
         steps = tuple(self._durations[every:])
-        return Period(self._plan, steps, min(self._durations) if self._alone is None else self._alone)
+        alone = min(self._durations) if self._alone is None else self._alone
+        in_flight: Counter[TransferKind] = Counter()
+        for event in self.timeline.events:
+            if event.kind in OUTER_KINDS and event.track != "waiting" and event.start >= self._second_began:
+                in_flight[event.kind] += (event.end - event.start) / every  # pyright: ignore[reportArgumentType]
+        return Period(self._plan, steps, alone, dict(in_flight))
 
     def _thread(self) -> Thread:
         steps, machine, every = OuterSteps(self._plan), settled(self._plans), self._plan.settings.every
         for step in range(2 * every):
             actions, began = steps.advance(step), self._bandwidth.now
+            if step == every:
+                self._second_began = began
             is_alone = not actions and not steps.under_way
             if is_alone and self._alone is not None:
                 self._durations.append(self._alone)
