@@ -47,7 +47,7 @@ from towpath.errors import ShardError, StrategyError, TopologyError
 from towpath.logs import logger
 from towpath.planner.request import Workload
 from towpath.sharded_module import Batch, ShardedModule, attach_api, check_class
-from towpath.topology.cluster import Topology
+from towpath.topology.cluster import Topology, counted
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 from towpath.topology.init import check_devices
 from towpath.version import __version__
@@ -339,8 +339,8 @@ def _check_topology(strategy: Strategy, topology: Topology | None) -> None:
 def _check_world(topology: Topology, world: int) -> None:
     if topology.world != world:
         raise TopologyError(
-            f"{topology.nodes} nodes of {topology.ranks_per_node} ranks are {topology.world} ranks, but the process "
-            f"group has {world}. Start {topology.world} ranks, or pass the topology that is running."
+            f"{topology.words}: expected {counted(topology.world, 'rank')} in the process group, which has {world}. "
+            f"Start {topology.world}, or pass the topology that is running."
         )
 
 
@@ -467,7 +467,8 @@ def average_islands(model: nn.Module) -> None:
 
     Raises:
         ShardError: The model is not sharded.
-        StepError: The slow weights differ between islands, or these made different numbers of steps.
+        StepError: The slow weights differ between islands, or these made different numbers of steps, or some gradients
+            wait for their optimizer step.
     """
     engine = engine_of(model)
     if engine.outer is not None:

@@ -246,6 +246,22 @@ def average_apart(label: str, topology: Topology) -> str:
     return str(caught.value)
 
 
+def test_islands_with_gradients_that_wait_for_their_step_are_not_averaged(world: Callable[[int], World]) -> None:
+    for message in world(4).run(average_early, "zero1", Topology(2, 2)):
+        assert "while rank 2 accumulates gradients" in message and "after optimizer.step()" in message
+
+
+def average_early(label: str, topology: Topology) -> str:
+    """On a rank: let island 1 begin to accumulate gradients, average, and return the error."""
+    entry, model = MODELS["gpt"], sharded(label, topology, Outer(every=8))
+    if dist.get_rank() >= topology.ranks_per_node:
+        with towpath.no_sync(model):
+            entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float64)).backward()
+    with pytest.raises(towpath.TowpathError) as caught:
+        towpath.average_islands(model)
+    return str(caught.value)
+
+
 # --- codecs ----------------------------------------------------------------------------------------------------------
 
 

@@ -716,7 +716,7 @@ def _refused() -> None:
     refused("between stages low-rank:4 sends no less.* 2 × 8 .*rank below 2", compression=Compression("low-rank:4"))
     refused("3 strategies for 2 stages", strategy=["ddp"] * 3)
     refused("1F1B of 2 ranks asks for at least as many micro-batches as ranks; got 1", micro_batches=1)
-    refused("2 nodes of 2 ranks are 4 ranks.*group has 2", strategy=towpath.strategy("zero3", towpath.Topology(2, 2)))
+    refused("expected 4 ranks.*group, which has 2", strategy=towpath.strategy("zero3", towpath.Topology(2, 2)))
     refused("embeddings need a module of the first and of the last stage; got 'blocks' and ''", tied=("blocks", ""))
     refused("tied embeddings: stage 1 has no module 'head'", tied=("blocks", "head"))
     refused("'weight' is 3×8 at one and 5×8 at the other", **_unlike_ends())

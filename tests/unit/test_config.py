@@ -237,7 +237,7 @@ def test_outer_steps_are_a_section_in_the_strategy(tmp_path: Path) -> None:
     saved = tmp_path / "s.toml"
     saved.write_text(made.to_toml())
     assert StrategyConfig(name=str(saved)).build(Topology(4, 2), 100) == made
-    with pytest.raises(ConfigError, match="which says all: remove outer"):
+    with pytest.raises(ConfigError, match=r"which says all: remove \[strategy.outer\]"):
         StrategyConfig(name=str(saved), outer=OuterConfig(every=2)).build(Topology(4, 2), 100)
 
 

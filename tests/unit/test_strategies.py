@@ -180,7 +180,7 @@ def test_precision_takes_dtypes_or_their_names() -> None:
 
 def test_a_world_of_one_needs_no_process_group() -> None:
     assert towpath.Topology.detect() == towpath.Topology(1, 1)
-    with pytest.raises(TopologyError, match="are 4 ranks, but the process group has 1"):
+    with pytest.raises(TopologyError, match="expected 4 ranks in the process group, which has 1"):
         import torch
 
         towpath.shard(torch.nn.Linear(2, 2), "zero3", topology=towpath.Topology(2, 2))

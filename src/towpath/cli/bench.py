@@ -103,7 +103,7 @@ def bench(
         dtype = dtype or place.dtype
         setup = TrainingSetup(width, depth, vocabulary, length, batch, micro_steps, dtype, steps)
         kinds = check_candidates(strategies or STRATEGIES, peers.split(",") if peers else (), place.topology, dtype)
-        about = f"{place.topology.nodes} nodes × {place.topology.ranks_per_node} ranks, {place.links}. {setup}"
+        about = f"{place.topology.words}, {place.links}. {setup}"
         say = partial(Console(stderr=True, highlight=False, markup=False, quiet=not place.leads).print, style="dim")
         say(about)
         found = Comparison(kinds, [], {}, {})

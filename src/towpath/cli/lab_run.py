@@ -78,8 +78,9 @@ def run(
     check_output_file("--json", json_file)
     progress = Console(stderr=True, highlight=False)
     grouped = f", in {racks} racks" if racks > 1 else ""
-    progress.print(f"Raising {nodes} nodes with {ranks} ranks each{grouped}, {cable} between them", style="dim")
-    with Lab(Topology(nodes, ranks, nodes // racks), inter=cable, intra=loopback, spine=between_racks) as lab:
+    topology = Topology(nodes, ranks, nodes // racks)
+    progress.print(f"Raising {topology.words}{grouped}, {cable} between them", style="dim")
+    with Lab(topology, inter=cable, intra=loopback, spine=between_racks) as lab:
         how = "its ranks" if direct else "torchrun"
         progress.print(f"Starting {how} on each node for {command[0]} (loading torch takes seconds)", style="dim")
         result = lab.run(command, launcher="direct" if direct else "torchrun")

@@ -390,7 +390,7 @@ def heading(solver: Solver) -> str:
         racks = f", {links.racks.rate * 8 / 1e9:.3g} Gbit/s a rack of {topology.nodes_per_rack} nodes"
     return (
         f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, sequences of {model.length:,} tokens\n"
-        f"{found.name}: {topology.nodes} nodes × {topology.ranks_per_node} ranks, "
+        f"{found.name}: {topology.words}, "
         f"{links.inter.rate * 8 / 1e9:.3g} Gbit/s a node{racks}"
     )
 

@@ -89,7 +89,7 @@ def _measure(budget: float) -> Profile | None:
 def show(profile: Profile, output: Path) -> None:
     """Print a profile as tables."""
     console = Console(width=100, highlight=False)
-    console.print(f"{profile.topology.nodes} nodes × {profile.topology.ranks_per_node} ranks on {profile.host}")
+    console.print(f"{profile.topology.words} on {profile.host}")
     table = table_of("what", "sizes", "latency", "rate", "error of the fit", numbers=2)
     for what in dict.fromkeys(point.what for point in profile.singles()):
         points = profile.of(what)

@@ -18,7 +18,7 @@ from typing import Any
 from towpath.core.routes import Op
 from towpath.core.transport import Transport
 from towpath.errors import StrategyError
-from towpath.topology.cluster import Topology
+from towpath.topology.cluster import Topology, counted
 
 # Codecs with fewer bits need error feedback: what they round away would otherwise be lost for good.
 _BITS_WITHOUT_FEEDBACK = 4
@@ -85,7 +85,8 @@ class Outer:
             )
         if transport.low_rank is not None or transport.exact or transport.changes:
             raise StrategyError(
-                f"Outer: transport={transport}: expected a codec of blocks or none, without exact=, after= and until=."
+                f"Outer: transport={transport}: expected a codec of blocks, top-k or none, without exact=, after= and "
+                "until=."
             )
         if transport.top_k is not None:
             return
@@ -114,8 +115,8 @@ class Outer:
         if topology.nodes % islands:
             choices = ", ".join(str(n) for n in range(1, topology.nodes + 1) if topology.nodes % n == 0)
             raise StrategyError(
-                f"Outer: {islands} islands on {topology.nodes} nodes: an island is a group of whole nodes, equally "
-                f"many in each. Take one of {choices} islands."
+                f"Outer: {counted(islands, 'island')} on {counted(topology.nodes, 'node')}: an island is a "
+                f"group of whole nodes, equally many in each. Take one of {choices} islands."
             )
         island = topology.of(range(topology.world // islands))
         return replace(self, islands=islands, nodes_per_rack=topology.nodes_per_rack), island
@@ -142,10 +143,10 @@ class Outer:
 
     def __str__(self) -> str:
         parts = "" if self.fragments == 1 else f" in {self.fragments} fragments"
-        delay = f", applied {self.delay} step{'s' if self.delay > 1 else ''} later" if self.delay else ""
+        delay = f", applied {counted(self.delay, 'step')} later" if self.delay else ""
         blend = f", blend {self.blend:g}" if self.blend else ""
         optimizer = f"lr {self.lr:g}, momentum {self.momentum:g}"
-        return f"every {self.every} steps{parts}{delay}{blend}, {optimizer} ({self.transport})"
+        return f"every {counted(self.every, 'step')}{parts}{delay}{blend}, {optimizer} ({self.transport})"
 
 
 def outer_transport(codec: str) -> Transport:
@@ -157,4 +158,5 @@ def outer_transport(codec: str) -> Transport:
     if not codec or codec == "none":
         return Transport()
     transport = Transport("flat", codec)
-    return transport if transport.top_k is not None else replace(transport, feedback="all")
+    of_blocks = transport.top_k is None and transport.low_rank is None
+    return replace(transport, feedback="all") if of_blocks else transport

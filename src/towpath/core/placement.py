@@ -75,7 +75,7 @@ class Placement:
             rule = _broken_rule(extent, topology)
             if rule is not None:
                 raise PlacementError(
-                    f"{LABELS[name]} {extent} on {topology.nodes} nodes of {topology.ranks_per_node} ranks: {rule}. "
+                    f"{LABELS[name]} {extent} on {topology.words}: {rule}. "
                     f"The nearest legal placement is {self._nearest(topology)}."
                 )
 

@@ -21,7 +21,7 @@ from towpath.core.placement import LABELS, Placement, PlacementCollectives, lega
 from towpath.core.routes import Grid, Op
 from towpath.core.transport import Transport
 from towpath.errors import PlacementError, StrategyError
-from towpath.topology.cluster import Extent, Topology
+from towpath.topology.cluster import Extent, Topology, counted
 
 # --- toml -------------------------------------------------------------------------------------------------------------
 #
@@ -228,8 +228,8 @@ class Strategy:
                 )
             if self.frozen not in legal:
                 raise PlacementError(
-                    f"frozen {self.frozen} on {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks is "
-                    f"no legal extent: it divides the node, or fills it. Legal are {', '.join(map(str, legal))}."
+                    f"frozen {self.frozen} on {self.topology.words} is no legal extent: it divides the node, or "
+                    f"fills it. Legal are {', '.join(map(str, legal))}."
                 )
         if isinstance(self.frozen_codec, str) and self.frozen_codec != "none":
             object.__setattr__(self, "frozen_codec", Codec.parse(self.frozen_codec))
@@ -349,7 +349,7 @@ class Strategy:
         return replace(self, **transports)
 
     def __str__(self) -> str:
-        lines = [f"{self.name} on {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks"]
+        lines = [f"{self.name} on {self.topology.words}"]
         lines += [f"  {LABELS[name]:<16} {extent!s:>7}" for name, extent in self.placement.extents()]
         if self.frozen is not None or self.frozen_codec != "none" or self.placement.params.nodes > 1:
             resting = "" if self.frozen_codec == "none" else f", stored in {self.frozen_codec}"
@@ -362,7 +362,7 @@ class Strategy:
         if self.offload is not None:
             lines.append(f"  {'offload':<16} {self.offload}: in the host's memory")
         if self.outer is not None:
-            lines.append(f"  {'outer':<16} {self.islands} islands of this size, {self.outer}")
+            lines.append(f"  {'outer':<16} {counted(self.islands, 'island')} of this size, {self.outer}")
         return "\n".join(lines)
 
     def _frozen_words(self) -> str:

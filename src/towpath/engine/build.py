@@ -252,7 +252,8 @@ def build(
     plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
     outer = plan_outer(strategy, plans, comm.form)
     encoded = (t.exact for plan in plans for kind in EXACT_KINDS for t in plan.transfers(kind))
-    if any(strategy.transport(kind).exact for kind in EXACT_KINDS) and not any(encoded):
+    is_exact = any(strategy.transport(kind).exact for kind in EXACT_KINDS)
+    if is_exact and not any(encoded) and comm.job.rank == 0:
         _LOG.warning(
             "%s: exact=True encodes nothing. Over NCCL it encodes parameter syncs only, and everywhere only what "
             "crosses nodes in bfloat16, float16 or float32, in transfers of at least %d KiB. Leave it out.",

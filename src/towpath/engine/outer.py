@@ -116,25 +116,30 @@ class OuterSync:
             self._comm.log.note(Call.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
 
     def check_steps(self, step: int) -> None:
-        """Compare how many optimizer steps all islands have made. Every rank must call it.
+        """Compare how many steps all islands have made, and check that none has begun another. Every rank must call it.
 
         Raises:
-            StepError: They differ, or another rank does not call it.
+            StepError: They differ, or a rank accumulates gradients, or another rank does not call it.
         """
         advice = "Let every island make equally many steps, for example with towpath.join(model, batches)."
         try:
-            steps = self._comm.job.gather_objects(step)
+            found = self._comm.job.gather_objects((step, self._comm.queues.micro_step))
         except RuntimeError as error:
             raise StepError(
                 f"rank {self._comm.number}: averaging the islands failed after step {step}: {error}\nAnother rank has "
                 f"died, or is at another step. {advice}"
             ) from error
-        other = next((rank for rank, theirs in enumerate(steps) if theirs != step), None)
-        if other is not None:
-            raise StepError(
-                f"rank {self._comm.number}: islands are averaged after step {step} here, and after step {steps[other]} "
-                f"on rank {other}. {advice}"
-            )
+        for rank, (theirs, begun) in enumerate(found):
+            if theirs != step:
+                raise StepError(
+                    f"rank {self._comm.number}: islands are averaged after step {step} here, and after step {theirs} "
+                    f"on rank {rank}. {advice}"
+                )
+            if begun:
+                raise StepError(
+                    f"rank {self._comm.number}: islands are averaged while rank {rank} accumulates gradients. Call "
+                    "average_islands after optimizer.step()."
+                )
 
     def raise_problems(self) -> None:
         """Raise on all ranks of all islands if a rank found slow weights that differ. Every rank must call it.

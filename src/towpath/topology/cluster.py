@@ -10,6 +10,11 @@ from itertools import groupby
 from towpath.errors import TopologyError
 
 
+def counted(count: int, what: str) -> str:
+    """Return a number of things, such as "1 node" or "4 ranks"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
     """The group of ranks that hold one full copy of something in shards.
@@ -122,6 +127,11 @@ class Topology:
         from towpath.topology.groups import detect_shape  # imports torch, which planning does not need
 
         return Topology(*detect_shape())
+
+    @property
+    def words(self) -> str:
+        """The nodes and ranks in words, such as "2 nodes of 4 ranks"."""
+        return f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
 
     def __str__(self) -> str:
         racks = f" in racks of {self.nodes_per_rack}" if self.nodes_per_rack else ""

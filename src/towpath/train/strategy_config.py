@@ -190,7 +190,8 @@ class StrategyConfig:
         if self.file is None:
             return presets.strategy(self.name, topology, offload=offload, **options)
         if options:
-            raise ConfigError(f"strategy.name is the file {self.file}, which says all: remove {', '.join(options)}.")
+            given = ", ".join("[strategy.outer]" if name == "outer" else name for name in options)
+            raise ConfigError(f"strategy.name is the file {self.file}, which says all: remove {given}.")
         try:
             strategy = Strategy.from_toml(self.file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

@@ -29,6 +29,7 @@ from towpath.engine.executor import engine_of
 from towpath.engine.saved_activations import offload_activations
 from towpath.errors import ConfigError, TrainError
 from towpath.observing import running_trace
+from towpath.topology.cluster import counted
 from towpath.train.agreement import Agreement, Wishes
 from towpath.train.checkpoints import CheckpointManager, TrainState, will_resume
 from towpath.train.config import Config
@@ -199,7 +200,7 @@ class Trainer:
             f"{topology.ranks_per_node} {job.device.type} ranks"
         )
         if (outer := self.strategy.outer) is not None:
-            job.print_once(fill(f"{self.strategy.islands} islands synchronize {outer}", 100))
+            job.print_once(fill(f"{counted(self.strategy.islands, 'island')}, synchronized {outer}", 100))
         torch.manual_seed(settled.train.seed)
         values = _zeros(bundle) if will_resume(settled, job) else bundle.values
         if self.pipelined:
