@@ -14,6 +14,7 @@ from benchmarks.islands import FreeSteps, OuterSpec
 from benchmarks.suites import outer_quality, outer_time, quality
 from benchmarks.workload import Workload
 from tests.ranks.server import World
+from tests.ranks.strategies import seldom
 from towpath import Topology
 
 TINY = replace(Workload(Topology(2, 2)).quick(), dtype="bfloat16")
@@ -35,7 +36,7 @@ def ranks() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-@pytest.mark.parametrize("name", ["center", "4 islands", "top-k", "Muon"])
+@pytest.mark.parametrize("name", ["center", seldom("4 islands"), seldom("top-k"), "Muon"])
 def test_variants_of_quality_train(name: str, world: Callable[[int], World]) -> None:
     found = world(4).run(trained, name)
     assert all(each == found[0] for each in found)

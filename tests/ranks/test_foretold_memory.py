@@ -179,7 +179,7 @@ def test_a_rank_holds_what_was_foretold(
         seldom("llama", {}, "zero1", LOWERED, False, id="llama-zero1-bf16"),
         # The end of the root is released when the first block is recomputed.
         pytest.param("llama", {"num_hidden_layers": 8}, "zero2", LOWERED, True, id="llama-zero2-bf16-recomputed"),
-        pytest.param("qwen3", {"head_dim": 32}, "zero3", LOWERED, False, id="qwen3-zero3-bf16"),
+        seldom("qwen3", {"head_dim": 32}, "zero3", LOWERED, False, id="qwen3-zero3-bf16"),
         seldom("mistral", {"num_hidden_layers": 12}, "hpz", towpath.Precision(), True, id="mistral-recomputed"),
     ],
 )

@@ -81,7 +81,7 @@ def train(label: str, topology: Topology, outer: Outer, make: Make, steps: int) 
     return away(model, islands.models[dist.get_rank() // model.towpath_engine.strategy.topology.world])
 
 
-@in_turn(PRESETS, 2, "preset")
+@in_turn(PRESETS, 1, "preset")
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
 def test_every_step_with_plain_sgd_is_synchronous_training(
     preset: str, shape: tuple[int, int], world: Callable[[int], World]
@@ -107,7 +107,7 @@ def train_synchronously(label: str, topology: Topology) -> float:
     return max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
 
 
-@in_turn(PRESETS, 2, "preset")
+@in_turn(PRESETS, 1, "preset")
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
 def test_one_island_looks_ahead(preset: str, shape: tuple[int, int], world: Callable[[int], World]) -> None:
     topology = Topology(*shape)
@@ -115,7 +115,7 @@ def test_one_island_looks_ahead(preset: str, shape: tuple[int, int], world: Call
         assert off <= TOLERANCE
 
 
-@in_turn(PRESETS, 2, "preset")
+@in_turn(PRESETS, 1, "preset")
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1), (4, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
 def test_islands_with_fragments_delay_and_blend(
     preset: str, shape: tuple[int, int], world: Callable[[int], World]
@@ -188,7 +188,7 @@ def train_watched(label: str, topology: Topology, often: bool) -> list[str]:
     return [p.to_local().double().sum().item().hex() for p in model.parameters()]
 
 
-@in_turn(PRESETS, 2, "preset")
+@in_turn(PRESETS, 1, "preset")
 @pytest.mark.parametrize("after", ["the optimizer", "an exchange"])
 def test_averaged_islands_hold_the_mean_of_their_weights(
     preset: str, after: str, world: Callable[[int], World]

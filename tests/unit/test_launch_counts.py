@@ -86,7 +86,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "SMALLEST_PART_BYTES", 32)  # small models are cut into as many parts as large ones
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], seldom(SHAPES[1]), SHAPES[2]], ids=str)
 def test_presets_launch_few_collectives_and_kernels(shape: tuple[int, int]) -> None:
     for name in towpath.strategies():
         with fake_world(*shape) as (topology, launches):
@@ -167,7 +167,7 @@ def test_hosts_of_many_nodes_make_no_more_calls() -> None:
         _check(launches, feedback=False)
 
 
-@pytest.mark.parametrize("shape", [seldom(SHAPES[0]), *SHAPES[1:]], ids=str)
+@pytest.mark.parametrize("shape", [*map(seldom, SHAPES[:2]), SHAPES[2]], ids=str)
 def test_every_codec_takes_few_kernels(shape: tuple[int, int]) -> None:
     with fake_world(*shape) as (topology, launches):
         for codec in CODED:
