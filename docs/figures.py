@@ -365,13 +365,43 @@ def judged_table(found: Iterable[Line], judged: Iterable[Judged]) -> str:
             (
                 row.variant,
                 f"{row.mean:+.2%}",
-                f"± {row.around:.2%}",
-                ", ".join(f"{share:+.2%}" for share in row.each),
+                row.interval,
+                row.by_seed,
                 commits[row.variant],
             )
             for row in judged
         ],
     )
+
+
+def pipeline_quality_table() -> str:
+    """Return how much faster each compression of a pipeline is, and what it costs in perplexity, in one setting."""
+    from benchmarks.suites import quality_pipeline
+
+    speeds = {name: _speedups(f"optimus-{name}") for name in ("50mbit", "20mbit")}
+    found: list[Row] = []
+    for row in quality_pipeline.rows_of(quality_pipeline.runs_of()):
+        candidate = quality_pipeline.VARIANTS.get(row.variant)
+        if candidate is not None:
+            times = (speeds[name].get(candidate, "–") for name in speeds)
+            found.append((row.variant, *times, f"{row.mean:+.2%}", row.by_seed))
+    return table(("compression", "times as fast, 50 mbit", "20 mbit", "perplexity", "by seed"), found)
+
+
+def _speedups(case: str) -> dict[str, str]:
+    run = next(run for run in runs("pipeline") if run["case"]["name"] == case)
+    checks = {check["what"].partition(": times as fast")[0]: check["found"] for check in run["checks"]}
+    return {name: f"{found:.2f}" for name, found in checks.items()}
+
+
+def pipeline_ranks_table() -> str:
+    """Return what each rank of exposed messages costs in perplexity."""
+    from benchmarks.suites import quality_pipeline
+
+    of_rank = {f"cb, message rank {rank}": rank for rank in (4, 8, 16, 64)} | {"cb": quality_pipeline.SIZES.rank}
+    rows = {row.variant: row for row in quality_pipeline.rows_of(quality_pipeline.runs_of()) if row.variant in of_rank}
+    found = sorted((of_rank[name], f"{row.each[0]:+.2%}") for name, row in rows.items())
+    return table(("rank of messages", "perplexity, seed 0"), [(str(rank), cost) for rank, cost in found])
 
 
 def times_table() -> str:
@@ -460,6 +490,8 @@ TABLES = {
     "families": families_table,
     "quality": quality_table,
     "lora": lora_table,
+    "pipeline-quality": pipeline_quality_table,
+    "pipeline-ranks": pipeline_ranks_table,
     "muon": lambda: measured_table("muon"),
     "ablations": lambda: measured_table("ablations"),
     "papers-lab": lab_table,

@@ -254,9 +254,18 @@ class Judged:
             return math.inf
         return _T[len(self.each) - 1] * statistics.stdev(self.each) / math.sqrt(len(self.each))
 
+    @property
+    def interval(self) -> str:
+        """The 95 % interval as text."""
+        return "one seed" if len(self.each) < 2 else f"± {self.around:.2%}"
+
+    @property
+    def by_seed(self) -> str:
+        """The shares as text."""
+        return ", ".join(f"{share:+.2%}" for share in self.each)
+
     def __str__(self) -> str:
-        each = ", ".join(f"{share:+.2%}" for share in self.each)
-        return f"{self.variant}: {self.mean:+.2%} ± {self.around:.2%}; by seed {each}"
+        return f"{self.variant}: {self.mean:+.2%} ({self.interval}); by seed {self.by_seed}"
 
 
 def judged(

@@ -356,7 +356,7 @@ def _quality_table(runs: Iterable[Mapping[str, Any]], rows: Sequence[Judged]) ->
         (
             row.variant,
             f"{row.mean:+.2%}",
-            ", ".join(f"{share:+.2%}" for share in row.each),
+            row.by_seed,
             found.get(row.variant, ""),
             commits[row.variant],
         )
