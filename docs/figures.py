@@ -417,6 +417,25 @@ def times_table() -> str:
     )
 
 
+def outer_quality_table() -> str:
+    """Return the final loss of each variant of outer steps over that of synchronous training, less one."""
+    from benchmarks.suites import outer_quality
+
+    rows = outer_quality.rows_of(outer_quality.measured_runs())
+    return table(
+        ("variant", "loss", "95 % interval"), [(row.variant, f"{row.mean:+.2%}", row.interval) for row in rows]
+    )
+
+
+def outer_time_table() -> str:
+    """Return the minutes of each candidate to the loss, by rate of the links."""
+    from benchmarks.suites import outer_time
+
+    times = {(each.candidate, each.inter): each.minutes(each.mean) for each in outer_time.times(outer_time.runs_of())}
+    body = [(f"`{name}`", *(times.get((name, inter), "–") for inter in outer_time.RATES)) for name, _ in times]
+    return table(("candidate", *outer_time.RATES), list(dict.fromkeys(body)))
+
+
 def lora_table() -> str:
     """Return steps of a few candidates over the forward and backward pass alone."""
     found: list[Row] = []
@@ -492,6 +511,8 @@ TABLES = {
     "lora": lora_table,
     "pipeline-quality": pipeline_quality_table,
     "pipeline-ranks": pipeline_ranks_table,
+    "outer-quality": outer_quality_table,
+    "outer-time": outer_time_table,
     "muon": lambda: measured_table("muon"),
     "ablations": lambda: measured_table("ablations"),
     "papers-lab": lab_table,
