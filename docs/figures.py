@@ -398,7 +398,8 @@ def pipeline_ranks_table() -> str:
     """Return what each rank of exposed messages costs in perplexity."""
     from benchmarks.suites import quality_pipeline
 
-    of_rank = {f"cb, message rank {rank}": rank for rank in (4, 8, 16, 64)} | {"cb": quality_pipeline.SIZES.rank}
+    of_rank = {name: int(name.rpartition(" ")[2]) for name in quality_pipeline.MESSAGE_RANKS}
+    of_rank["cb"] = quality_pipeline.SIZES.rank
     rows = {row.variant: row for row in quality_pipeline.rows_of(quality_pipeline.runs_of()) if row.variant in of_rank}
     found = sorted((of_rank[name], f"{row.each[0]:+.2%}") for name, row in rows.items())
     return table(("rank of messages", "perplexity, seed 0"), [(str(rank), cost) for rank, cost in found])

@@ -467,8 +467,8 @@ def average_islands(model: nn.Module) -> None:
 
     Raises:
         ShardError: The model is not sharded.
-        StepError: The slow weights differ between islands, or these made different numbers of steps, or some gradients
-            wait for their optimizer step.
+        StepError: The slow weights differ between islands, or these made different numbers of steps, or a rank
+            accumulates gradients.
     """
     engine = engine_of(model)
     if engine.outer is not None:
