@@ -234,8 +234,10 @@ def _serve(
     rarely_collect()  # who asks the collector what there is need not go through what was loaded, either
     store = dist.FileStore(str(Path(folder, "store")), size)
     backend = "gloo" if DEVICE.type == "cpu" else _share_gpu(rank)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout))
     with Path(folder, f"stack{rank}").open("w") as stack:
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout)
+        )
         while True:
             try:
                 fn, args, timeout = calls.recv()

@@ -170,6 +170,7 @@ def test_a_rank_that_leaves_shard_is_an_error_with_advice() -> None:
 
 
 def _leave_on_rank_1() -> None:
+    dist.barrier()  # rank 0 is connected, too
     if dist.get_rank() == 1:
         dist.destroy_process_group()
         return
