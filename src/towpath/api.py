@@ -302,7 +302,7 @@ def _resolve(
 
 
 def _settings(strategy: Strategy) -> Iterator[str]:
-    """Yield each setting of a strategy with its section, so that ranks that differ are told which one differs."""
+    """Yield each setting of a strategy with its section, so that an error can name the one that differs."""
     section = ""
     for line in strategy.to_toml().splitlines():
         section = line if line.startswith("[") else section

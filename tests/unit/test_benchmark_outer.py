@@ -169,7 +169,7 @@ def test_seed_0_comes_first() -> None:
 # Quality --------------------------------------------------------------------------------------------------------------
 
 
-def test_variants_differ_from_the_center_in_one_setting_and_two_in_two() -> None:
+def test_all_variants_but_two_differ_from_the_center_in_one_setting() -> None:
     center = outer_quality.VARIANTS[outer_quality.CENTER]
     for name, variant in outer_quality.VARIANTS.items():
         assert variant.strategy.job.world == 4
