@@ -25,7 +25,7 @@ PRESETS = tuple(name for name in towpath.strategies() if name not in ROUNDING)
 
 SYNCHRONOUS = Outer(every=1, lr=1.0, momentum=0.0)
 LOOKAHEAD = Outer(every=3, lr=0.7, momentum=0.9, islands=1)
-STREAMING = Outer(every=3, fragments=2, delay=1, lr=0.7, momentum=0.9, blend=0.5)
+STREAMING = Outer(every=3, fragments=2, delay=1, lr=0.7, momentum=0.9, blend=0.25)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -121,7 +121,7 @@ def test_islands_with_fragments_delay_and_blend(
     preset: str, shape: tuple[int, int], world: Callable[[int], World]
 ) -> None:
     topology = Topology(*shape)
-    outer = Outer(every=3, fragments=2, delay=1, blend=0.5, islands=2 if shape == (4, 1) else None)
+    outer = Outer(every=3, fragments=2, delay=1, blend=0.25, islands=2 if shape == (4, 1) else None)
     for off in world(topology.world).run(train, preset, topology, outer, adamw, 8):
         assert off <= TOLERANCE
 

@@ -63,15 +63,16 @@ def _matches(mutant: Mutant, words: Sequence[str]) -> bool:
 
 
 def _show(mutants: Sequence[Mutant]) -> bool:
-    """Print each mutant and whether it fits the sources. Return whether all do."""
+    """Print each mutant, and to stderr those that do not fit the sources. Return whether all do."""
     missing = 0
     for mutant in mutants:
+        where = f"{mutant.name} ({mutant.where})"
         try:
             mutant.mutated(ROOT)
-            status = "found"
+            print(f"{where}: found")
         except NotFoundError as error:
-            status, missing = f"NOT FOUND, {error}", missing + 1
-        print(f"{mutant.name} ({mutant.where}): {status}")
+            missing += 1
+            print(f"{where}: NOT FOUND, {error}", file=sys.stderr)
     print(f"{len(mutants)} mutants, {missing} not found")
     return not missing
 
