@@ -203,11 +203,18 @@ def average(label: str, topology: Topology, after: str) -> tuple[float, float]:
     """On a rank: return how far averaged parameters are from those of the simulated islands, twice."""
     # An exchange begins after steps 1, 3 and 4.
     model, islands = train_beside(label, topology, STREAMING, adamw, 4)
+
+    @torch.no_grad()
+    def loss(of: nn.Module) -> float:
+        entry = MODELS["gpt"]
+        return entry.loss(of, *entry.micro_batch(dist.get_rank(), 1, 0, torch.float64)).item()
+
     if after == "an exchange":
         sync(model)
+        loss(model)  # sends what the optimizer and the exchange wrote, so that only the average is left to send
     towpath.average_islands(model)
     islands.average()
-    off = away(model, islands.models[0])
+    off = max(away(model, islands.models[0]), abs(loss(model) - loss(islands.models[0])))
     before = [p.to_local().clone() for p in model.parameters()]
     towpath.average_islands(model)
     again = max(
