@@ -1,7 +1,7 @@
 """Plans outer steps: which strategy islands train with, and how often they must synchronize.
 
-Outer steps change the algorithm, so they are planned only where the user allows them. Synchronizing more often stays
-closer to synchronous training. So of all periods that hide their exchanges, the shortest is proposed.
+Outer steps change the algorithm, so they are planned only where the user allows them. The longer a period is, the
+further islands drift apart. So of all periods that hide their exchanges, the shortest is proposed.
 """
 
 from __future__ import annotations
