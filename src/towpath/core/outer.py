@@ -30,7 +30,7 @@ class Outer:
 
     Attributes:
         every: How many optimizer steps an island trains on its own between two exchanges of the same weights. Take 30
-            to 500 on slow links. Fewer steps send more, and need `lr=1, momentum=0`: the default momentum overshoots.
+            to 500 on slow links. With few steps, such as 8, the default momentum overshoots: take `lr=1, momentum=0`.
         fragments: The number of parts of the model that are exchanged at different steps. More fragments spread the
             bytes evenly over the steps.
         delay: The number of optimizer steps during which an exchange may be under way. With 0, training waits for it.
