@@ -243,6 +243,7 @@ def _muon(rank: int, label: str, topology: towpath.Topology) -> tuple[int, int]:
     return counted, sum(t.cable_bytes(topology.node_of(rank)) for t in stepped)
 
 
+@pytest.mark.parity  # test_owner_stepped.py counts what reaches the backend
 def test_matrices_travel_to_their_owners_and_back_as_scheduled(lab: Callable[..., Lab]) -> None:
     answers = lab(2, 2).call(muon_in_a_step, ["zero3", "paro-iig"], towpath.Topology(2, 2))
     _check(answers)

@@ -78,7 +78,7 @@ def _lose_the_link() -> None:
     "stop, strategy, shape",
     [
         seldom(_die, "zero3", SHAPE),
-        (_stay_away, "paro-iig", SHAPE),
+        seldom(_stay_away, "paro-iig", SHAPE),
         (_lose_the_link, "zero3", THREE_NODES),
         seldom(_die, "paro-iig", THREE_NODES),
         seldom(_stay_away, "zero3", THREE_NODES),

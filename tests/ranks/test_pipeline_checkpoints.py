@@ -92,6 +92,7 @@ WARM_UP = Compression(
 )
 
 
+@pytest.mark.parity  # the test before resumes with codecs, too
 @in_turn([2, 4], 1, "saved_after")
 def test_a_warm_up_goes_on_where_the_checkpoint_ended(world: Worlds, tmp_path: Path, saved_after: int) -> None:
     world(4).run(_resumed_warm_up, str(tmp_path), saved_after)

@@ -585,6 +585,7 @@ def test_runs_that_share_a_folder_are_told_apart(world: Worlds, config: Callable
     assert kinds == ["start", "train", "train", "validation"] * 2
 
 
+@pytest.mark.parity  # tests/unit/test_metrics.py writes the same without ranks
 def test_weights_and_biases_keeps_a_run_offline(world: Worlds, config: Callable[..., Config], tmp_path: Path) -> None:
     mine = config(train={"steps": 2}, strategy=_on(2, 1), log={"wandb": "towpath-tests"})
     world(2).run(_train_nowhere, mine, str(tmp_path))
