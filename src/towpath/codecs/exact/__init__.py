@@ -77,7 +77,8 @@ def decode_difference(message: torch.Tensor, values: torch.Tensor) -> torch.Tens
         values: The old values, which become the new ones.
 
     Returns:
-        None on a CPU. On a GPU, the outcome for `raise_failed`; if it is a failed check, `values` did not change.
+        None on a CPU. On a GPU, the outcome for `raise_failed`. After a failed check `values` are as before, unless a
+        correct checksum had impossible content.
 
     Raises:
         MessageError: On a CPU, if the message is damaged or too short, or if it is relative to other values.
@@ -100,7 +101,8 @@ def decode_slices(encoded: torch.Tensor, slices: torch.Tensor, own: int, differe
         difference: Whether the messages have differences.
 
     Returns:
-        The outcome of each row. `problem_text` has the text of those that are not 0, where no value has changed.
+        The outcome of each row, and `problem_text` has the text of those that are not 0. No value of such a row has
+        changed, unless a correct checksum had impossible content (`Problem.INVALID`).
     """
     return _gpu().decode_slices(encoded, slices, own, difference)
 
