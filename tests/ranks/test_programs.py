@@ -333,7 +333,7 @@ def _named(call: Callable[..., Any]) -> str:
     return call.__name__.strip("_")
 
 
-@pytest.mark.parametrize("call", [seldom(_clip), _full_tensor, _full_parameters], ids=_named)
+@pytest.mark.parametrize("call", [seldom(call) if call is _clip else call for call in CALLS], ids=_named)
 @in_turn(["zero3", "zero1"], 1)
 def test_a_call_that_one_rank_makes_alone_ends_in_one_error_on_every_rank(label: str, call: Any) -> None:
     """Long before the patience of the process group, of a minute here, ends."""
@@ -360,7 +360,7 @@ def _call_alone(label: str, call: Callable[[Any], None]) -> str:
     return _error_of(go_on)
 
 
-@pytest.mark.parametrize("call", [_clip, seldom(_full_tensor), seldom(_full_parameters)], ids=_named)
+@pytest.mark.parametrize("call", [call if call is _clip else seldom(call) for call in CALLS], ids=_named)
 def test_a_call_that_nobody_answers_says_so_when_patience_ends(call: Any) -> None:
     with World(2, group_timeout=3.0) as ranks:
         texts = ranks.run(_never_answered, call)
