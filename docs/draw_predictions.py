@@ -1,13 +1,18 @@
-"""Draw the results of the suite `planner`: a table of docs/concepts/planner-accuracy.md, and timelines.svg."""
+"""Draw the results of the suite `planner`: the tables of docs/concepts/planner-accuracy.md, and timelines.svg.
+
+`python -m docs.draw_predictions` prints how much slower the planner's choice was than the fastest strategy.
+"""
 
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pricing
+from docs import figures
+
 from benchmarks.harness import results
 from towpath.cli.plan_report import TimelineRow
 from towpath.observing import Interval
@@ -53,6 +58,45 @@ def _regrets(found: Iterable[float]) -> str:
     return f"{lossless} | {codecs[0] if codecs else '–'}"
 
 
+def regret_rows() -> list[tuple[str, list[float]]]:
+    """Return what the planner may choose, and the regret of its choice in the last run of each environment.
+
+    Runs of one kind compare lossless strategies, and then strategies with codecs. Runs of the other kind compare
+    lossless strategies with exact transports and without them, and then without them only.
+    """
+    runs = last_runs()
+    exact = [run["regret"] for run in runs if run["case"].get("exact", False)]
+    others = [run["regret"] for run in runs if not run["case"].get("exact", False)]
+    lossless = [found["lossless"] for found in others]
+    return [
+        ("lossless strategies", lossless + [found["lossless"] for found in exact]),
+        ("of these, where exact transports take part", [found["lossless"] for found in exact]),
+        ("lossless strategies, without exact transports", lossless + [found["without exact"] for found in exact]),
+        ("lossless strategies and codecs", [found["with codecs"] for found in others]),
+    ]
+
+
+def regret_table() -> str:
+    return figures.table(
+        ("choice among", "environments", "mean regret", "worst regret"),
+        [
+            (what, str(len(found)), f"{statistics.fmean(found):.1%}", f"{max(found):.1%}")
+            for what, found in regret_rows()
+        ],
+    )
+
+
+def regret_sentence() -> str:
+    """Return the regret of lossless choices in one sentence, for README.md."""
+    found = regret_rows()[0][1]
+    said = (
+        f'In {len(found)} environments on the same test bed, the lossless strategy that the planner behind `"auto"` '
+        f"chose was {statistics.fmean(found):.1%} slower on average than the fastest one measured, and at worst "
+        f"{max(found):.1%} ([prediction errors](docs/concepts/planner-accuracy.md))."
+    )
+    return textwrap.fill(said, 120, break_on_hyphens=False, break_long_words=False)
+
+
 def picture() -> str:
     drawn = next(run for run in last_runs() if run["case"]["name"] == DRAWN)["drawn"]
     steps = [
@@ -63,5 +107,8 @@ def picture() -> str:
     return standalone_svg(draw_timelines, steps, (10, 0.8 + 0.8 * len(steps)))
 
 
-TABLES = {"predictions": table, "pricings": pricing.table}
+TABLES = {"predictions": table, "regrets": regret_table, "regret-sentence": regret_sentence}
 PICTURES = {PICTURE: picture}
+
+if __name__ == "__main__":
+    print(regret_table(), regret_sentence(), sep="\n")
