@@ -6,18 +6,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
 from math import hypot
 from pathlib import Path
-from typing import Any
-
-from docs import figures
 
 import towpath
-from benchmarks.harness import results
 from towpath import Topology, Transport
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
@@ -420,40 +416,10 @@ def presets_table(shape: Topology = SHAPE) -> str:
     return table(["preset", "`ho-ring`", "`flat`"], [[", ".join(who), ho, flat] for (ho, flat), who in rows])
 
 
-def measured_table() -> str:
-    """Return the ratios of `python -m benchmarks collectives`."""
-    rows: list[list[str]] = []
-    for run in measured(in_parts=False):
-        case: Mapping[str, Any] = run["case"]
-        shape = Topology(**case["topology"])
-        where = f"{case['op']}, {shape.nodes} × {shape.ranks_per_node}"
-        links = f"{case['inter'] or 'unshaped'}, {case['intra'] or 'unshaped'}"
-        commit = results.measured_at(run)
-        rows += [[where, links, check["what"], f"{check['found']:.3f}", commit] for check in run["checks"]]
-    return table(["case", "links between nodes, inside", "figure", "result", "commit"], rows)
-
-
-def parts_table() -> str:
-    """Return the seconds of slices in parts over those of whole slices."""
-    rows: list[list[str]] = []
-    for run in measured(in_parts=True):
-        case: Mapping[str, Any] = run["case"]
-        size = f"{case['kilobytes'] // Topology(**case['topology']).world:,} KiB"
-        found = (f"{check['found']:.2f}" for check in run["checks"])
-        rows.append([case["op"], case["inter"] or "unshaped", size, *found, results.measured_at(run)])
-    return table(["case", "link", "slice", "2 parts / whole", "4 parts / whole", "commit"], rows)
-
-
-def measured(in_parts: bool) -> list[Mapping[str, Any]]:
-    return [run for run in figures.runs("collectives") if run["case"]["name"].endswith("in-parts") == in_parts]
-
-
 TABLES = {
     "routes-bytes": bytes_table,
     "routes-time": time_table,
     "routes-wire-buffers": wire_table,
     "routes-presets": presets_table,
-    "routes-measured": measured_table,
-    "routes-parts": parts_table,
 }
 PICTURES = {FOLDER / "routes-gather.svg": draw_gathers, FOLDER / "routes-ho-ring.svg": draw_steps}

@@ -28,12 +28,12 @@ ROOT = DOCS.parent
 PICTURES_FOLDER = DOCS / "pictures"
 COMPARISONS = ROOT / "benchmarks" / "comparisons"
 
-HEADINGS = ("case", "figure", "result", "95 % interval", "commit")
+HEADINGS = ("case", "figure", "result", "95 % interval", "commit or date")
 # Rows of docs/guides/lora.md; all others are in the generated page.
 _LORA = ("fsdp2", "fsdp2 tuned", "torch-ddp tuned", "zero3", "mics", "ddp frozen=1x1")
 _SPEEDUP = ", times as fast"
-# Rows of docs/concepts/papers.md that the lab measured. By suite and case: where the paper prints the figure, what it
-# compares, the printed speed-up, the slower candidate and the faster one.
+# Rows of benchmarks/comparisons/papers.md that the lab measured. By suite and case: where the paper prints the figure,
+# what it compares, the printed speed-up, the slower candidate and the faster one.
 _APART, _EVERY_STEP = ", units apart", " sync_gradients=micro-step"
 _TWO_NODES, _COMPRESSED = "mics group=2x2 route=", "Optimus-CC, Table 2"
 _LAB = {
@@ -53,10 +53,10 @@ _LAB = {
         ("MiCS, Fig. 12", "groups of one node / of all nodes", "1.6 ²", "mics group=2x4", "mics"),
     ],
     ("ablations", "implementation"): [
-        ("MiCS, Fig. 15", "`zero3` / DeepSpeed's ZeRO-3, tuned", "1.54 ²", "deepspeed tuned stage=3", "zero3")
+        ("MiCS, Fig. 15", "`zero3` / DeepSpeed's ZeRO-3, tuned ³", "1.54 ²", "deepspeed tuned stage=3", "zero3")
     ],
     ("ablations", "implementation, slow cables"): [
-        ("", "the same, slower links", "–", "deepspeed tuned stage=3", "zero3"),
+        ("", "the same, slower links ³", "–", "deepspeed tuned stage=3", "zero3"),
     ],
     ("ablations", "small units, mics"): [
         ("MiCS, section 4", "small messages sent together / apart", "–", f"mics{_APART}", "mics"),
@@ -138,7 +138,8 @@ PAGES: Mapping[str, Page] = {
         "Ablations",
         "One part at a time: kernels, message sizes, routes, group sizes and placements.",
         "python -m benchmarks ablations",
-        "A figure is a ratio of steps. It is below 1 where the first is faster. Blocks sleep instead of computing.",
+        "A figure is a ratio of steps. It is below 1 where the first is faster. Blocks sleep instead of computing. A "
+        "smallest part of 1,048,576 KiB means that slices are sent unsplit.",
     ),
     "quality": Page(
         "Quality of codecs",
@@ -155,6 +156,12 @@ PAGES: Mapping[str, Page] = {
         "Collectives",
         "Seconds of one collective on each route, against the flat route.",
         "python -m benchmarks collectives",
+        "A figure is a ratio of medians. It is below 1 where the first is faster. Regions have 64 MiB in float32, on "
+        "links of 100 Mbit/s between nodes. In `shaped` cases, the links inside nodes have 1,600 Mbit/s. There the two "
+        "two-level routes differ: `hierarchical` distributes slices after the last one has arrived, and `ho-ring` "
+        "while they arrive. Cases `in-parts` split the slices of `ho-ring` and `two-hop` on 2 × 2 ranks, and name the "
+        "size of the region: without a limit up to 1,024 KiB, and at 1 Gbit/s above. `coalesced` launches small "
+        "gathers together.",
     ),
     "kernels": Page(
         "Codec kernels",
@@ -515,7 +522,6 @@ TABLES = {
     "outer-quality": outer_quality_table,
     "outer-time": outer_time_table,
     "muon": lambda: measured_table("muon"),
-    "ablations": lambda: measured_table("ablations"),
     "papers-lab": lab_table,
     "comparisons": lambda: "".join(
         f"- [{page.title}](comparisons/{suite}.md): {page.summary}\n"

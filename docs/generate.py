@@ -2,7 +2,7 @@
 
     python -m docs.generate            writes what has changed (six minutes)
     python -m docs.generate --check    lists what would change
-    python -m docs.generate --fast     leaves slow lines of docs/concepts/papers*.md as they are (15 seconds)
+    python -m docs.generate --fast     leaves slow lines of benchmarks/comparisons/papers.md as they are (15 seconds)
 
 A page has `<!-- figures: NAME -->` above a table and `<!-- end of figures -->` below it. docs/pictures/step.svg has a
 script of its own, docs/draw_step.py, because it shows a run.
@@ -30,6 +30,7 @@ from docs import (
 )
 
 ROOT = figures.ROOT
+PAPERS = figures.COMPARISONS / "papers.md"  # written before the pages that count its rows
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -42,6 +43,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **draw_routes.TABLES,
     **draw_systems.TABLES,
     **reference_tables.TABLES,
+    papers.COUNTS: lambda: papers.counts(PAPERS.read_text(encoding="utf-8")),
 }
 PICTURES: Mapping[Path, Callable[[], str]] = {
     **figures.PICTURES,
@@ -55,7 +57,7 @@ PICTURES: Mapping[Path, Callable[[], str]] = {
 
 def files() -> list[Path]:
     """Return every generated file, and every page with a generated table."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("docs/**/*.md")]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("benchmarks/**/*.md"), *ROOT.glob("docs/**/*.md")]
     marked = [page for page in pages if _MARKED.search(page.read_text(encoding="utf-8"))]
     return sorted([*marked, *PICTURES, *_comparisons()])
 
@@ -67,7 +69,7 @@ def _comparisons() -> dict[Path, str]:
 
 
 def text_of(file: Path, writer: papers.Writer | None = None) -> str:
-    """Return what a file should contain. By default, slow lines of docs/concepts/papers*.md stay as they are."""
+    """Return what a file should contain. By default, slow lines of the papers' page stay as they are."""
     if file in PICTURES:
         return PICTURES[file]()
     if (suite := _comparisons().get(file)) is not None:
@@ -78,24 +80,17 @@ def text_of(file: Path, writer: papers.Writer | None = None) -> str:
         name, old = found[2], found[3]
         if name in papers.tables():
             text = simulated.text(name, papers.tables()[name], old)
-        elif name == papers.COUNTS:  # of what this page's other tables say
-            return found[0]
         else:
             text = TABLES[name]()
         return f"{found[1]}{text.rstrip()}\n{found[4]}"
 
-    text = _MARKED.sub(filled, file.read_text(encoding="utf-8"))
-    if papers.COUNTS not in text:
-        return text
-    return _MARKED.sub(
-        lambda found: f"{found[1]}{papers.counts(text)}\n{found[4]}" if found[2] == papers.COUNTS else found[0], text
-    )
+    return _MARKED.sub(filled, file.read_text(encoding="utf-8"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if something would change")
-    parser.add_argument("--fast", action="store_true", help="keep slow lines of docs/concepts/papers*.md")
+    parser.add_argument("--fast", action="store_true", help="keep slow lines of benchmarks/comparisons/papers.md")
     options = parser.parse_args()
     changed, writer = 0, papers.Writer(slow=not options.fast)
     for file in files():

@@ -1,8 +1,8 @@
-"""Tables of docs/concepts/papers*.md: what the papers measured, and what the simulator predicts for the same runs.
+"""Tables of benchmarks/comparisons/papers.md: what the papers measured, and what the simulator predicts.
 
 python -m docs.papers               lists the tables
 python -m docs.papers papers-mics   simulates one and prints it
-python -m docs.generate             writes all of them into the pages
+python -m docs.generate             writes all of them into the page
 """
 
 from __future__ import annotations

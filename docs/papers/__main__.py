@@ -1,4 +1,4 @@
-"""Print one table of docs/concepts/papers*.md."""
+"""Print one table of benchmarks/comparisons/papers.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines and tables of docs/concepts/papers*.md, and what each line costs to simulate.
+"""Lines and tables of benchmarks/comparisons/papers.md, and what each line costs to simulate.
 
 A page is checked line by line. `seconds.json` has the processor seconds that each line took when it was last measured.
 `make test` simulates the lines that take less than `QUICK` again, and the quickest one of each table if it takes less
@@ -33,11 +33,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page. `footer` returns a sentence about its cells, line by line."""
+    """A table of the page."""
 
     heads: tuple[str, ...]
     lines: tuple[Line, ...]
-    footer: Callable[[Sequence[Sequence[str]]], str] = lambda lines: ""
 
 
 class Writer:
@@ -59,8 +58,7 @@ class Writer:
             rows.append(before[line.name] if kept and line.name in before else self._simulated(name, line))
         text = [f"| {' | '.join(cells)} |" for cells in (table.heads, *rows)]
         text.insert(1, "|" + len(table.heads) * "---|")
-        footer = table.footer(rows)
-        return "\n".join([*text, "", footer] if footer else text)
+        return "\n".join(text)
 
     def _simulated(self, table: str, line: Line) -> list[str]:
         start = process_time()

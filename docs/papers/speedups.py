@@ -200,7 +200,7 @@ COUNTS = "papers-counts"
 
 
 def counts(page: str) -> str:
-    """Return the table of how many rows of a page's other tables agree with the papers."""
+    """Return the table of how many rows of the tables of `page` agree with the papers."""
     lines = [
         "| paper | rows that count | overlapped | one after the other | between the two |",
         "|---|---|---|---|---|",
