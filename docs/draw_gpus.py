@@ -1,14 +1,14 @@
-"""The table in docs/concepts/gpu-clusters.md: simulated steps of Llama-7B on 8 nodes of 8 GPUs, next to FSDP2.
+"""The tables in docs/concepts/gpu-clusters.md: simulated steps on nodes of 8 GPUs, next to FSDP2.
 
-python -m docs.draw_gpus              prints it
-python -m docs.draw_gpus --profile    prints where each step's time goes
+python -m docs.draw_gpus              prints them
+python -m docs.draw_gpus --profile    prints where the time of each step of the first one goes
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from docs import figures
@@ -19,7 +19,7 @@ from towpath.core.queues import Lanes
 from towpath.core.step_state import Action, Wait
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan, plan_unit
-from towpath.planner.cluster import Cluster
+from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model, compute_seconds, optimizer_seconds
 from towpath.planner.request import Request
 from towpath.sim.engine import SimulatedEngine
@@ -29,10 +29,11 @@ from towpath.sim.timeline import Timeline
 from towpath.topology.cluster import Topology
 
 MODEL, CLUSTER, NODES, TOKENS = "llama-7b", "h100-400g", 8, 8192
+TWO_NODES_MODEL = "llama-3.1-8b"
 # Gbit/s of a node, and the share of it that collectives reach, as in the cluster's file.
 LINKS = {"100 Gbit/s": 100, "200 Gbit/s": 200, "400 Gbit/s": 400, "8 × 400 Gbit/s": 3200}
 REACHED = 0.85
-COMPUTING = 0.74  # seconds of a micro-step: 3.3e14 operations at 45 % of the peak
+COMPUTING = 0.74  # seconds of a micro-step of MODEL: 3.3e14 operations at 45 % of the peak
 
 
 class _OneLane(Lanes):
@@ -76,22 +77,25 @@ class Row:
     title: str
     preset: str
     peer: bool = False
-    gradients: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 ROWS = (
     Row("FSDP2, fully sharded", "zero3", peer=True),
-    Row("FSDP2, HSDP of 8 × 8", "mics", peer=True),
+    Row("FSDP2, HSDP", "mics", peer=True),
     Row("`zero3`", "zero3"),
     Row("`mics`", "mics"),
     Row("`paro-iig`", "paro-iig"),
-    Row("`mics gradients=int8`", "mics", gradients="int8"),
+    Row("`mics gradients=int8`", "mics", options={"gradients": "int8"}),
     Row("`zero++`", "zero++"),
 )
 
 
+EXACT = Row("`paro-iig exact=true`", "paro-iig", options={"exact": True})
+
+
 def clusters() -> Iterator[Cluster]:
-    """Yield the cluster with each of the links, such that a micro-step computes for `COMPUTING` seconds."""
+    """Yield the cluster with each of the links, such that a micro-step of `MODEL` computes for `COMPUTING` seconds."""
     cluster, model = planning.load_cluster(CLUSTER, nodes=NODES), planning.describe_model(MODEL)
     computes = compute_seconds(model, cluster, "bfloat16", TOKENS, False).micro_step
     cluster = replace(cluster, reached=cluster.reached * computes / COMPUTING)
@@ -100,14 +104,14 @@ def clusters() -> Iterator[Cluster]:
         yield replace(cluster, hardware=replace(cluster.hardware, inter=inter))
 
 
-def step(row: Row, model: Model, cluster: Cluster) -> Timeline:
+def step(row: Row, model: Model, cluster: Cluster, checkpointing: bool = False) -> Timeline:
     """Simulate a step of one micro-step."""
-    options = {"gradients": row.gradients} if row.gradients else {}
-    made, request = strategy(row.preset, cluster.topology, **options), Request(cluster.topology.world, cluster.memory)
+    made = strategy(row.preset, cluster.topology, **row.options)
+    request = Request(cluster.topology.world, cluster.memory)
     plans = [plan_unit(made, unit.spec, request.precision, cluster.hardware.form) for unit in model.units]
     elements = model.trainable / made.placement.optimizer.size
     seconds = replace(
-        compute_seconds(model, cluster, "bfloat16", TOKENS, False),
+        compute_seconds(model, cluster, "bfloat16", TOKENS, checkpointing),
         optimizer=optimizer_seconds(
             elements, model.trainable_parameters, request.own, request.optimizer, cluster.hardware
         ),
@@ -117,8 +121,35 @@ def step(row: Row, model: Model, cluster: Cluster) -> Timeline:
 
 def table() -> str:
     model, every = planning.describe_model(MODEL), list(clusters())
-    body = [(row.title, *(f"{step(row, model, cluster).seconds:.2f} s" for cluster in every)) for row in ROWS]
-    return figures.table(("", *LINKS), body)
+    body: list[tuple[str, ...]] = []
+    for row in ROWS:
+        seconds = [step(row, model, cluster).seconds for cluster in every]
+        body.append((row.title, *(f"{each:.2f} s" for each in seconds), _tokens_per_gpu(seconds[0])))
+    return figures.table(("", *LINKS, f"tokens/s per GPU, {next(iter(LINKS))}"), body)
+
+
+def two_nodes_table() -> str:
+    """Return the steps of Llama-3-8B on two nodes, with the slowest of the links, and what a GPU holds.
+
+    Blocks are recomputed, since not every row fits without.
+    """
+    model, cluster = planning.describe_model(TWO_NODES_MODEL), next(clusters()).on(2)
+    solver = planning.Solver(model, cluster, Request(cluster.topology.world, cluster.memory))
+    body: list[tuple[str, ...]] = []
+    for row in (*ROWS[:5], EXACT, *ROWS[5:]):
+        seconds = step(row, model, cluster, checkpointing=True).seconds
+        made = strategy(row.preset, cluster.topology, **row.options)
+        held = sum(solver.predict_memory(made, planning.Batching(1, 1, True)).values())
+        # FSDP2's buffers are its own.
+        body.append(
+            (row.title, f"{seconds:.2f} s", _tokens_per_gpu(seconds), "–" if row.peer else f"{held / GIB:.0f} GiB")
+        )
+    return figures.table(("", "step, simulated", "tokens/s per GPU", "memory"), body)
+
+
+def _tokens_per_gpu(seconds: float) -> str:
+    """Return the tokens per second, to three digits."""
+    return f"{round(TOKENS / seconds, -1):,.0f}"
 
 
 def profile() -> Iterator[str]:
@@ -136,7 +167,7 @@ def profile() -> Iterator[str]:
             )
 
 
-TABLES = {"gpu-clusters": table}
+TABLES = {"gpu-clusters": table, "gpu-two-nodes": two_nodes_table}
 
 if __name__ == "__main__":
-    print("\n".join(profile()) if "--profile" in sys.argv else table())
+    print("\n".join(profile()) if "--profile" in sys.argv else f"{table()}\n{two_nodes_table()}")

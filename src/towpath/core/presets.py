@@ -172,7 +172,7 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
               'optimizer+params' both. Use it to save device memory.
             - `sync_gradients`: 'micro-step' turns the two-hop synchronization of gradients off (MiCS, section 3.4). Use
               it only to measure what two hops save.
-            - `exact`: True sends gradients and the parameter sync in fewer bytes, without losing a bit.
+            - `exact`: True sends the parameter sync in fewer bytes, and over gloo gradients too, without losing a bit.
             - `outer`: An `Outer`, with which islands of nodes synchronize only now and then. Everything else is then
               that of one island. Use it on links below 1 Gbit/s. It changes the algorithm.
             - `group`: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
