@@ -186,7 +186,7 @@ def _compiled(way: str, backend: str) -> nn.Module:
 
 @pytest.mark.compiles
 @in_turn(("zero3", "hpz", "paro-iig", "zero1"), 1)
-@pytest.mark.parametrize("way", [seldom(way) if way in ("in place", "wrapped", "forward") else way for way in COMPILES])
+@pytest.mark.parametrize("way", [seldom(way) if way in ("in place", "forward") else way for way in COMPILES])
 def test_blocks_compiled_as_one_graph_each_train_exactly(world: Worlds, way: str, label: str) -> None:
     """On two ranks: each of them compiles for itself."""
     world(2).run(_train_compiled, way, label, timeout=600)
