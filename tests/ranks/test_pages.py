@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
 from tests.documented import PAGES, ROOT, programs
@@ -143,6 +144,14 @@ def _for_model(folder: Path) -> dict[str, Any]:
     return {**_plain(folder), **kinds, "decoder": Net(), "encoder": Net()}
 
 
+def _for_torchtitan(folder: Path) -> dict[str, Any]:
+    model = Net()
+    model.layers = nn.ModuleDict({str(i): block for i, block in enumerate(model.blocks)})
+    model.tok_embeddings, model.output = nn.Embedding(8, WIDTH), model.head
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {**_plain(folder), "model": model, "dp_mesh": mesh}
+
+
 def _for_planner(folder: Path) -> dict[str, Any]:
     return {**_plain(folder), "ids": torch.ones(2, WIDTH)}
 
@@ -196,6 +205,7 @@ AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "data": _for_data,
     "dcp": _for_checkpoints,
     "pipeline": _for_pipeline,
+    "docs/start/from-torchtitan.md": _for_torchtitan,
     "docs/guides/checkpoints.md": _for_checkpoints,
     "docs/guides/state-dicts.md": _for_checkpoints,
     "docs/guides/lora.md": _for_lora,

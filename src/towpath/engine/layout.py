@@ -246,7 +246,8 @@ def _that_run(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 def has_forward(module: nn.Module) -> bool:
     """Return whether `module` can be called. Lists and dicts of modules cannot."""
-    return type(module).forward is not nn.Module.forward
+    # torch.compile(module) returns a module whose forward is an attribute of the instance.
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _together(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
