@@ -183,3 +183,11 @@ def test_leaves_have_no_backward_copy() -> None:
         plans = towpath.schedule(towpath.strategy("zero++", SHAPE), GPT()).plans
     copied = {plan.name for plan in plans if plan.copies}
     assert copied == {f"blocks.{i}" for i in range(3)}
+
+
+@pytest.mark.parametrize(("keys", "units"), [("0 1 2", 3), ("first second third", 0)])
+def test_modules_of_a_dict_are_units_if_they_are_numbered(keys: str, units: int) -> None:
+    model = nn.Module()
+    with torch.device("meta"):
+        model.layers, model.norm = nn.ModuleDict({key: Block() for key in keys.split()}), nn.LayerNorm(WIDTH)
+    assert [unit.name for unit in lay_out(model)] == ["", *(f"layers.{key}" for key in keys.split()[:units])]

@@ -212,7 +212,7 @@ def _large_leaves(model: nn.Module, places: Sequence[ParameterPlace], inside: di
 
 
 def _default_units(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of every ModuleList or Sequential whose children have one class. Units do not nest.
+    """Return the children of every list of modules whose children have one class. Units do not nest.
 
     A child without a forward, such as an inner ModuleList, is no unit. Its modules that have a forward are units.
     """
@@ -221,7 +221,7 @@ def _default_units(model: nn.Module) -> dict[str, nn.Module]:
 
     def visit(module: nn.Module, prefix: str) -> None:
         children = list(module.named_children())
-        like = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(c) for _, c in children}) == 1
+        like = _is_list(module) and len({type(c) for _, c in children}) == 1
         for name, child in children:
             path = f"{prefix}{name}"
             if like and _has_parameters(child):
@@ -232,6 +232,13 @@ def _default_units(model: nn.Module) -> dict[str, nn.Module]:
 
     visit(model, "")
     return found
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Return whether the children of `module` are numbered. torchtitan numbers the keys of a ModuleDict."""
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) or (
+        isinstance(module, nn.ModuleDict) and all(key.isdecimal() for key in module)
+    )
 
 
 def _that_run(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -350,7 +357,8 @@ def _check_class(name: str, parameter: nn.Parameter) -> Parallel | None:
         raise ShardError(
             f"{name} is a {type(parameter).__name__}; shard() takes plain parameters, and DTensors on a "
             "tensor-parallel mesh. A lazy one needs a forward pass first; a model that is sharded already cannot be "
-            "sharded again."
+            "sharded again. Parameters that quantize themselves cannot be sharded: for torchao's float8 training, set "
+            "enable_fsdp_float8_all_gather=False."
         )
     return parallel
 
