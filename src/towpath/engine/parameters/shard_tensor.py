@@ -262,7 +262,8 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> ShardTensor:
         (gradient,) = gradients
-        mean = ctx.shard_spec.replica.mean_of_everyone(gradient.detach().clone(memory_format=torch.contiguous_format))
+        own = gradient.detach().clone(memory_format=torch.contiguous_format)
+        mean = ctx.shard_spec.replica.mean_of_everyone(own, "the backward pass of full_tensor()")
         return ShardTensor(ctx.shard_spec.part_of(mean).clone(), ctx.shard_spec)
 
 
@@ -533,7 +534,8 @@ def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     info = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
     neutral = torch.full((), info.min if largest else info.max, dtype=tensor.dtype, device=tensor.device)
     value = cast(torch.Tensor, packet(tensor.local)) if tensor.local.numel() else neutral
-    return replica.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    value = replica.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    return Partial.of_whole(value, replica) if tensor.requires_grad and torch.is_grad_enabled() else value
 
 
 def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
