@@ -30,7 +30,7 @@ from torch.distributed.fsdp import (
 import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
-from tests.ranks.strategies import in_turn
+from tests.ranks.strategies import in_turn, strategy_of
 from towpath import checkpoint
 from towpath.engine.hooks import ARGUMENTS, COUNTERPARTS
 from towpath.errors import MismatchError, ShardError, StrategyError
@@ -69,6 +69,42 @@ def _net() -> Net:
 
 def _batch() -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+# --- models on the meta device ----------------------------------------------------------------------------------------
+
+
+class Initialized(Net):
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        nn.init.kaiming_uniform_(self.head.weight)
+
+
+@in_turn(["zero3", "ddp", "mics:2x1"], 2)
+def test_to_empty_and_init_weights_give_what_one_process_has(world: Worlds, label: str) -> None:
+    world(2).run(_init_weights, label)
+
+
+def _init_weights(label: str) -> None:
+    plain = Initialized()
+    with torch.device("meta"):
+        model = Initialized()
+    topology = towpath.Topology(1, 2)
+    towpath.shard(model, strategy_of(label, topology))
+    torch.manual_seed(5 + dist.get_rank())  # rank 0's counts
+    assert model.to_empty(device="cpu") is model
+    with torch.no_grad():
+        model.init_weights()
+    torch.manual_seed(5)
+    plain.init_weights()
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(towpath.full_tensor(found), expected), name
+    assert torch.equal(model(_batch()), plain(_batch()))
+    with pytest.raises(ShardError, match=r"to_empty\(device='meta'\): the sharded model is on cpu"):
+        model.to_empty(device="meta")
 
 
 # --- precision --------------------------------------------------------------------------------------------------------

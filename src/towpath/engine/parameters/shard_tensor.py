@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import _foreach_supported_types as known_to_optimizers  # pyright: ignore
 from torch.utils._foreach_utils import _foreach_supported_types as known_to_clipping  # pyright: ignore
 
+from towpath.core.collective_log import Call
 from towpath.core.formats import Codec
 from towpath.core.step_state import ParamVersion
 from towpath.engine.parameters.parallel import Box, boxes_in_whole
@@ -303,6 +304,8 @@ def _operation(func: Any) -> Handler:
             return _listwise
         if (torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE) and not random:
             return _elementwise
+        if random and name.endswith("_"):
+            return _draw
     return _refuse
 
 
@@ -463,6 +466,23 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if not isinstance(source, torch.Tensor) or not source.dim():
         source = torch.empty_like(target.local).copy_(source)
     target.write(source)
+    _mark_written(func, args, kwargs)
+    return target
+
+
+def _draw(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Fill a parameter with random numbers, as in torch.nn.init: every rank draws the full tensor, rank 0's counts."""
+    target = args[0]
+    where = target.shard_spec
+    if target.version is None or where.parallel is not None or running_step.optimizer:
+        _refuse(func, args, kwargs)
+    whole = torch.empty(where.shape, dtype=target.dtype, device=target.device)
+    func(whole, *args[1:], **kwargs)
+    program = where.replica.program
+    if program is not None:  # several ranks share the model
+        with program.shared(f"{func.overloadpacket.__name__}() of {where.name!r}", Call.PROGRAM):
+            where.replica.engine().comm.job.broadcast(whole)
+    target.write(where.part_of(whole))
     _mark_written(func, args, kwargs)
     return target
 
