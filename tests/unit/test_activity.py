@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
 from towpath.engine.checks.activity import RankStatus, StallMonitor, _end, _report
 from towpath.engine.streams.queue import ThreadStream, make_stream
-from towpath.engine.streams.streams import CudaStream
+from towpath.engine.streams.streams import CudaStream, _CudaHandle
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -44,9 +46,10 @@ class End:
     """Of what a device was given to do."""
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.has_come, self.queries = False, 0
 
     def query(self) -> bool:
+        self.queries += 1
         return self.has_come
 
 
@@ -61,6 +64,42 @@ def test_a_transfer_that_the_device_has_not_finished_counts_as_waiting() -> None
     assert activity.progress > before  # the device went on, if the host did not
     second.has_come = True
     assert not activity.waits and "in no transfer" in activity.describe()
+
+
+def test_nothing_queries_the_device_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    activity, first, second = RankStatus(), End(), End()
+    activity.enqueued(first, [_gather("a")])
+    queried = first.queries
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    activity.enqueued(second, [_gather("b")])
+    assert activity.waits and "waits for gather of unit 'a', on the device" in activity.describe()
+    timed: Any = SimpleNamespace(profiled=nullcontext, is_timed=True)
+    handle = _CudaHandle(cast(Any, second), torch.device("cuda"), timed)
+    monkeypatch.setattr(handle, "join", lambda: None)
+    handle.wait()
+    assert (first.queries, second.queries) == (queried, 0)
+
+
+class Turns(threading.Event):
+    """Lets the reporter look ten times, with progress of the host in between."""
+
+    def __init__(self, activity: RankStatus) -> None:
+        super().__init__()
+        self.activity, self.turns = activity, 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.activity.progress += 1
+        self.turns += 1
+        return self.turns == 10
+
+
+def test_the_reporter_queries_no_device_while_the_host_goes_on() -> None:
+    peers, end = StallMonitor(Groups()), End()
+    peers.activity.enqueued(end, [_gather("a")])
+    queried, turns = end.queries, Turns(peers.activity)
+    _report(weakref.ref(peers), turns)
+    assert turns.turns == 10 and end.queries == queried
 
 
 class Interrupted(End):

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Protocol, final
 
+import torch
+
 from towpath.core.collective_log import (
     Call,
     CollectiveLog,
@@ -134,6 +136,11 @@ class Event(Protocol):
         ...
 
 
+def is_capturing() -> bool:
+    """Return whether the current stream of this thread captures a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @final
 class RankStatus:
     """The current activity of this rank, over all models of one process group.
@@ -182,6 +189,9 @@ class RankStatus:
             self._enqueued.append((end, _named(transfers)))
 
     def _drop_finished(self) -> None:
+        # A query while this thread captures a CUDA graph would end the capture in an error.
+        if is_capturing():
+            return
         while self._enqueued and self._enqueued[0][0].query():
             self._last = self._enqueued.popleft()[1]
             self.progress += 1
@@ -505,7 +515,9 @@ def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None
         elif posted is not None:
             peers.post(silent=False)
             posted = None
-        if peers.warns and activity.waits and silent >= peers.warn_seconds and warned != progress:
+        # Whether the rank waits is the last question, because it queries events of the device. Another thread may be
+        # capturing a CUDA graph, and CUDA's default mode of capture forbids queries of all threads.
+        if peers.warns and silent >= peers.warn_seconds and warned != progress and activity.waits:
             warned = progress
             _LOG.warning(
                 "no progress for %.0f s: %s. This rank gives up after %.0f s. Other ranks:%s",
