@@ -458,9 +458,14 @@ def broadcast_buffers(model: nn.Module, rank: int = 0) -> None:
 def average_islands(model: nn.Module) -> None:
     """Let all islands hold the mean of their weights. Every rank must call it.
 
-    Call it after the last step of a training with outer steps. It applies the exchanges under way, and sends all
-    fragments once more, by the strategy's transport, since islands have trained on since their last exchange. The slow
-    weights become the same mean. Without outer steps, it does nothing.
+    Call it after the last step of a training with outer steps, and before the gradients of another one. It first
+    completes the outer steps so far: it begins the exchange that belongs to the last optimizer step, and applies all
+    exchanges under way. Then it averages the weights that islands hold. It sends all fragments once more, by the
+    strategy's transport, since islands have trained on since their last exchange. The slow weights become the same
+    mean. Without outer steps, it does nothing.
+
+    If an exchange belongs to the last optimizer step, as after `every` steps, islands thus hold the result of the outer
+    optimizer, not the mean of their weights before the call.
 
     Args:
         model: A model that `shard` returned.
@@ -468,13 +473,13 @@ def average_islands(model: nn.Module) -> None:
     Raises:
         ShardError: The model is not sharded.
         StepError: The slow weights differ between islands, or these made different numbers of steps, or a rank
-            accumulates gradients.
+            accumulates gradients or has gradients that no optimizer has used.
     """
     engine = engine_of(model)
     if engine.outer is not None:
         engine.begin()
         engine.outer.begin()
-        engine.outer.check_steps(engine.step)
+        engine.outer.check_steps(engine.step, engine.awaits_step)
         engine.sync_islands(average=True)
         engine.outer.raise_problems()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -82,6 +82,26 @@ class ShardedModule(nn.Module):
         """
         self.towpath_engine.discard()
         super().zero_grad(set_to_none)
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Self:
+        """Return the model: `shard` has allocated the shards of a model that was built on the meta device.
+
+        Args:
+            device: The device of the model. A number is an index of CUDA devices.
+            recurse: Has no effect.
+
+        Raises:
+            ShardError: The model is on another device.
+        """
+        own = self.towpath_engine.comm.device
+        wanted = own if device is None else torch.device(device)
+        if wanted.type != own.type or wanted.index not in (None, own.index):
+            raise ShardError(
+                f"to_empty(device={str(wanted)!r}): the sharded model is on {own}, and cannot be moved. Build it on "
+                "the meta device, call torch.cuda.set_device() or towpath.init(), and then shard(): parameters are "
+                "made on this rank's device. For shards in host memory pass offload= to shard()."
+            )
+        return self
 
     def unshard(self) -> None:
         """Gather all parameters, which stay unsharded until `reshard`. Every rank must call it.

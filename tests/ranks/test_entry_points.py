@@ -551,6 +551,57 @@ def _regularised(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
     return _loss(model, rank, micro, step) + 0.1 * sum(kind(p) for p in model.parameters())
 
 
+PENALTIES: dict[str, Callable[[Tensor, int, list[nn.Parameter]], Any]] = {
+    "factor": lambda loss, rank, ps: loss + (1 + rank) * sum(p.square().sum() for p in ps),
+    "loss times sum": lambda loss, rank, ps: loss * (1 + sum(p.square().sum() for p in ps)),
+    "sum of matrices": lambda loss, rank, ps: loss + (1 + rank) * sum(p.abs().mean() for p in ps if p.dim() == 2),
+    "norm of norms": lambda loss, rank, ps: loss + (1 + rank) * torch.stack([p.norm() for p in ps]).norm(),
+    "largest": lambda loss, rank, ps: loss * (1 + ps[0].max() - ps[1].min()),
+}
+
+
+@in_turn([*LABELS, "ddp", "mics:2x1"], 2)
+def test_a_penaltys_factor_may_differ_between_the_ranks(world: Worlds, label: str) -> None:
+    world(2).run(_train_with_penalties, label, towpath.Topology(1, 2))
+
+
+@pytest.mark.parity
+def test_a_penaltys_factor_may_differ_between_four_ranks(world: Worlds) -> None:
+    for label in ("paro-iig", "mics", "lins:1x1|2x1|2x2"):
+        world(4).run(_train_with_penalties, label, towpath.Topology(2, 2))
+
+
+def _train_with_penalties(label: str, topology: towpath.Topology) -> None:
+    twin = Twin(Coder, _penalty, label, topology)
+    for step in range(len(PENALTIES)):
+        twin.backward(step, micro_steps=2)
+        twin.check_gradients()
+        for model in (twin.plain, twin.sharded):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        twin.check_gradients()
+        twin.step()
+    twin.check_parameters()
+
+
+def _penalty(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    penalize = list(PENALTIES.values())[step]
+    return penalize(_loss(model, rank, micro, step), rank, list(model.parameters()))
+
+
+def test_sums_over_parameters_sharded_unlike_count_each_once(world: Worlds) -> None:
+    world(2).run(_sum_unlike)
+
+
+def _sum_unlike() -> None:
+    model = Coder().double()
+    model.blocks[0].requires_grad_(False)
+    expected = sum(p.detach().square().sum() for p in model.parameters())
+    topology = towpath.Topology(1, 2)
+    towpath.shard(model, towpath.strategy("zero3", topology, frozen=towpath.Extent(1)))
+    found: Any = sum(p.square().sum() for p in model.parameters())
+    assert found.item() == pytest.approx(expected.item(), abs=1e-12)
+
+
 def test_a_gradient_penalty_is_exact_where_weights_are_whole_and_refused_elsewhere(world: Worlds) -> None:
     world(2).run(_train_penalised)
 

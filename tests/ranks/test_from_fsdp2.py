@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -26,7 +28,9 @@ from torch.distributed.fsdp import (
 )
 
 import towpath
+from tests.ranks.models import MODELS
 from tests.ranks.server import World
+from tests.ranks.strategies import in_turn, strategy_of
 from towpath import checkpoint
 from towpath.engine.hooks import ARGUMENTS, COUNTERPARTS
 from towpath.errors import MismatchError, ShardError, StrategyError
@@ -65,6 +69,42 @@ def _net() -> Net:
 
 def _batch() -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+# --- models on the meta device ----------------------------------------------------------------------------------------
+
+
+class Initialized(Net):
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+        nn.init.kaiming_uniform_(self.head.weight)
+
+
+@in_turn(["zero3", "ddp", "mics:2x1"], 2)
+def test_to_empty_and_init_weights_give_what_one_process_has(world: Worlds, label: str) -> None:
+    world(2).run(_init_weights, label)
+
+
+def _init_weights(label: str) -> None:
+    plain = Initialized()
+    with torch.device("meta"):
+        model = Initialized()
+    topology = towpath.Topology(1, 2)
+    towpath.shard(model, strategy_of(label, topology))
+    torch.manual_seed(5 + dist.get_rank())  # rank 0's counts
+    assert model.to_empty(device="cpu") is model
+    with torch.no_grad():
+        model.init_weights()
+    torch.manual_seed(5)
+    plain.init_weights()
+    for (name, expected), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(towpath.full_tensor(found), expected), name
+    assert torch.equal(model(_batch()), plain(_batch()))
+    with pytest.raises(ShardError, match=r"to_empty\(device='meta'\): the sharded model is on cpu"):
+        model.to_empty(device="meta")
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
@@ -110,6 +150,34 @@ def _train_under_policies() -> None:
         for (name, expected), found in zip(theirs.named_parameters(), ours.parameters(), strict=True):
             assert expected.grad is not None and found.grad is not None
             assert torch.equal(towpath.full_tensor(found.grad), expected.grad.full_tensor()), name  # pyright: ignore
+
+
+@in_turn(["zero3", "mics"], 1)
+def test_float32_reductions_are_fsdp2s_over_micro_steps(world: Worlds, label: str) -> None:
+    """Where gradients are sent in bf16, FSDP2 also sums the micro-steps in bf16, and we in float32."""
+    world(4).run(_accumulate_under_a_policy, label)
+
+
+def _accumulate_under_a_policy(label: str) -> None:
+    policy, entry = MixedPrecisionPolicy(torch.bfloat16, torch.float32), MODELS["gpt"]
+    ours, theirs = entry.make(torch.float32), entry.make(torch.float32)
+    shape, names = ((4,), ("shard",)) if label == "zero3" else ((2, 2), ("replicate", "shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for block in theirs.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(theirs, mesh=mesh, mp_policy=policy)
+    towpath.shard(ours, label, topology=towpath.Topology(2, 2), precision=policy)
+    for micro in range(2):
+        theirs.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
+        batch = entry.micro_batch(dist.get_rank(), micro, 0, torch.float32)
+        entry.loss(theirs, *batch).backward()
+        with towpath.no_sync(ours) if micro == 0 else nullcontext():
+            entry.loss(ours, *batch).backward()
+    for (name, expected), found in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        whole: Any = expected.grad
+        assert found.grad is not None
+        # Only the order of the float32 sums over four ranks may differ. A bf16 sum is off by a few thousandths.
+        assert torch.allclose(towpath.full_tensor(found.grad), whole.full_tensor(), rtol=1e-6, atol=1e-6), name
 
 
 def test_what_is_no_precision_is_refused_on_every_rank_with_what_is(world: Worlds) -> None:

@@ -223,6 +223,23 @@ def average(label: str, topology: Topology, after: str) -> tuple[float, float]:
     return off, again
 
 
+def test_islands_average_what_the_outer_step_of_their_last_step_leaves(world: Callable[[int], World]) -> None:
+    for off, from_mean in world(4).run(average_after_a_period, Topology(2, 2)):
+        assert off <= TOLERANCE
+        assert from_mean > 1e-5  # with momentum, an outer step goes beyond the mean of the islands
+
+
+def average_after_a_period(topology: Topology) -> tuple[float, float]:
+    """On a rank: return how far averaged parameters are from the simulated ones, and from the islands' mean before."""
+    model, islands = train_beside("paro-iig", topology, Outer(every=2), adamw, 2)
+    mean = torch.cat([towpath.full_tensor(p).detach().flatten() for p in model.parameters()])
+    dist.all_reduce(mean)
+    towpath.average_islands(model)
+    islands.average()
+    after = torch.cat([towpath.full_tensor(p).detach().flatten() for p in model.parameters()])
+    return away(model, islands.models[0]), (after - mean / dist.get_world_size()).abs().max().item()
+
+
 def test_ranks_with_other_outer_steps_are_told_which_setting_differs(world: Callable[[int], World]) -> None:
     for message in world(4).run(shard_apart, Topology(2, 2)):
         assert "rank 0 has 'strategy [outer] every = 8', rank 2 has 'strategy [outer] every = 9'" in message
@@ -266,6 +283,30 @@ def average_early(label: str, topology: Topology) -> str:
             entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float64)).backward()
     with pytest.raises(towpath.TowpathError) as caught:
         towpath.average_islands(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("remedy", ["step", "zero_grad", "zero_grad in place"])
+def test_islands_are_not_averaged_between_backward_and_step(remedy: str, world: Callable[[int], World]) -> None:
+    for message in world(4).run(average_before_step, Topology(2, 2), remedy):
+        assert "while rank 2 has gradients that no optimizer has used" in message
+
+
+def average_before_step(topology: Topology, remedy: str) -> str:
+    """On a rank: average where island 1 has not stepped, and return the error. Average again after the remedy."""
+    entry, model = MODELS["gpt"], sharded("zero1", topology, Outer(every=8))
+    optimizer, is_late = sgd(model), dist.get_rank() >= topology.ranks_per_node
+    entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float64)).backward()
+    if not is_late:
+        optimizer.step()  # the gradients are still there
+    with pytest.raises(towpath.TowpathError) as caught:
+        towpath.average_islands(model)
+    if is_late:
+        if remedy == "step":
+            optimizer.step()
+        else:
+            optimizer.zero_grad(set_to_none=remedy == "zero_grad")
+    towpath.average_islands(model)
     return str(caught.value)
 
 

@@ -105,6 +105,11 @@ def _other_inputs(model: Any, alone: bool) -> None:
     _loss(model).backward(inputs=[model.blocks[0].weight, model.blocks[2 if alone else 1].weight])
 
 
+def _penalty(model: Any, alone: bool) -> None:
+    factor = 1 + sum(p.square().sum() for p in model.parameters())
+    (_loss(model) * (factor if alone else 1)).backward()
+
+
 DIFFERENCES: dict[Callable[[Any, bool], None], tuple[str, str]] = {
     _other_rate: ("AdamW.step() with lr=0.01", "AdamW.step() with lr=0.02"),
     _other_class: ("AdamW.step()", "Adam.step()"),
@@ -114,6 +119,7 @@ DIFFERENCES: dict[Callable[[Any, bool], None], tuple[str, str]] = {
     _no_zeroing_in_place: ("gradients_zeroed=", "gradients_zeroed=0"),
     _frozen: ("frozen=unset", "frozen=('blocks.1.weight',)"),
     _other_inputs: ("backward(inputs=…) with checksum=", "backward(inputs=…) with checksum="),
+    _penalty: ("the end of the backward pass", "the backward pass of a norm"),
 }
 
 

@@ -106,7 +106,8 @@ def _train_to_the_end(config: Config) -> tuple[list[float], dict[str, bytes], st
 
 
 def test_one_rank_trains_with_outer_steps(world: Worlds, config: Callable[..., Config]) -> None:
-    mine = config(STREAMING | {"codec": "int4"}, train={"steps": 7}, strategy={"nodes": 1, "ranks_per_node": 1})
+    alone = {"nodes": 1, "ranks_per_node": 1}
+    mine = config(STREAMING | {"codec": "int4", "islands": 1}, train={"steps": 7}, strategy=alone)
     assert len(world(1).run(_train_to_the_end, mine)[0][0]) == 7
 
 

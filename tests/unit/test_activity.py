@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +22,9 @@ from towpath.core.routes import Op
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.engine.checks.activity import RankStatus, StallMonitor, _end, _report
+from towpath.engine.checks.activity import Neighbor, RankStatus, StallMonitor, _end, _report
 from towpath.engine.streams.queue import ThreadStream, make_stream
-from towpath.engine.streams.streams import CudaStream
+from towpath.engine.streams.streams import CudaStream, _CudaHandle
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -44,9 +49,10 @@ class End:
     """Of what a device was given to do."""
 
     def __init__(self) -> None:
-        self.has_come = False
+        self.has_come, self.queries = False, 0
 
     def query(self) -> bool:
+        self.queries += 1
         return self.has_come
 
 
@@ -61,6 +67,42 @@ def test_a_transfer_that_the_device_has_not_finished_counts_as_waiting() -> None
     assert activity.progress > before  # the device went on, if the host did not
     second.has_come = True
     assert not activity.waits and "in no transfer" in activity.describe()
+
+
+def test_nothing_queries_the_device_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    activity, first, second = RankStatus(), End(), End()
+    activity.enqueued(first, [_gather("a")])
+    queried = first.queries
+    for name in ("is_initialized", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    activity.enqueued(second, [_gather("b")])
+    assert activity.waits and "waits for gather of unit 'a', on the device" in activity.describe()
+    timed: Any = SimpleNamespace(profiled=nullcontext, is_timed=True)
+    handle = _CudaHandle(cast(Any, second), torch.device("cuda"), timed)
+    monkeypatch.setattr(handle, "join", lambda: None)
+    handle.wait()
+    assert (first.queries, second.queries) == (queried, 0)
+
+
+class Turns(threading.Event):
+    """Lets the reporter look ten times, with progress of the host in between."""
+
+    def __init__(self, activity: RankStatus) -> None:
+        super().__init__()
+        self.activity, self.turns = activity, 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.activity.progress += 1
+        self.turns += 1
+        return self.turns == 10
+
+
+def test_the_reporter_queries_no_device_while_the_host_goes_on() -> None:
+    peers, end = StallMonitor(Groups()), End()
+    peers.activity.enqueued(end, [_gather("a")])
+    queried, turns = end.queries, Turns(peers.activity)
+    _report(weakref.ref(peers), turns)
+    assert turns.turns == 10 and end.queries == queried
 
 
 class Interrupted(End):
@@ -144,3 +186,69 @@ def test_the_thread_that_reports_ends_before_the_interpreter_does() -> None:
     reporter.start()
     _end(reporter, stop)
     assert not reporter.is_alive()
+
+
+class Two:
+    """Two ranks as threads. `change` sees what each gather found, before any rank goes on."""
+
+    def __init__(self, change: Callable[[list[Any]], None]) -> None:
+        self._change, self._found = change, [None, None]
+        self._all_here, self._all_gone = (threading.Barrier(2, action, timeout=60) for action in (self._see, None))
+
+    def _see(self) -> None:
+        self._change(self._found)
+
+    def gather(self, rank: int, mine: Any) -> list[Any]:
+        self._found[rank] = mine
+        self._all_here.wait()
+        found = list(self._found)
+        self._all_gone.wait()
+        return found
+
+    def neighbors(self) -> list[Neighbor]:
+        def neighbor(rank: int) -> Neighbor:
+            return Neighbor(cast(Any, SimpleNamespace(rank=rank, world=2, gather_objects=partial(self.gather, rank))))
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(neighbor, range(2)))
+
+
+def test_a_stranger_that_connects_first_is_not_the_neighbor() -> None:
+    strangers: list[socket.socket] = []
+
+    def connect(found: list[Any]) -> None:
+        if not strangers:
+            strangers.extend(socket.create_connection(address) for address, _ in found for _ in range(2))
+            strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")  # to rank 0; the other one sends nothing
+
+    first, second = Two(connect).neighbors()
+    for stranger in strangers:
+        with stranger, suppress(ConnectionResetError):  # what it sent may not have been read
+            assert stranger.recv(1) == b""
+    assert not first.is_gone and not second.is_gone
+    _end_process(second)
+    assert first._connection is not None
+    first._connection.settimeout(60)  # until the kernel has told it
+    assert first.is_gone
+    _end_process(first)
+
+
+def _end_process(neighbor: Neighbor) -> None:
+    for each in (neighbor._connection, neighbor._from_previous):
+        if each is not None:
+            each.close()
+
+
+def test_a_neighbor_that_cannot_connect_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("towpath.engine.checks.activity._PATIENCE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def mislead(found: list[Any]) -> None:
+            if isinstance(found[0], tuple):
+                found[1] = (stranger.getsockname(), found[1][1])  # rank 0 takes it for rank 1
+
+        first, second = Two(mislead).neighbors()
+    assert first._connection is None and second._from_previous is None
+    assert not first.is_gone and not second.is_gone
+    _end_process(first)
+    _end_process(second)

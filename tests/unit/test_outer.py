@@ -78,6 +78,15 @@ def test_islands_are_groups_of_whole_nodes() -> None:
         Strategy(Topology(2, 2), made.placement, outer=Outer(every=4))
 
 
+def test_outer_steps_on_a_single_node_are_left_out_with_a_warning() -> None:
+    topology = Topology(1, 4)
+    with pytest.warns(UserWarning, match=r"1 node of 4 ranks is one island.*Training is synchronous"):
+        made = towpath.strategy("zero3", topology, outer=Outer(every=4))
+    assert made == towpath.strategy("zero3", topology)
+    made = towpath.strategy("zero3", topology, outer=Outer(every=4, islands=1))  # meant so
+    assert made.outer is not None and made.islands == 1
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_strategy_with_outer_steps_can_be_written_and_read(name: str) -> None:
     outer = Outer(8, 4, 2, 0.5, 0.8, 0.25, Transport("flat", "int4:64", feedback="all"), islands=2)

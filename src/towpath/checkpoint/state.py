@@ -423,14 +423,20 @@ class Restore:
             set_rng_state(saved)
         elif "rng" in values:
             seed_anew(values["rng"]["seed"], self._manifest.step, state.rank)
+            islands = 1 if state.contents.islands is None else state.contents.islands.islands
             self.notes.append(
-                f"random numbers begin anew, from the saved seed: {self._manifest.world} ranks wrote the checkpoint, "
-                f"and now there are {state.world}"
+                "random numbers begin anew, from the saved seed: "
+                f"{_ranks(self._manifest.world, islands_of(self._manifest))} wrote the checkpoint, and now there are "
+                f"{_ranks(state.world, islands)}"
             )
         return self.notes
 
     def _filled(self, prefix: str) -> dict[str, torch.Tensor]:
         return {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)}
+
+
+def _ranks(of_an_island: int, islands: int) -> str:
+    return f"{of_an_island * islands} ranks" + (f" in {islands} islands" if islands > 1 else "")
 
 
 def _check_target(manifest: Manifest, name: str, target: torch.Tensor) -> None:

@@ -41,7 +41,8 @@ class Outer:
             replace them. With a delay, they would also replace what the island learned meanwhile: 0.5 keeps half.
         transport: The `Transport` of exchanges, such as `Transport("flat", "int4", feedback="all")`, or
             `Transport("flat", "top-k:64+decay:0.95")` for the fewest bytes. By default, values are sent in float32.
-        islands: The number of islands, each of equally many nodes. By default, each node is one.
+        islands: The number of islands, each of equally many nodes. By default, each node is one. On a single node,
+            training is then synchronous, with a warning. 1 steps the outer optimizer on one island (Lookahead).
         nodes_per_rack: The number of nodes in each rack of the job. `towpath.strategy` takes it from the topology.
     """
 

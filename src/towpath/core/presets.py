@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations_with_replacement
@@ -201,6 +202,14 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     topology = topology or Topology.detect()
     if outer is not None and not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise StrategyError(f"outer is a towpath.Outer, such as towpath.Outer(every=32); got {outer!r}.")
+    if outer is not None and outer.islands is None and topology.nodes == 1:
+        warnings.warn(
+            f"outer= is left out: {topology.words} is one island, and has no other to synchronize with. Training is "
+            "synchronous, as without outer=. Start more nodes, or pass Outer(islands=1) to step the outer optimizer "
+            "all the same.",
+            stacklevel=2,
+        )
+        outer = None
     if outer is not None:
         outer, topology = outer.on(topology)
     placement = placer(topology, **rest)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import weakref
 from collections.abc import Generator, Sequence
@@ -110,14 +111,27 @@ def agreement(groups: Gathering, call: str = "shard()", advice: str = _SAME_MODE
 
 def _difference(lines: list[list[str]], ranks: list[int]) -> str:
     other = next(place for place, theirs in enumerate(lines) if theirs != lines[0])
-    for i in range(max(len(lines[0]), len(lines[other]))):
-        here, there = (theirs[i] if i < len(theirs) else "nothing more" for theirs in (lines[0], lines[other]))
-        if here != there:
-            return (
-                f"the ranks were given different things: rank {ranks[0]} has {here!r}, rank {ranks[other]} has "
-                f"{there!r}."
-            )
-    raise AssertionError("equal lists cannot differ")
+    here, there = _first_difference(lines[0], lines[other])
+    return f"the ranks were given different things: rank {ranks[0]} has {here}, rank {ranks[other]} has {there}."
+
+
+def _first_difference(mine: list[str], theirs: list[str]) -> tuple[str, str]:
+    """Return the first line that two ranks do not share, and what the other rank has in its place, for a message."""
+    # One rank may have a line that the other lacks, and all lines behind it would be compared with the wrong ones.
+    matcher = difflib.SequenceMatcher(None, mine, theirs, autojunk=False)
+    _, i, end_i, j, end_j = next(block for block in matcher.get_opcodes() if block[0] != "equal")
+    here, there = mine[i:end_i], theirs[j:end_j]
+    for line in here:
+        setting = line.partition(" = ")[0] + " = "
+        if alike := [each for each in there if each.startswith(setting)]:
+            return repr(line), repr(alike[0])
+    if here and there and " = " not in here[0] + there[0]:
+        return repr(here[0]), repr(there[0])
+
+    def nothing(lines: list[str], end: int) -> str:
+        return "'nothing more'" if end == len(lines) else "no such line"
+
+    return (repr(here[0]), nothing(theirs, end_j)) if here else (nothing(mine, end_i), repr(there[0]))
 
 
 def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Groups) -> None:

@@ -96,6 +96,7 @@ class Engine:
         # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
+        self._writes_before_step = -1  # `writes` at the last boundary
         self.outer = outer
         self._changes = strategy.changes
         self.muted = False  # whether this rank's gradients count as zero (see `ShardedModule.join`)
@@ -131,6 +132,13 @@ class Engine:
     def writes(self) -> int:
         """Number of writes to the model's parameters so far."""
         return self._writes.count
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether parameters have gradients with which nothing has changed the parameters, as before `step()`."""
+        if self.writes != self._writes_before_step or self.comm.program.zeroed:
+            return False
+        return any(p.grad is not None for unit in self._trained for p in unit.parameters)
 
     @property
     def kept_unsharded(self) -> list[Unit]:
@@ -475,6 +483,7 @@ class Engine:
                 used = used[count:]
         self.comm.record.end_step()
         self.step += 1
+        self._writes_before_step = self.writes
         if self.outer is not None:
             self.outer.begin()
         self.comm.record.peers.activity.step = self.step

@@ -115,21 +115,25 @@ class OuterSync:
                 raise StepError(f"rank {self._comm.number}: {differing_islands(what)}")
             self._comm.log.note(Call.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
 
-    def check_steps(self, step: int) -> None:
+    def check_steps(self, step: int, awaits_step: bool) -> None:
         """Compare how many steps all islands have made, and check that none has begun another. Every rank must call it.
 
+        Args:
+            step: The number of this rank's steps.
+            awaits_step: Whether this rank has gradients of the last one that no optimizer has used.
+
         Raises:
-            StepError: They differ, or a rank accumulates gradients, or another rank does not call it.
+            StepError: They differ, or a rank has gradients to use, or another rank does not call it.
         """
         advice = "Let every island make equally many steps, for example with towpath.join(model, batches)."
         try:
-            found = self._comm.job.gather_objects((step, self._comm.queues.micro_step))
+            found = self._comm.job.gather_objects((step, self._comm.queues.micro_step, awaits_step))
         except RuntimeError as error:
             raise StepError(
                 f"rank {self._comm.number}: averaging the islands failed after step {step}: {error}\nAnother rank has "
                 f"died, or is at another step. {advice}"
             ) from error
-        for rank, (theirs, begun) in enumerate(found):
+        for rank, (theirs, begun, awaits) in enumerate(found):
             if theirs != step:
                 raise StepError(
                     f"rank {self._comm.number}: islands are averaged after step {step} here, and after step {theirs} "
@@ -139,6 +143,12 @@ class OuterSync:
                 raise StepError(
                     f"rank {self._comm.number}: islands are averaged while rank {rank} accumulates gradients. Call "
                     "average_islands after optimizer.step()."
+                )
+            if awaits:
+                raise StepError(
+                    f"rank {self._comm.number}: islands are averaged while rank {rank} has gradients that no optimizer "
+                    "has used. Call average_islands after optimizer.step(). If loss scaling has skipped that step, "
+                    "call optimizer.zero_grad() first."
                 )
 
     def raise_problems(self) -> None:

@@ -107,6 +107,7 @@ class TowpathStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         """Let all islands hold the mean of their weights, after the last step of a training with outer steps."""
+        self._sharded.zero_grad()  # the last step may have been skipped by loss scaling, and left its gradients
         average_islands(self._sharded)
         super().on_train_end()
 

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Protocol, final
 
+import torch
+
 from towpath.core.collective_log import (
     Call,
     CollectiveLog,
@@ -46,7 +48,7 @@ from towpath.topology.store import StatusStore
 # On GPUs, each rank watches whether the next rank's process has ended.
 #
 # On a CPU a transfer fails as soon as a peer's connection closes. On a GPU the host has gone on, and the device waits
-# until NCCL's watchdog stops it. So each rank holds a connection to the next one, over which nothing is ever sent. The
+# until NCCL's watchdog stops it. So each rank holds a connection to the next one, over which only a token is sent. The
 # kernel closes it when that process ends, and its keepalive notices when that machine or the link to it fails. A rank
 # without progress checks its own connection, and posts what it finds.
 
@@ -69,20 +71,29 @@ class Neighbor:
         self.rank = (groups.rank + 1) % groups.world
         self._connection: socket.socket | None = None
         self._from_previous: socket.socket | None = None  # kept open, so that it closes with this process
-        with socket.create_server(("", 0), backlog=1) as listener:
+        with socket.create_server(("", 0)) as listener:
             host, _, _ = rendezvous_address().rpartition(":")
-            addresses = groups.gather_objects((_own_address(host), listener.getsockname()[1]))
+            # Something else may be listening at an address, or connect to it. The token shows who is meant.
+            token = uuid.uuid4().bytes
+            here = _own_address(host), listener.getsockname()[1]
+            peers: list[tuple[tuple[str, int], bytes]] = groups.gather_objects((here, token))
             try:
-                self._connection = _watched(socket.create_connection(addresses[self.rank], _PATIENCE_SECONDS))
+                self._connection = _introduced(*peers[self.rank])
             except OSError as error:
-                _LOG.info(
-                    "no connection to rank %d: this rank may notice late that its process has ended (%s)",
-                    self.rank,
-                    error,
-                )
-            have_connected = groups.gather_objects(self._connection is not None)
+                self._leave_out(error)
+            have_connected: list[bool] = groups.gather_objects(self._connection is not None)
             if have_connected[groups.rank - 1]:
-                self._from_previous, _ = listener.accept()
+                self._from_previous = _accepted(listener, token)
+        have_accepted: list[bool] = groups.gather_objects(self._from_previous is not None)
+        if self._connection is not None and not have_accepted[self.rank]:
+            self._connection.close()
+            self._connection = None
+            self._leave_out("another process answered at its address")
+
+    def _leave_out(self, reason: object) -> None:
+        _LOG.info(
+            "no connection to rank %d: this rank may notice late that its process has ended (%s)", self.rank, reason
+        )
 
     @property
     def is_gone(self) -> bool:
@@ -103,6 +114,31 @@ def _own_address(other: str) -> str:
         probe.connect((other, 9))  # sends nothing
         return probe.getsockname()[0]
     return socket.gethostname()
+
+
+def _introduced(address: tuple[str, int], token: bytes) -> socket.socket:
+    """Connect to `address`, and send `token`."""
+    connection = socket.create_connection(address, _PATIENCE_SECONDS)
+    connection.sendall(token)
+    return _watched(connection)
+
+
+def _accepted(listener: socket.socket, token: bytes) -> socket.socket | None:
+    """Return the first connection that brings `token`, or None if none does in time. Close the others."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while (left := end - time.monotonic()) > 0:
+        listener.settimeout(left)
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # the time is over
+            break
+        with contextlib.suppress(OSError):
+            # The peer sent its token long ago. A stranger that sends nothing must not use up the time.
+            connection.settimeout(_PATIENCE_SECONDS / 10)
+            if connection.recv(len(token), socket.MSG_WAITALL) == token:
+                return connection
+        connection.close()
+    return None
 
 
 def _watched(connection: socket.socket) -> socket.socket:
@@ -132,6 +168,11 @@ class Event(Protocol):
     def query(self) -> bool:
         """Return whether the device has reached the event. Any thread may call it."""
         ...
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream of this thread captures a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @final
@@ -182,6 +223,9 @@ class RankStatus:
             self._enqueued.append((end, _named(transfers)))
 
     def _drop_finished(self) -> None:
+        # A query while this thread captures a CUDA graph would end the capture in an error.
+        if is_capturing():
+            return
         while self._enqueued and self._enqueued[0][0].query():
             self._last = self._enqueued.popleft()[1]
             self.progress += 1
@@ -505,7 +549,9 @@ def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None
         elif posted is not None:
             peers.post(silent=False)
             posted = None
-        if peers.warns and activity.waits and silent >= peers.warn_seconds and warned != progress:
+        # Whether the rank waits is the last question, because it queries events of the device. Another thread may be
+        # capturing a CUDA graph, and CUDA's default mode of capture forbids queries of all threads.
+        if peers.warns and silent >= peers.warn_seconds and warned != progress and activity.waits:
             warned = progress
             _LOG.warning(
                 "no progress for %.0f s: %s. This rank gives up after %.0f s. Other ranks:%s",

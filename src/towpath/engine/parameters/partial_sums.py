@@ -74,10 +74,9 @@ class Replica:
         with self.program.shared(what, call):
             self.program.wait(dist.all_reduce(tensor, op, group=group, async_op=not tensor.is_cuda))
 
-    def mean_of_everyone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Average `tensor` over all ranks in place, and return it."""
+    def mean_of_everyone(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """Average `tensor` over all ranks in place, and return it. `what` is the call, for error messages."""
         if self.everyone is not None:
-            what = "the backward pass of full_tensor()"
             self._all_reduce(tensor, dist.ReduceOp.SUM, self.everyone, what, Call.PROGRAM)
             tensor.div_(dist.get_world_size(self.everyone))
         return tensor
@@ -145,8 +144,14 @@ class Partial(torch.Tensor):
         first = parts[0]
         return Partial(torch.stack([p.part for p in parts], dim), first.order, first.replica, first.dtype)
 
+    @staticmethod
+    def of_whole(value: torch.Tensor, replica: Replica) -> Partial:
+        """Return a value that is combined already as a Partial, for its backward pass."""
+        return Partial(value, _WHOLE, replica, value.dtype)
+
     def resolve(self) -> torch.Tensor:
         """Return the value, combined over the replica, as a plain tensor. Every rank of the replica must call it."""
+        self.average_gradient()
         order, values = self.order, self.part
         if order == _WHOLE:
             return values.to(self.dtype)
@@ -160,6 +165,23 @@ class Partial(torch.Tensor):
             assert isinstance(order, float)
             combined = self.replica.combine(values.abs().pow(order)).pow(1.0 / order)
         return combined.to(self.dtype)
+
+    def average_gradient(self) -> None:
+        """Let a backward pass through the value average its gradient over all ranks.
+
+        What is computed with the value may differ between the ranks, such as a factor that depends on their batches.
+        Each rank has the gradient of its own loss, and continues with slices that no other rank may hold.
+        """
+        # Only what leaves the Partials is averaged: a penalty over all parameters takes one all-reduce of one number.
+        if self.requires_grad and torch.is_grad_enabled() and not self._backward_hooks:
+            replica = self.replica
+
+            def mean(gradient: torch.Tensor) -> torch.Tensor:
+                total = _resolved(gradient.detach()).to(torch.float64, copy=True)  # exact if all ranks have the same
+                what = "the backward pass of a norm, a sum or an extreme of sharded tensors"
+                return replica.mean_of_everyone(total, what).to(gradient.dtype)
+
+            self.register_hook(mean)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Partial({self.order}, this rank's part: {self.part})"
@@ -205,8 +227,9 @@ class Partial(torch.Tensor):
         if packet is aten.linalg_vector_norm and len(args) <= 2 and kwargs.get("dim") is None:
             order = float(args[1]) if len(args) > 1 else 2.0
             if args[0].order == order:  # the p-norm of all p-norms
+                args[0].average_gradient()
                 return args[0].of_all().resolve()
-        if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
+        if packet is aten.add and not kwargs and _same_kind_of_partial(args) and args[0].order == "sum":
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
             return Partial(args[0].part + args[1].part, "sum", args[0].replica, dtype)
         if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:  # Python's sum() starts with 0
@@ -256,6 +279,7 @@ def _same_kind_of_partial(parts: Sequence[Any]) -> bool:
         and isinstance(first, Partial)
         and p.order == first.order
         and p.replica.group is first.replica.group
+        and p.replica.beyond == first.replica.beyond
         for p in parts
     )
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import _foreach_supported_types as known_to_optimizers  # pyright: ignore
 from torch.utils._foreach_utils import _foreach_supported_types as known_to_clipping  # pyright: ignore
 
+from towpath.core.collective_log import Call
 from towpath.core.formats import Codec
 from towpath.core.step_state import ParamVersion
 from towpath.engine.parameters.parallel import Box, boxes_in_whole
@@ -262,7 +263,8 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> ShardTensor:
         (gradient,) = gradients
-        mean = ctx.shard_spec.replica.mean_of_everyone(gradient.detach().clone(memory_format=torch.contiguous_format))
+        own = gradient.detach().clone(memory_format=torch.contiguous_format)
+        mean = ctx.shard_spec.replica.mean_of_everyone(own, "the backward pass of full_tensor()")
         return ShardTensor(ctx.shard_spec.part_of(mean).clone(), ctx.shard_spec)
 
 
@@ -302,6 +304,8 @@ def _operation(func: Any) -> Handler:
             return _listwise
         if (torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE) and not random:
             return _elementwise
+        if random and name.endswith("_"):
+            return _draw
     return _refuse
 
 
@@ -466,6 +470,23 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     return target
 
 
+def _draw(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Fill a parameter with random numbers, as in torch.nn.init: every rank draws the full tensor, rank 0's counts."""
+    target = args[0]
+    where = target.shard_spec
+    if target.version is None or where.parallel is not None or running_step.optimizer:
+        _refuse(func, args, kwargs)
+    whole = torch.empty(where.shape, dtype=target.dtype, device=target.device)
+    func(whole, *args[1:], **kwargs)
+    program = where.replica.program
+    if program is not None:  # several ranks share the model
+        with program.shared(f"{func.overloadpacket.__name__}() of {where.name!r}", Call.PROGRAM):
+            where.replica.engine().comm.job.broadcast(whole)
+    target.write(where.part_of(whole))
+    _mark_written(func, args, kwargs)
+    return target
+
+
 def _put(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Run index_put_ with a mask of the same parameter, as in grad[mask] = 0."""
     target, indices = args[0], args[1]
@@ -533,7 +554,8 @@ def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     info = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
     neutral = torch.full((), info.min if largest else info.max, dtype=tensor.dtype, device=tensor.device)
     value = cast(torch.Tensor, packet(tensor.local)) if tensor.local.numel() else neutral
-    return replica.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    value = replica.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    return Partial.of_whole(value, replica) if tensor.requires_grad and torch.is_grad_enabled() else value
 
 
 def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
 import torch
 
 from towpath.collectives.collective import Workspace
-from towpath.engine.checks.activity import Event
+from towpath.engine.checks.activity import Event, is_capturing
 
 # --- timing -----------------------------------------------------------------------------------------------------------
 #
@@ -341,7 +341,8 @@ class _CudaHandle(Handle):
 
     def wait(self, on_host: bool = False) -> None:
         """Let the current stream wait, and with `on_host` the host, too. Record the time."""
-        if self._waiting is None:
+        # In the capture of a CUDA graph, events can be neither queried nor timed.
+        if self._waiting is None or is_capturing():
             self._wait(on_host)
             return
         with self._waiting.profiled():
