@@ -18,7 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--require", default="", help="native,lab,triton: end at once where one is missing (CI=true: all)")
     group.addoption("--may-miss", default="", help="what of these may be missing all the same")
     group.addoption("--spent-to", type=Path, help="append what each test took to this file, a line of JSON each")
-    group.addoption("--record-to", type=Path, help="if all pass, write commit, date, counts and duration to this file")
+    group.addoption(
+        "--record-to", type=Path, help="at the end, write commit, date, counts by file and duration to this file"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,119 +1,488 @@
-"""Shows on one GPU that Towpath works there, in four stages of at most eight minutes.
+"""Try Towpath on one GPU, and measure it there. Needs nothing but PyTorch 2.11 or newer: no network, git or pytest.
 
-    python tools/gpu.py [STAGE ...]      stages are 1 to 4; default: all
+    python3 tools/gpu.py [--out DIR] [--device cuda|cpu] [--part proof|figures] [--limit SECONDS]
 
-Stages 1 and 2 write tests/results/gpu-*.json, 3 and 4 append to benchmarks/results/*.jsonl. Commit what they write.
-Without a GPU, each stage says what it would run.
+The cases are in tests/gpu/cases.py. Those with ranks run one after the other: most of them on four ranks that share the
+device and stay for the next case. If a case hangs or ends a rank, new ranks take the next one. Cases without ranks run
+next to them, one for each of the other cores.
+
+DIR (tests/results/gpu) gets three files, which are true at any moment, also if the run is killed:
+
+    table.md            by feature: passed, failed, skipped, not reached; then each failure and figure
+    cases.jsonl         one line for each case that ended
+    environment.json    versions, device, driver, cores, commit
+
+With --device cpu everything runs over gloo. What needs a GPU is skipped, and counted.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import ctypes
+import importlib
+import json
 import os
-import shlex
+import platform
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-import torch
-
-ROOT = Path(__file__).parents[1]
-LIMIT_SECONDS = 480
-# Tests of tests/ranks whose models and batches are on the GPU if TOWPATH_TEST_DEVICE says so. Four ranks share it.
-ON_RANKS = (
-    *("parity", "encoded_training", "offload", "offloaded_activations", "owner_stepped", "optimizers", "checkpoint"),
-    *("resume", "around_the_loop", "uneven", "frozen", "lora", "every_model", "never_silent"),
-)
-FILES = [f"tests/ranks/test_{name}.py" for name in ON_RANKS]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Commands that run one after the other, and what they show."""
-
-    shows: str
-    commands: tuple[tuple[str, ...], ...]
-    device: str = ""
-
-
-def _pytest(workers: int, results: str, *arguments: str) -> tuple[str, ...]:
-    options = ("-n", str(workers), "-o", "filterwarnings=default", "--record-to", f"tests/results/{results}.json")
-    return ("-m", "pytest", *options, *arguments)
-
-
-STAGES = (
-    Stage(
-        "the kernels equal the reference, and jobs start, train and fail as they should",
-        (_pytest(min(12, os.cpu_count() or 1), "gpu-tests", "tests/gpu"),),
-    ),
-    Stage(
-        "every preset, route, codec, optimizer, offload and checkpoint on four ranks that pose as four hosts",
-        (_pytest(6, "gpu-ranks", "--dist", "loadfile", *FILES),),
-        device="cuda",
-    ),
-    Stage(
-        "microseconds per call, the host's time, a step next to FSDP2, kernels next to a copy",
-        (
-            ("-m", "benchmarks", "gpu", "calls", "host", "step"),
-            ("-m", "benchmarks", "kernels", "--device", "cuda", "--quick"),
-        ),
-    ),
-    Stage(
-        "bytes by the kernel's counter, and overlap from a trace",
-        (
-            ("-m", "benchmarks", "gpu", "network"),
-            ("-m", "benchmarks", "timeline", "--device", "cuda", "--trace", "benchmarks/results/trace-gpu.json"),
-        ),
-    ),
+ROOT = Path(__file__).resolve().parents[1]
+# For this process, and for all that it starts.
+for _folder in (str(ROOT), str(ROOT / "src")):
+    if _folder not in sys.path:
+        sys.path.insert(0, _folder)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys((str(ROOT / "src"), str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))))
 )
 
+PARTS = {"proof": 450.0, "figures": 270.0}  # seconds
+# A world whose ranks have more threads than this is replaced: process groups end with the processes that made them.
+THREADS = {"cpu": 80, "cuda": 400}
+CORES_FOR_RANKS = 4
+WIDTH = 100
+# Loaded by the server of ranks. Others load what they need.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.utils", "towpath", "tests.ranks.twin"]
+_OUTCOMES = ("passed", "failed", "skipped", "not reached")
 
-def run(number: int, until: float) -> str:
-    """Run a stage, and return how it ended."""
-    stage = STAGES[number - 1]
-    environment = {**os.environ, **({"TOWPATH_TEST_DEVICE": stage.device} if stage.device else {})}
-    for command in stage.commands:
-        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, start_new_session=True)
+_PROBE = """
+import json, torch
+found = {"cuda": torch.version.cuda, "available": torch.cuda.is_available()}
+if found["available"]:
+    torch.zeros(1, device="cuda").add_(1).item()
+    found["device"] = torch.cuda.get_device_name()
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+print(json.dumps(found))
+"""
+
+
+class Report:
+    """What has happened, in the files of a folder."""
+
+    def __init__(self, folder: Path, cases: Sequence[Any], environment: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._cases, self._environment = folder, cases, environment
+        self._lock = threading.Lock()
+        self._ended: dict[str, dict[str, Any]] = {}
+        self.closed = False
+        self._began = time.monotonic()
+        (folder / "cases.jsonl").write_text("")
+        (folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+        self._write()
+
+    def end(
+        self,
+        case: Any,
+        outcome: str,
+        seconds: float = 0.0,
+        error: str = "",
+        figures: dict[str, Any] | None = None,
+    ) -> None:
+        """Note how a case ended. Not after the report is closed: what ends then was ended."""
+        if self.closed:
+            return
+        line = {
+            "case": case.name,
+            "feature": case.feature,
+            "part": case.part,
+            "outcome": outcome,
+            "seconds": round(seconds, 2),
+            "error": error,
+            "figures": figures or {},
+        }
+        with self._lock:
+            self._ended[case.name] = line
+            with (self._folder / "cases.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            self._write()
+        if outcome != "not reached":
+            print(f"{time.monotonic() - self._began:6.1f} s  {outcome:11}  {case.name}", flush=True)
+
+    def close(self) -> None:
+        """Note the cases that were not reached. Let nothing change the report any more."""
+        for case in self._cases:
+            if not self.has(case):
+                self.end(case, "not reached")
+        with self._lock:
+            self.closed = True
+
+    def has(self, case: Any) -> bool:
+        """Return whether the case has ended."""
+        return case.name in self._ended
+
+    @property
+    def failed(self) -> bool:
+        """Whether a case failed or hung."""
+        return any(line["outcome"] in ("failed", "hung") for line in self._ended.values())
+
+    def _write(self) -> None:
+        partial = self._folder / "table.partial"
+        partial.write_text("\n".join(self._lines()) + "\n")
+        partial.replace(self._folder / "table.md")
+
+    def _lines(self) -> Iterable[str]:
+        environment = self._environment
+        yield "# What ran on " + (environment.get("device") or "this CPU")
+        yield ""
+        yield f"{environment['date']}, torch {environment['torch']}, commit {str(environment['commit'])[:12]}, " + (
+            f"{time.monotonic() - self._began:.0f} s"
+        )
+        yield ""
+        columns = [45, *(len(outcome) for outcome in _OUTCOMES)]
+        yield _row(columns, "feature", *_OUTCOMES)
+        yield _row(columns, *("-" * width for width in columns))
+        counts: dict[str, Counter[str]] = {}
+        for case in self._cases:
+            outcome = self._ended[case.name]["outcome"] if case.name in self._ended else "not reached"
+            counts.setdefault(case.feature, Counter())["failed" if outcome == "hung" else outcome] += 1
+        for feature, found in counts.items():
+            yield _row(columns, feature, *(found[outcome] for outcome in _OUTCOMES))
+        total: Counter[str] = sum(counts.values(), Counter())
+        yield _row(columns, "all", *(total[outcome] for outcome in _OUTCOMES))
+        ended = list(self._ended.values())
+        for title, chosen in (
+            ("Failed", [line for line in ended if line["outcome"] in ("failed", "hung")]),
+            ("Figures", [line for line in ended if line["part"] == "figures" and line["figures"]]),
+        ):
+            if chosen:
+                yield from ("", f"## {title}", "")
+            for line in chosen:
+                said = _figures(line["figures"]) if title == "Figures" else f"{line['outcome']}: {_last(line['error'])}"
+                yield f"- {line['case']}: {said}"[:WIDTH]
+        skipped = Counter(line["error"] for line in ended if line["outcome"] == "skipped")
+        if skipped:
+            yield from ("", "## Skipped", "")
+            yield from (f"- {count}: {reason}"[:WIDTH] for reason, count in skipped.most_common())
+
+
+def _row(columns: Sequence[int], first: str, *others: object) -> str:
+    cells = [
+        first.ljust(columns[0]),
+        *(str(each).rjust(width) for each, width in zip(others, columns[1:], strict=True)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _figures(figures: dict[str, Any]) -> str:
+    return ", ".join(f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in figures.items())
+
+
+def _last(error: str) -> str:
+    """The line of a traceback that says most."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith(("File ", "[rank", "^", "~", "Thread", "Current thread"))]
+    return (said or lines or [""])[-1]
+
+
+class Lanes:
+    """Runs the cases of a part: those with ranks one after the other, and those without next to them."""
+
+    def __init__(self, report: Report, device: str, mps: Mps | None) -> None:
+        self._report, self._device, self._mps = report, device, mps
+        self._deadline = 0.0
+        self._threads: list[threading.Thread] = []
+
+    def run(self, cases: Sequence[Any], workers: int, seconds: float) -> None:
+        """Return when all cases have ended, or the time is over. Without workers, no two cases run at a time."""
+        self._deadline = time.monotonic() + seconds
+        for case in cases:
+            if reason := case.missing(self._device):
+                self._report.end(case, "skipped", error=reason)
+        left = [case for case in cases if not self._report.has(case)]
+        together = [case for case in left if case.ranks is not None or not workers]
+        queue = iter([case for case in left if case not in together])
+        lock = threading.Lock()
+
+        def following() -> Any:
+            with lock:
+                return next(queue, None)
+
+        def work() -> None:
+            self._take(iter(following, None))
+
+        targets = [*[work] * workers, lambda: self._take(iter(together))]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
+        for thread in self._threads:
+            thread.start()
+        for thread in self._threads:
+            thread.join()
+
+    def end(self) -> None:
+        """End what is running, and every process below this one. The report is closed."""
+        _end_children()
+        for thread in self._threads:
+            thread.join(1.0)  # it may be about to start a process
+        _end_children()
+
+    def _take(self, cases: Iterable[Any]) -> None:
+        """Run cases. The ranks of a case stay for the next one, if it wants as many."""
+        world: Any = None
+        for case in cases:
+            if self._report.closed or time.monotonic() >= self._deadline:
+                break
+            began = time.monotonic()
+            try:
+                world = self._run_one(case, world)
+            except Exception as error:  # the case cannot be sent, or its ranks cannot be started
+                self._report.end(case, "failed", time.monotonic() - began, repr(error))
+        if world is not None:
+            world.close()
+
+    def _run_one(self, case: Any, world: Any) -> Any:
+        """Run a case in this world, in a new one, or in processes of its own. Return the world that is there now."""
+        if case.alone:
+            self._run_alone(case)
+            return world
+        if world is not None and (world.size != (case.ranks or 1) or not self._is_fit(world)):
+            world.close()
+            world = None
+        world = world or self._new_world(case)
+        self._run_in(world, case)
+        return world
+
+    def _new_world(self, case: Any) -> Any:
+        from tests.ranks.server import World
+
+        with _starting:
+            return World(
+                case.ranks or 1, environment={} if case.ranks is None or not self._mps else self._mps.variables
+            )
+
+    def _is_fit(self, world: Any) -> bool:
+        return world.alive and world.threads <= THREADS[self._device]
+
+    def _limit(self, case: Any) -> float:
+        return max(1.0, min(case.limit, self._deadline - time.monotonic()))
+
+    def _run_in(self, world: Any, case: Any) -> None:
+        from tests.gpu.case import is_sound, perform
+        from tests.ranks.server import RankError
+
+        limit, began = self._limit(case), time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="towpath-gpu-", ignore_cleanup_errors=True) as folder:
+            try:
+                answers = world.run(perform, case, folder, timeout=limit, survives_failures=True)
+            except RankError as error:
+                self._failed(case, error.hung, time.monotonic() - began, str(error), limit)
+                if error.hung and self._mps:
+                    self._mps.restart()  # a client that is killed in a kernel may have broken it
+                if world.alive:
+                    with contextlib.suppress(RankError):  # which ends the world
+                        world.run(is_sound, timeout=10.0)
+            else:
+                self._answered(case, answers, time.monotonic() - began)
+
+    def _run_alone(self, case: Any) -> None:
+        from tests.gpu.case import perform_alone
+        from tests.ranks.server import run_commands
+
+        limit, began = self._limit(case), time.monotonic()
+        # Without MPS: what is aborted there takes the other clients with it.
+        ranks = [{"RANK": str(rank), "WORLD_SIZE": str(case.ranks)} for rank in range(case.ranks)]
+        with tempfile.TemporaryDirectory(prefix="towpath-gpu-", ignore_cleanup_errors=True) as folder:
+            found = run_commands(perform_alone, ranks, case, folder, limit, timeout=limit + 5)
+        seconds = time.monotonic() - began
+        wrong = [(rank, code, out, err) for rank, (code, out, err) in enumerate(found) if code]
+        if not wrong:
+            answers = [json.loads(out.splitlines()[-1]) for _, out, _ in found if out.strip()]
+            self._answered(case, answers, seconds)
+            return
+        # One that raised says more than those that then waited for it.
+        hung = all("Timeout (" in err or code == -signal.SIGKILL for _, code, _, err in wrong)
+        rank, code, out, err = min(wrong, key=lambda each: "Timeout (" in each[3])
+        self._failed(case, hung, seconds, f"[rank {rank} of {case.ranks}] exit code {code}\n{out}{err}", limit)
+
+    def _answered(self, case: Any, answers: Sequence[dict[str, Any]], seconds: float) -> None:
+        reason = next((each["skipped"] for each in answers if "skipped" in each), None)
+        if reason is not None:
+            self._report.end(case, "skipped", seconds, reason)
+            return
+        figures: dict[str, Any] = {}
+        for answer in reversed(answers):  # of rank 0 what is not a number
+            for name, value in answer.items():
+                is_number = isinstance(value, int | float) and isinstance(figures.get(name), int | float)
+                figures[name] = max(value, figures[name]) if is_number else value
+        self._report.end(case, "passed", seconds, figures=figures)
+
+    def _failed(self, case: Any, hung: bool, seconds: float, error: str, limit: float) -> None:
+        if hung and limit < case.limit:
+            return  # its own limit was not over: the part's was, and the case was not reached
+        self._report.end(case, "hung" if hung else "failed", seconds, error[-6000:])
+
+
+_starting = threading.Lock()
+
+
+class Mps:
+    """NVIDIA's Multi-Process Service, with folders of its own: kernels of several ranks run at a time."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="towpath-mps-")
+        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+        self.variables: dict[str, str] = dict.fromkeys(names, self._folder)
+
+    def start(self) -> bool:
+        """Return whether it runs, and a program computes under it."""
         try:
-            code = process.wait(max(1.0, until - time.monotonic()))
-        except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if isinstance(stopped, KeyboardInterrupt):
-                raise
-            return f"not over after {LIMIT_SECONDS} s: {shlex.join(command)}"
-        if code:
-            return f"failed ({code}): {shlex.join(command)}"
-    return "passed"
+            self._control("-d")
+            _probe(self.variables)
+        except (OSError, subprocess.SubprocessError):
+            self.stop()
+            return False
+        return True
+
+    def restart(self) -> None:
+        """Replace it, once its clients have ended. If it does not come back, go on without."""
+        self.stop()
+        if not self.start():
+            self.variables = {}
+
+    def stop(self) -> None:
+        """End it."""
+        try:
+            self._control(given="quit\n")
+        except (OSError, subprocess.SubprocessError):
+            return
+
+    def _control(self, *arguments: str, given: str = "") -> None:
+        environment = {**os.environ, **self.variables}
+        command = ["nvidia-cuda-mps-control", *arguments]
+        subprocess.run(
+            command, input=given, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=10, text=True
+        )
+
+
+def _probe(variables: dict[str, str] | None = None) -> dict[str, Any]:
+    """What PyTorch says of the device, in a process that ends. This one must not touch it."""
+    environment = {**os.environ, **(variables or {})}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE], env=environment, check=True, capture_output=True, timeout=90, text=True
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _output(*command: str) -> str | None:
+    """The first line of what a program says, if it is there and does not fail."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().partition("\n")[0] or None if done.returncode == 0 else None
+
+
+def environment_of(device: str) -> dict[str, Any]:
+    """Versions, device and machine."""
+    import importlib.metadata
+
+    def version(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "triton", "numpy", "pytest", "transformers", "peft")},
+        **(_probe() if device == "cuda" else {}),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def _end_children() -> None:
+    """Kill every process below this one. Those whose parent has ended belong to this process, see `main`."""
+    for _ in range(10):
+        parents: dict[int, int] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError):
+                continue
+        below = {os.getpid()}
+        while more := {pid for pid, parent in parents.items() if parent in below} - below:
+            below |= more
+        below.discard(os.getpid())
+        if not below:
+            return
+        for pid in below:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        while True:  # those that are this process's own
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    break
+            except ChildProcessError:
+                break
+        time.sleep(0.02)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the stages, and print a table of how they ended."""
-    if any(argument not in ("1", "2", "3", "4") for argument in arguments):
-        print(__doc__)
+    """Run the cases, and return 1 if one failed or hung."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "tests/results/gpu", help="the folder of the results")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--part", choices=tuple(PARTS), help="one of the two parts; by default both")
+    parser.add_argument("--limit", type=float, help=f"seconds, for all parts together; by default {PARTS}")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose names hold the text")
+    parser.add_argument("--cases", default="tests.gpu.cases", metavar="MODULE", help="where the list CASES is")
+    chosen = parser.parse_args(arguments)
+    os.environ["TOWPATH_TEST_DEVICE"] = chosen.device
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else products on several streams may differ in the last bit
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a killed rank has started can be ended
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    server = importlib.import_module("tests.ranks.server")
+    server.PRELOAD[:] = PRELOAD
+    server.start()
+    environment = environment_of(chosen.device)
+    if chosen.device == "cuda" and not environment["available"]:
+        print("PyTorch sees no CUDA device here: use --device cpu", file=sys.stderr)
         return 2
-    numbers = [int(argument) for argument in arguments] or [1, 2, 3, 4]
-    if not torch.cuda.is_available():
-        print("torch sees no CUDA device here. On a GPU (and with a torch for CUDA), these stages would run:")
-        for number in numbers:
-            stage = STAGES[number - 1]
-            print(f"\n{number}  {stage.shows}")
-            for command in stage.commands:
-                print(f"   {'TOWPATH_TEST_DEVICE=cuda ' if stage.device else ''}python {shlex.join(command)}")
-        return 0
-    ends: list[tuple[int, float, str]] = []
-    for number in numbers:
-        print(f"\nStage {number}: {STAGES[number - 1].shows}", flush=True)
-        began = time.monotonic()
-        end = run(number, began + LIMIT_SECONDS)
-        ends.append((number, time.monotonic() - began, end))
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for number, seconds, end in ends:
-        print(f"stage {number}  {seconds:5.0f} s  {end}")
-    return int(any(end != "passed" for *_, end in ends))
+    cases = importlib.import_module(chosen.cases).CASES
+    if chosen.only:
+        cases = [case for case in cases if any(text in case.name for text in chosen.only)]
+    mps: Mps | None = None
+    if chosen.device == "cuda" and shutil.which("nvidia-cuda-mps-control"):
+        mps = Mps()
+        mps = mps if mps.start() else None
+    report = Report(chosen.out, cases, {**environment, "mps": mps is not None})
+    parts = [chosen.part] if chosen.part else list(PARTS)
+    whole = sum(PARTS[part] for part in parts)
+    lanes = Lanes(report, chosen.device, mps)
+    try:
+        for part in parts:
+            seconds = PARTS[part] * (chosen.limit / whole if chosen.limit else 1.0)
+            workers = max(1, environment["cores"] - CORES_FOR_RANKS) if part == "proof" else 0
+            lanes.run([case for case in cases if case.part == part], workers, seconds)
+        code = int(report.failed)
+    except SystemExit as stopped:
+        code = int(str(stopped.code))
+    report.close()
+    lanes.end()
+    if mps:
+        mps.stop()
+    print(f"\n{(chosen.out / 'table.md').read_text()}", flush=True)
+    sys.stdout.flush()
+    os._exit(code)  # lanes may still wait for what has been killed
 
 
 if __name__ == "__main__":

@@ -56,8 +56,13 @@ def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], argument
     dist.destroy_process_group()
 
 
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def _all_are_here() -> None:
-    torch.cuda.synchronize()
+    _synchronize()
     dist.all_reduce(torch.zeros(1))  # over gloo
 
 
@@ -200,30 +205,45 @@ class StepCase:
         }
 
 
-def measure_step(name: str, size: dict[str, int], batch: int) -> dict[str, Any]:
+def measure_step(
+    name: str, size: dict[str, int], batch: int, device: str = "cuda", offload: str | None = None
+) -> dict[str, Any]:
     """Return the median seconds of a step, the peak of memory, and what stats() says of it."""
+    on_gpu = device == "cuda"
     torch.manual_seed(0)
-    model: Any = gpt.GPT(**size).cuda().to(torch.bfloat16)
+    model: Any = gpt.GPT(**size).to(device, torch.bfloat16)
     if name == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        mesh = init_device_mesh(device, (1,))
         for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     elif name != "bare":
-        model = towpath.shard(model, name, topology=towpath.Topology(1, 1), units=[gpt.Block])
+        model = towpath.shard(
+            model,
+            name,
+            topology=towpath.Topology(1, 1),
+            units=[gpt.Block],
+            offload=offload,  # pyright: ignore
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(size["vocabulary"], (2, batch, size["context"]), device="cuda")
+    tokens = torch.randint(size["vocabulary"], (2, batch, size["context"]), device=device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
     for _ in range(3 + STEPS):
-        torch.cuda.synchronize()
+        _synchronize()
         began = time.perf_counter()
         model(*tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-        torch.cuda.synchronize()
+        _synchronize()
         seconds.append(time.perf_counter() - began)
-    found: dict[str, Any] = {"seconds": statistics.median(seconds[3:]), "peak": torch.cuda.max_memory_allocated()}
+    found: dict[str, Any] = {"seconds": statistics.median(seconds[3:])}
+    if on_gpu:
+        found |= {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     if name not in ("bare", "fsdp2"):
         found["memory_bytes"] = dict(towpath.stats(model).memory_bytes)
     return found
@@ -232,7 +252,7 @@ def measure_step(name: str, size: dict[str, int], batch: int) -> dict[str, Any]:
 # Network --------------------------------------------------------------------------------------------------------------
 
 STRATEGIES = ("zero3", "mics", "paro-iig", "zero3@hierarchical", "zero3@two-hop", "zero++")
-LOOPBACK = Path("/sys/class/net/lo/statistics/tx_bytes")
+LOOPBACK = Path("/proc/net/dev")  # of this process's own network namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,29 +267,46 @@ class NetworkCase:
         return {"checks": [Check(f"bytes sent / scheduled: {n}", value) for n, value in found.items()], "found": found}
 
 
-def measure_bytes(names: tuple[str, ...]) -> dict[str, float]:
-    """Return what a step sends, as a share of what the schedule says, by strategy."""
+def loopback_bytes() -> int:
+    """Return the bytes that the loopback has sent."""
+    line = next(line for line in LOOPBACK.read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.partition(":")[2].split()[8])
+
+
+def measure_bytes(
+    labels: tuple[str, ...], device: str = "cuda", size: dict[str, int] | None = None
+) -> dict[str, float]:
+    """Return what a step sends, as a share of what the schedule says, by strategy.
+
+    Args:
+        labels: Names of strategies, as in "zero3", "zero3@ring", or "paro-iig exact". Exact messages are compared with
+            the values that they encode.
+        device: "cuda" or "cpu".
+        size: The GPT. By default, one of 50 million parameters.
+    """
     topology, found = towpath.Topology(2, 2), dict[str, float]()
-    for label in names:
-        name, _, route = label.partition("@")
-        strategy = towpath.strategy(name, topology, **({"route": route} if route else {}))  # pyright: ignore
+    for label in labels:
+        name, _, route = label.removesuffix(" exact").partition("@")
+        plain = towpath.strategy(name, topology, **({"route": route} if route else {}))  # pyright: ignore
+        strategy = plain.with_exact_transports() if label.endswith(" exact") else plain
         torch.manual_seed(0)
-        model: Any = gpt.GPT(width=1024, depth=4, heads=8).cuda().to(torch.bfloat16)
+        made = gpt.GPT(**(size or {"width": 1024, "depth": 4, "heads": 8}))
+        model: Any = made.to(device, torch.bfloat16)
         model = towpath.shard(model, strategy, topology=topology)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        tokens = torch.randint(gpt.VOCABULARY, (2, 2, 128), device="cuda")
+        tokens = torch.randint(gpt.VOCABULARY, (2, 2, 128), device=device)
         sent: list[int] = []
         for _ in range(4):
             _all_are_here()
-            before = int(LOOPBACK.read_text())
+            before = loopback_bytes()
             _all_are_here()
             model(*tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
             _all_are_here()
-            sent.append(int(LOOPBACK.read_text()) - before)
+            sent.append(loopback_bytes() - before)
             _all_are_here()
-        planned = towpath.schedule(strategy, model, 1)
+        planned = towpath.schedule(plain, model, 1)
         found[label] = statistics.median(sent[1:]) / (planned.inter_bytes + planned.intra_bytes)
     return found
 

@@ -16,7 +16,8 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,10 @@ def milliseconds(strategy: str, device: str = "cpu") -> float:
     """Return the median milliseconds per unit and micro-step of one rank, without its boundaries.
 
     On a GPU, its streams and the kernels of codecs are launched.
+
+    Args:
+        strategy: The name of a strategy, or "fsdp2" for PyTorch's `fully_shard`.
+        device: "cpu" or "cuda".
     """
     import towpath
     from benchmarks.harness.fake_world import fake_world
@@ -78,14 +83,30 @@ def milliseconds(strategy: str, device: str = "cpu") -> float:
     torch.set_num_threads(1)
     with fake_world(NODES, RANKS_PER_NODE, device, kernels=device == "cuda", watch=False) as (topology, _):
         blocks = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device, torch.bfloat16)
-        model: Any = towpath.shard(blocks, strategy, topology=topology, units=[Block])
+        if strategy == "fsdp2":
+            model, no_sync = blocks, _fully_sharded(blocks, device)
+        else:
+            model: Any = towpath.shard(blocks, strategy, topology=topology, units=[Block])
+            no_sync = model.no_sync
         x, found = torch.ones(2, 4, dtype=torch.bfloat16, device=device, requires_grad=True), list[float]()
         for _ in range(WARM_UP + MICRO_STEPS):
             began = time.perf_counter()
-            with model.no_sync():
+            with no_sync():
                 model(x).sum().backward()
             found.append(time.perf_counter() - began)
     return statistics.median(found[WARM_UP:]) / BLOCKS * 1e3
+
+
+def _fully_sharded(blocks: nn.Sequential, device: str) -> Callable[[], AbstractContextManager[None]]:
+    """Shard by FSDP2, and return what stands for `no_sync`. As in zero3, each micro-step reduces gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device, (NODES * RANKS_PER_NODE,))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(blocks, mesh=mesh)
+    return nullcontext
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tests.ranks.strategies import leave_to_parity
 
 # Process groups live as long as the processes that made them, and each has a thread that looks a hundred times a second
 # whether it is to end: of a world that has many, this costs more than to make another.
-THREADS_OF_A_RANK = 300 if "TOWPATH_TEST_DEVICE" in os.environ else 80  # CUDA and NCCL have threads of their own
+THREADS_OF_A_RANK = 80
 
 _live: list[World] = []
 

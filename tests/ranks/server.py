@@ -14,9 +14,11 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import re
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,6 +33,8 @@ SCRATCH = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.
 
 # How much longer than a rank's own limit the parent waits; only a rank that cannot even be ended makes it matter.
 _GRACE_SECONDS = 10.0
+# How long a world that survives failures waits for the ranks that have not answered yet.
+_PATIENCE_SECONDS = 5.0
 
 # A thread of a pool that waits for work: not what hangs.
 _IDLE = re.compile(r'most recent call first\):\n  File "[^"]*concurrent/futures/thread.py"')
@@ -44,7 +48,8 @@ _ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each rank starts a pool of processes that load torch anew
 }
 
-_PRELOAD = [
+# Loaded by the server before the first rank starts. What is not installed is passed over.
+PRELOAD = [
     "pytest",
     "torch",
     "torch.distributed",
@@ -68,11 +73,15 @@ _PRELOAD = [
 class RankError(AssertionError):
     """A rank raised, died or hung; the message holds its rank and its traceback."""
 
+    def __init__(self, message: str, hung: bool = False) -> None:
+        super().__init__(message)
+        self.hung = hung
+
 
 class World:
     """`size` ranks, alive until `close()` or their first failure."""
 
-    def __init__(self, size: int, group_timeout: float = 60.0) -> None:
+    def __init__(self, size: int, group_timeout: float = 60.0, environment: dict[str, str] | None = None) -> None:
         self.size = size
         self.alive = True
         self._folder = tempfile.TemporaryDirectory(prefix="towpath-ranks-", dir=SCRATCH)
@@ -82,7 +91,9 @@ class World:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, self._folder.name, group_timeout, theirs), daemon=True
+                target=_serve,
+                args=(rank, size, self._folder.name, group_timeout, environment or {}, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -94,40 +105,58 @@ class World:
         """Of the rank that has most."""
         return max(len(list(Path(f"/proc/{process.pid}/task").iterdir())) for process in self._processes)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """`fn(*args)` on every rank at once; what each returned, by rank."""
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, survives_failures: bool = False
+    ) -> list[Any]:
+        """`fn(*args)` on every rank at once; what each returned, by rank.
+
+        A failure ends the world. One that `survives_failures` lives on, if every rank has answered.
+        """
         assert self.alive, "this world has ended; make another"
         try:
             for connection in self._connections:
                 connection.send((fn, args, timeout))
-            return self._collect(timeout)
+            failure, answers = self._collect(timeout, _PATIENCE_SECONDS if survives_failures else 0.0)
         except BaseException:
             self.close()
             raise
+        if failure is None:
+            return [answers[rank] for rank in range(self.size)]
+        if len(answers) < self.size or not survives_failures:
+            self.close()
+        raise failure
 
-    def _collect(self, timeout: float) -> list[Any]:
-        results: dict[int, Any] = {}
+    def _collect(self, timeout: float, patience: float) -> tuple[RankError | None, dict[int, Any]]:
+        """The first failure, and the answers. After a failure, only those that come in `patience` seconds."""
+        failure: RankError | None = None
+        answers: dict[int, Any] = {}
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         while waiting:
-            ready = multiprocessing.connection.wait(list(waiting), timeout + _GRACE_SECONDS)
+            ready = multiprocessing.connection.wait(list(waiting), patience if failure else timeout + _GRACE_SECONDS)
             if not ready:
-                raise RankError(f"[ranks {sorted(waiting.values())} of {self.size}] no answer in {timeout} s")
+                silent = f"[ranks {sorted(waiting.values())} of {self.size}] no answer in {timeout} s"
+                return failure or RankError(silent, hung=True), answers
             for connection in ready:
                 rank = waiting.pop(connection)  # pyright: ignore[reportArgumentType]
+                ok, value, hung = False, "", False
                 try:
                     ok, value = connection.recv()  # pyright: ignore[reportAttributeAccessIssue]
+                    answers[rank] = value
                 except (EOFError, ConnectionResetError):
-                    ok, value = False, self._last_words(rank)
+                    value, hung = self._last_words(rank)
                 if not ok:
-                    raise RankError(f"[rank {rank} of {self.size}]\n{value}")
-                results[rank] = value
-        return [results[rank] for rank in range(self.size)]
+                    failure = failure or RankError(f"[rank {rank} of {self.size}]\n{value}", hung)
+            if failure and not patience:
+                break
+        return failure, answers
 
-    def _last_words(self, rank: int) -> str:
+    def _last_words(self, rank: int) -> tuple[str, bool]:
+        """How a rank ended, and whether its limit of time ended it."""
         self._processes[rank].join(_GRACE_SECONDS)
-        threads = Path(self._folder.name, f"stack{rank}").read_text().split("\n\n")
-        busy = [t for t in threads if not _IDLE.search(t)]
-        return f"ended without an answer (exit code {self._processes[rank].exitcode})\n" + "\n\n".join(busy)
+        stack = Path(self._folder.name, f"stack{rank}").read_text()
+        busy = [t for t in stack.split("\n\n") if not _IDLE.search(t)]
+        code = self._processes[rank].exitcode
+        return f"ended without an answer (exit code {code})\n" + "\n\n".join(busy), "Timeout (" in stack
 
     def close(self) -> None:
         """End every rank. Their group is theirs alone, so there is nobody to take leave of."""
@@ -192,12 +221,31 @@ def _command(fn: Callable[..., Any], args: tuple[Any, ...], environment: dict[st
     import torch
 
     os.environ.update(environment)
+    _end_with_parent()
     torch.set_num_threads(1)
     rarely_collect()
     for descriptor, path in ((1, out), (2, err)):
         with path.open("wb") as file:
             os.dup2(file.fileno(), descriptor)
     fn(*args)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that asked for it is killed. Else it would go on until its own limit."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def start() -> None:
+    """Let the server load what it preloads, in the meantime."""
+    _forkserver()
+    multiprocessing.forkserver.ensure_running()
 
 
 def warnings_are_errors() -> None:
@@ -211,13 +259,20 @@ def warnings_are_errors() -> None:
 def _forkserver() -> Any:
     os.environ.update(_ENVIRONMENT)  # the server's environment is its children's
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     return context
 
 
 def _serve(
-    rank: int, size: int, folder: str, group_timeout: float, calls: multiprocessing.connection.Connection
+    rank: int,
+    size: int,
+    folder: str,
+    group_timeout: float,
+    environment: dict[str, str],
+    calls: multiprocessing.connection.Connection,
 ) -> None:
+    os.environ.update(environment)
+    _end_with_parent()
     import torch
     import torch.distributed as dist
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 import towpath
 from towpath import Extent, Topology
 from towpath.core.placement import legal_placements
 from towpath.core.routes import ROUTES
+
+if TYPE_CHECKING:
+    import pytest  # tools/gpu.py runs without it
 
 # Presets with codecs: what they train is near what one process trains, not equal to it (tests/ranks/test_codecs.py).
 ROUNDING = ("zero++", "qwz", "qgz")
@@ -76,6 +77,8 @@ def in_turn(values: Sequence[Any], count: int, name: str = "label") -> Callable[
     `make parity` runs all on all.
     """
 
+    import pytest
+
     def mark(test: Any) -> Any:
         return pytest.mark.in_turn(name, count, tuple(values))(pytest.mark.parametrize(name, values, ids=str)(test))
 
@@ -84,6 +87,8 @@ def in_turn(values: Sequence[Any], count: int, name: str = "label") -> Callable[
 
 def leave_to_parity(items: Sequence[pytest.Item]) -> None:
     """Mark the cases of `in_turn` whose turn it is not."""
+    import pytest
+
     numbers: dict[str, dict[tuple[Any, ...], int]] = {}
     for item in items:
         turn = item.get_closest_marker("in_turn")
@@ -101,4 +106,6 @@ def leave_to_parity(items: Sequence[pytest.Item]) -> None:
 
 def seldom(*values: Any, id: str | None = None) -> Any:
     """Return a case that only `make parity` runs, because its neighbours test nearly the same."""
+    import pytest
+
     return pytest.param(*values, marks=pytest.mark.parity, id=id)

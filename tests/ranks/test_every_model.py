@@ -823,7 +823,7 @@ SPLIT_ROWS_TOO = {
 
 
 def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> nn.Module:
@@ -843,7 +843,7 @@ def _train_tensor_parallel(label: str, topology: Topology) -> None:
 def _check_tensor_parallel(label: str, topology: Topology, plan: dict[str, Any], optimizer_first: bool = False) -> None:
     mesh = _mesh()
     torch.manual_seed(7)
-    plain = ParallelModel().double()
+    plain = ParallelModel().to(DEVICE, torch.float64)
     model = _tensor_parallel(copy.deepcopy(plain), mesh, plan)
     before = optimizer_for(model) if optimizer_first else None
     towpath.shard(model, strategy_of(label, topology), topology=topology, group=mesh["dp"].get_group())

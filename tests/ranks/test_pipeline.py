@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 import towpath
@@ -173,8 +174,11 @@ def _exact_recomputed(schedule: str, strategy: str, steps: int) -> None:
 
 @pytest.mark.parametrize("strategy, halved", [("zero1", True), ("zero3", False)])
 def test_weights_gradients_wait_where_the_weights_stay_whole(world: Worlds, strategy: str, halved: bool) -> None:
-    """Between the two halves of a backward pass none of them is there; elsewhere there is one pass."""
-    assert world(4).run(_halves, strategy) == [halved] * 4
+    """Between the two halves of a backward pass none of them is there; elsewhere there is one pass.
+
+    In PyTorch 2.11 there is one everywhere.
+    """
+    assert world(4).run(_halves, strategy) == [halved and TorchVersion(torch.__version__) >= "2.13"] * 4
 
 
 def _halves(strategy: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -55,6 +56,47 @@ def test_each_reason_to_skip_is_told_once_with_its_count_also_by_workers(tmp_pat
     assert ended.returncode == 0, ended.stdout + ended.stderr
     told = [line.split(maxsplit=1) for line in ended.stdout.splitlines() if "here" in line]
     assert told == [["3", "no Mars here  (test_it.py)"], ["1", "no Moon here  (test_it.py)"]]
+
+
+MIXED = """
+import pytest
+
+@pytest.fixture
+def broken(): raise ValueError
+
+def test_passes(): pass
+
+def test_fails(): raise ValueError
+
+def test_cannot_begin(broken): pass
+
+@pytest.mark.skip(reason="no Mars here")
+def test_skips(): pass
+"""
+
+
+def test_a_run_is_recorded_by_file_with_its_failures(tmp_path: Path) -> None:
+    """Also where git does not answer: the copy that was tested has no commit then."""
+    (tmp_path / "test_other.py").write_text("def test_it(): pass\n")
+    (tmp_path / "test_wrong.py").write_text("import no_such_module\n")
+    file = tmp_path / "new/found.json"
+    options = ("-n", "0", "--record-to", str(file), "--continue-on-collection-errors")
+    ended = _pytest(tmp_path, MIXED, *options, GIT_DIR=str(tmp_path / "none"))
+    assert ended.returncode == pytest.ExitCode.TESTS_FAILED
+    found = json.loads(file.read_text())
+    assert found["files"] == {
+        "test_it.py": {"passed": 1, "failed": 2, "skipped": 1},
+        "test_other.py": {"passed": 1, "failed": 0, "skipped": 0},
+        "test_wrong.py": {"passed": 0, "failed": 1, "skipped": 0},
+    }
+    assert (found["passed"], found["failed"], found["skipped"]) == (2, 3, 1)
+    assert found["commit"] is None and found["clean"] is None
+
+
+def test_a_run_that_is_interrupted_is_not_recorded(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    _pytest(tmp_path, "def test_it(): raise KeyboardInterrupt\n", "-n", "0", "--record-to", str(file))
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("mark", ["", "compiles", "soak"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from torch import nn
 from towpath.core.formats import Precision
 from towpath.core.transport import Transport
 from towpath.pipeline.agreement import meta_outputs
-from towpath.pipeline.stage import Encoding, Sender
+from towpath.pipeline.stage import Encoding, Sender, TowpathStage
 
 CPU = torch.device("cpu")
 SHAPE = (3, 8, 16)
@@ -89,3 +92,13 @@ def test_stages_agree_on_the_dtype_that_inputs_are_cast_to() -> None:
     for precision, expected in ((Precision(), torch.float32), (Precision("bfloat16"), torch.bfloat16)):
         (output,) = meta_outputs(stage, inputs, precision)
         assert output.dtype == expected
+
+
+def test_inputs_of_the_model_receive_no_message_in_any_pytorch() -> None:
+    """In 2.11 what stands for them has no buffer at all, and not the attribute that tells them apart later."""
+    receive, arriving = SimpleNamespace(tensor=None), dict[Any, torch.Tensor]()
+    stage: Any = SimpleNamespace(device=CPU, _arriving=arriving)
+    infos = [SimpleNamespace(meta=None), SimpleNamespace(buffer=torch.empty(SHAPE))]
+    encodings = [Encoding(SHAPE, torch.float32, INT8)] * 2
+    TowpathStage._receive_messages(stage, "output", 0, [receive], infos, encodings)  # type: ignore[list-item]
+    assert list(arriving) == [("output", 0, 1)] and receive.tensor is arriving["output", 0, 1]

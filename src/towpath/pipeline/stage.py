@@ -24,6 +24,7 @@ from torch.distributed.pipelining._backward import (  # pyright: ignore[reportMi
     stage_backward_input,
     stage_backward_weight,
 )
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from towpath.codecs.kernels import kernels_for
@@ -168,9 +169,16 @@ class SecondHalf:
     groups: list[dict[str, Any]]
 
 
+# PyTorch 2.11 adds up the gradients of different outputs of an operation in the second half. Those of weights behind an
+# activation checkpoint are wrong then. 2.12 has not been tried.
+HALVES_ARE_EXACT = TorchVersion(torch.__version__) >= "2.13"
+
+
 def can_be_halved(engines: Sequence[Engine]) -> bool:
-    """Return whether all weights of the engines are unsharded all the time."""
-    return all(bucket.always_whole for engine in engines for unit in engine.units for bucket in unit.buckets)
+    """Return whether all weights of the engines are unsharded all the time, and PyTorch computes halves correctly."""
+    return HALVES_ARE_EXACT and all(
+        bucket.always_whole for engine in engines for unit in engine.units for bucket in unit.buckets
+    )
 
 
 def input_gradients(
@@ -393,6 +401,13 @@ class TowpathStage(PipelineStage):
     def _encodes_gradient(self, source: int, micro_batch: int) -> bool:
         return self._encodes_gradients and (source, micro_batch) in self._encoded
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Return the operations of PyTorch 2.11 that connect this stage with its neighbors on other ranks.
+
+        In a V, two neighbors are on one rank, and gloo would wait forever for a message of a rank to itself.
+        """
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the outputs of a micro-batch, encoded if the step encodes them."""
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
@@ -415,6 +430,10 @@ class TowpathStage(PipelineStage):
             message = self._arriving.pop(("output", fwd_chunk_id, index), None)
             if message is not None:
                 info.buffer = self._inputs[index].decoded(message)
+            buffer: torch.Tensor | None = getattr(info, "buffer", None)
+            if buffer is not None and not hasattr(info, "tensor_meta"):
+                # PyTorch 2.11 asks for the gradients of inputs only when it makes their buffers.
+                buffer.requires_grad_(self.has_backward)
         with self._computing("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -479,7 +498,8 @@ class TowpathStage(PipelineStage):
         encodings: Sequence[Encoding],
     ) -> None:
         """Give each operation that receives an encoded tensor the buffer of a message."""
-        received = [i for i, info in enumerate(infos) if not info.is_root_arg and info.buffer is not None]
+        # The model's own inputs have no buffer. In PyTorch 2.11 their placeholders lack the attribute.
+        received = [i for i, info in enumerate(infos) if getattr(info, "buffer", None) is not None]
         for index, receive in zip(received, receives, strict=True):
             if encodings[index].used:
                 receive.tensor = self._arriving[kind, micro_batch, index] = encodings[index].message(self.device)

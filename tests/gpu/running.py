@@ -1,0 +1,218 @@
+"""Cases of how a step runs: whether the host waits for the device, and what a step tells of itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import towpath
+from tests.ranks.models import DEVICE, MODELS
+from tests.ranks.reference import optimizer_for
+from tests.ranks.strategies import strategy_of
+from towpath import Outer, Topology
+from towpath.core import exact
+
+SHAPE = Topology(2, 2)
+
+# --- the host runs ahead ----------------------------------------------------------------------------------------------
+
+ASLEEP_SECONDS, BACK_SECONDS = 0.5, 0.2
+
+
+def the_host_is_back_while_the_device_works(label: str, waits: bool = False, every: int = 0) -> dict[str, Any]:
+    """A step behind half a second of other work on the device: the host only enqueues it.
+
+    Args:
+        label: The strategy.
+        waits: Whether the host is known to wait. The case then only measures.
+        every: With outer steps, each of which applies an exchange.
+    """
+    outer = Outer(every=every) if every else None
+    exact.SMALLEST_BYTES, smallest = 1, exact.SMALLEST_BYTES  # this model is small
+    try:
+        return _measure_host(label, outer, waits)
+    finally:
+        exact.SMALLEST_BYTES = smallest
+
+
+def _measure_host(label: str, outer: Outer | None, waits: bool) -> dict[str, Any]:
+    entry, dtype = MODELS["gpt"], torch.bfloat16
+    model: Any = towpath.shard(entry.make(dtype), strategy_of(label, SHAPE, outer=outer))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    batch = entry.micro_batch(dist.get_rank(), 0, 0, dtype)
+
+    def step() -> None:
+        entry.loss(model, *batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    cycles = _cycles_of(ASLEEP_SECONDS)
+    dist.barrier()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    torch.cuda._sleep(cycles)
+    step()
+    host = time.perf_counter() - began
+    torch.cuda.synchronize()
+    both = time.perf_counter() - began
+    if not waits:
+        assert host < BACK_SECONDS, f"the host was back after {host:.2f} s, the device after {both:.2f} s"
+    known = {"known": "the host waits here"} if waits else {}
+    return {"host_seconds": host, "device_seconds": both, **known}
+
+
+def _cycles_of(seconds: float) -> int:
+    """How long the device has to count."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch.cuda._sleep(10_000_000)
+    end.record()
+    torch.cuda.synchronize()
+    return int(10_000_000 * seconds * 1e3 / begin.elapsed_time(end))
+
+
+def no_call_waits_for_the_device(offload: Any) -> None:
+    """Under PyTorch's own check, which finds `.item()` and copies from memory that is not pinned."""
+    entry = MODELS["gpt"]
+    model: Any = towpath.shard(entry.make(torch.float32), "zero3", topology=SHAPE, offload=offload)
+    optimizer = optimizer_for(model)
+    inputs = entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)
+    try:
+        for step in range(4):
+            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+            entry.loss(model, *inputs).backward()
+            torch.cuda.set_sync_debug_mode("default")
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert towpath.stats(model).transfers
+
+
+def towpath_train_does_not_wait(folder: Path, offload_activations: bool) -> None:
+    """Only for the loss and the norm, by an event behind them, once the optimizer is enqueued."""
+    from towpath.engine import saved_activations
+    from towpath.train.config import Config, DataConfig
+    from towpath.train.data import corpus
+    from towpath.train.data.prepare import prepare
+    from towpath.train.job import init_distributed
+    from towpath.train.optimizers import can_skip_on_device
+    from towpath.train.trainer import Trainer
+
+    if dist.get_rank() == 0:
+        (folder / "text.txt").write_text("".join(f"the {i}th line says {i * i % 97}\n" for i in range(400)))
+        prepare(corpus.find(DataConfig(text=(str(folder / "text.txt"),))), "bytes", folder / "tokens")
+    dist.barrier()
+    sections: dict[str, dict[str, Any]] = {
+        "data": {"tokens": str(folder / "tokens")},
+        "model": {"width": 64, "depth": 4, "heads": 2},
+        "train": {"steps": 6, "batch": 16, "micro_batch": 4, "length": 64, "offload_activations": offload_activations},
+        "strategy": {"nodes": SHAPE.nodes, "ranks_per_node": SHAPE.ranks_per_node},
+    }
+    before, saved_activations._WINDOW_BYTES = saved_activations._WINDOW_BYTES, 1 << 18  # some of a pass
+    with init_distributed() as job, _restored(before):
+        training = Trainer(Config.from_dict(sections), job)
+        assert can_skip_on_device(training.optimizer, job.device)
+        for step in range(6):
+            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+            result = training.train_step()
+            assert result.loss > 0 and not result.skipped
+        torch.cuda.set_sync_debug_mode("default")
+        assert towpath.stats(training.model).transfers
+
+
+@contextmanager
+def _restored(window_bytes: int) -> Generator[None]:
+    from towpath.engine import saved_activations
+
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        saved_activations._WINDOW_BYTES = window_bytes
+
+
+def inference_keeps_no_events() -> dict[str, Any]:
+    """However many forward passes run without a step."""
+    import gc
+
+    torch.manual_seed(0)
+    model: Any = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(DEVICE), "zero3", topology=SHAPE)
+    x, held = torch.ones(1, 8, device=DEVICE), list[int]()
+    for count in (300, 1_500):
+        with torch.no_grad():
+            for _ in range(count):
+                model(x)
+        torch.cuda.synchronize()
+        towpath.stats(model)  # reads what the device has finished
+        gc.collect()
+        held.append(sum(isinstance(each, torch.cuda.Event) for each in gc.get_objects()))
+    assert held[1] <= held[0], held
+    return {"events": held[1]}
+
+
+# --- what a step tells ------------------------------------------------------------------------------------------------
+
+
+def seconds_of_transfers_are_counted() -> dict[str, Any]:
+    entry = MODELS["gpt"]
+    model: Any = towpath.shard(entry.make(torch.float32), "zero3", topology=SHAPE)
+    optimizer = optimizer_for(model)
+    inputs = entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)
+    before = towpath.stats(model)  # seconds are counted from here on
+    for _ in range(3):
+        entry.loss(model, *inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    done = towpath.stats(model).since(before)
+    assert done.transfers and all(t.seconds_in_flight > 0 for t in done.transfers), done
+    return {"exposed_seconds": done.seconds_exposed}
+
+
+def a_step_is_traced_in_the_order_of_its_stream() -> None:
+    """On one rank, where nothing is sent. A time is an event in a stream."""
+    from itertools import pairwise
+
+    from towpath import tracing
+    from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING
+
+    width, rows = (2048, 4096) if DEVICE.type == "cuda" else (64, 64)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]
+    model: Any = towpath.shard(nn.Sequential(*layers).to(DEVICE), "zero3")
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(rows, width, device=DEVICE)
+    for _ in range(3):
+        with tracing.trace(model) as trace:
+            model(x).square().mean().backward()
+            with trace.phase("optimizer"):
+                optimizer.step()
+            optimizer.zero_grad()
+    assert not [i for i in trace.intervals if i.track in (BETWEEN, INSIDE)]
+    computed = [i for i in trace.intervals if i.track in (COMPUTE, WAITING)]
+    assert {"forward 0", "backward 3", "optimizer"} <= {i.name for i in computed}
+    for one, following in pairwise(computed):
+        assert following.start_seconds >= one.end_seconds - 1e-6  # an event is true to half a microsecond
+    assert sum(i.seconds for i in computed) > 0
+
+
+def plans_for_what_it_measured(folder: Path) -> dict[str, Any]:
+    """`"auto"` measures the ranks and the model, chooses, and trains."""
+    os.environ["XDG_CACHE_HOME"] = str(folder)  # of profiles
+    entry = MODELS["gpt"]
+    workload = towpath.Workload(tokens=64)
+    model: Any = towpath.shard(entry.make(torch.float32), "auto", topology=SHAPE, workload=workload)
+    entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
+    return {"strategy": model.towpath_engine.strategy.name}

@@ -1,0 +1,326 @@
+"""Cases of how jobs start and end on a GPU. Each has processes of its own, which join by themselves.
+
+Some of them end by an abort, others might hang: none may be where other cases run.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import towpath
+from tests.gpu.case import BOTH, FOLDER, Case, join
+from tests.ranks.models import DEVICE
+from towpath.errors import StepError, TopologyError, TowpathError
+from towpath.pipeline import Compression, Pipeline, split
+from towpath.train.models.gpt import GPT, Shape
+
+ROOT = Path(__file__).parents[2]
+BATCH, LENGTH, VOCABULARY = 2, 6, 24
+
+
+def raises(kind: type[TowpathError], pattern: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except kind as error:
+        assert re.search(pattern, str(error)), f"expected {pattern!r} in: {error}"
+    else:
+        raise AssertionError(f"expected {kind.__name__}: {pattern}")
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+
+def _gpt(tied: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(5)
+    shape = Shape(vocabulary=VOCABULARY, width=16, depth=5, heads=2, kv_heads=1, hidden=24, tied=tied)
+    return GPT(shape).to(dtype)
+
+
+def _token_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _tokens(step: int, replica: int, micro_batches: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    return torch.randint(VOCABULARY, (micro_batches * BATCH, LENGTH), generator=generator).to(DEVICE)
+
+
+def tied_pipeline(folder: Path, bound: bool) -> dict[str, Any]:
+    """On three stages: the group of the two ends is no matter of the stage between them."""
+    join(folder, bound=bound)
+    return _train_pipeline(_gpt(tied=True), 3, (3, 1), "1F1B", 3, "ddp", Compression(), 1e-9)
+
+
+def interleaved_pipeline(folder: Path, codec: str, bound: bool) -> dict[str, Any]:
+    """Two stages on each rank, and two copies. With codecs of messages, gradients are near those of one process."""
+    join(folder, bound=bound)
+    compression = Compression(activations=codec) if codec else Compression()
+    # int8 moves what a stage receives by half a percent of its block's largest element, and each stage adds to that.
+    most, dtype = (0.15, torch.float32) if codec else (1e-9, torch.float64)
+    return _train_pipeline(_gpt(tied=False, dtype=dtype), 4, (2, 2), "Interleaved1F1B", 4, "zero1", compression, most)
+
+
+def _train_pipeline(
+    whole: nn.Module,
+    stages: int,
+    shape: tuple[int, int],
+    schedule: str,
+    micro_batches: int,
+    strategy: str,
+    compression: Compression,
+    most: float,
+) -> dict[str, Any]:
+    """Train three steps next to the whole model. Its weights are set to the pipeline's before each step."""
+    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("pp", "dp"))
+    parts = [stage.to(DEVICE) for stage in split(copy.deepcopy(whole), stages, example)]
+    pipeline = Pipeline(
+        parts,
+        strategy,
+        mesh=mesh,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        loss=_token_loss,
+        example=example,
+        compression=compression,
+    )
+    whole.to(DEVICE)
+    replica, copies = mesh.get_local_rank("dp"), shape[1]
+    optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
+    theirs = dict(whole.named_parameters(remove_duplicate=False))
+    worst = 0.0
+    for step in range(3):
+        ids = _tokens(step, replica, micro_batches)
+        loss = float(pipeline.step(ids, target=ids))
+        batches = [_tokens(step, r, micro_batches) for r in range(copies)]
+        losses = [_token_loss(whole(each), each) for each in batches]
+        (sum(losses[1:], losses[0]) / copies).backward()
+        worst = max(worst, abs(loss - losses[replica].item()) / losses[replica].item())
+        norms = [float(pipeline.clip_grad_norm_(1.0)), float(nn.utils.clip_grad_norm_(whole.parameters(), 1.0))]
+        worst = max(worst, abs(norms[0] - norms[1]) / norms[1])
+        found, right = list[Tensor](), list[Tensor]()
+        for module in pipeline.modules.values():
+            parameter: Any
+            for name, parameter in module.named_parameters():
+                assert parameter.grad is not None, name
+                found.append(parameter.grad.full_tensor().flatten())
+                right.append(theirs[name].grad.flatten())  # pyright: ignore[reportOptionalMemberAccess]
+        worst = max(worst, ((torch.cat(found) - torch.cat(right)).norm() / torch.cat(right).norm()).item())
+        assert worst <= most, f"{worst:.1e} from one process in step {step}, at most {most:.0e} expected"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"worst": worst}
+
+
+# --- how a job starts -------------------------------------------------------------------------------------------------
+
+
+def one_process_trains(folder: Path) -> None:
+    """`towpath.init()` without a launcher."""
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    device = towpath.init()
+    assert device.type == DEVICE.type and device == towpath.init()
+    model = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).to(device), "zero3")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs, losses = torch.randn(16, 8, device=device), []
+    for _ in range(10):
+        loss = (model(inputs) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0], losses
+
+
+def probes(folder: Path, bound: bool) -> dict[str, Any]:
+    """All ranks connect before some of them are probed: "auto" begins with messages between some ranks only."""
+    from towpath.auto.probe import probe
+
+    join(folder, bound=bound)
+    found = probe(towpath.Topology(2, 2), 1.0)
+    assert found.has("inter, one")
+    return {}
+
+
+def sharing_is_refused(folder: Path, backend: str) -> None:
+    join(folder, backend, own_host=False)
+    raises(TopologyError, "ranks 0 and 1 share a GPU", lambda: towpath.shard(nn.Linear(4, 4).cuda(), "zero3"))
+
+
+def a_model_the_group_cannot_carry_is_refused(folder: Path, backend: str, device: str) -> None:
+    join(folder, backend)
+    raises(
+        TopologyError,
+        r"the model is on .*towpath\.init\(\)",
+        lambda: towpath.shard(nn.Linear(4, 4).to(device), "zero3"),
+    )
+
+
+def host_buffers_are_broadcast(folder: Path) -> None:
+    """Where the group has NCCL alone."""
+    rank, _ = join(folder, "nccl")
+    model: Any = nn.Linear(4, 4).cuda()
+    model.register_buffer("on_host", torch.full((3,), rank, dtype=torch.int16))
+    model.register_buffer("on_gpu", torch.full((3,), rank, dtype=torch.int16, device="cuda"))
+    model = towpath.shard(model, "zero3")
+    assert not model.on_host.any() and not model.on_gpu.any()
+
+
+def example_runs(folder: Path, *arguments: str) -> None:
+    """Under torchrun, on one rank."""
+    script = (str(ROOT / "examples" / arguments[0]), *arguments[1:])
+    hidden = {} if DEVICE.type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", *script],
+        env={**environment, "XDG_CACHE_HOME": str(folder), **hidden},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "loss" in done.stdout, done.stdout
+
+
+# --- ranks that wait in vain ------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Runs those that it is told to; they have different sizes, so that other ranks' gathers never match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ModuleList(nn.Sequential(nn.Linear(8, 8 * (i + 1)), nn.Linear(8 * (i + 1), 8)) for i in range(3))
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:
+        return self.all[chosen](x)
+
+
+def _experts(folder: Path) -> tuple[Any, int, Tensor]:
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # else the watchdog may end the process before it raises
+    rank, world = join(folder)
+    torch.manual_seed(0)
+    model = towpath.shard(Experts().to(DEVICE), "zero3", topology=towpath.Topology(world, 1), units=[nn.Sequential])
+    return model, rank, torch.ones(1, 8, device=DEVICE)
+
+
+def different_units_are_told(folder: Path) -> None:
+    """While the hosts wait for a device that never gets there."""
+    model, rank, x = _experts(folder)
+
+    def run() -> None:
+        with torch.no_grad():
+            y = model(x, rank)
+            with suppress(RuntimeError):
+                y.sum().item()  # what the abort makes of it is no number to use
+            model(x, 0)
+
+    raises(StepError, "the ranks ran different units", run)
+    # A rank that leaves breaks the connection on which the other one is being told.
+    store = dist.FileStore(str(folder / "told"), 2)
+    store.set(str(rank), "")
+    store.wait(["0", "1"])
+    _leave()
+
+
+def a_peer_that_has_ended_is_told(folder: Path) -> None:
+    model, rank, x = _experts(folder)
+    model(x, 0).sum().backward()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    if rank == 1:
+        _leave()
+
+    def run() -> None:
+        with torch.no_grad():
+            y = model(x, 1)
+            with suppress(RuntimeError):
+                y.sum().item()
+            model(x, 1)
+
+    # gloo fails by itself, before anyone asks who has ended.
+    raises(StepError, "the process of rank 1 has ended" if DEVICE.type == "cuda" else "rank 1 .* was lost", run)
+    _leave()
+
+
+def _leave() -> None:
+    """What was aborted cannot be destroyed."""
+    print("{}", flush=True)
+    os._exit(0)
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+PIPELINES, ERRORS, AUTO = "pipelines", "start, and errors of dead or diverging ranks", "planner and auto"
+
+
+def _case(name: str, feature: str, run: Any, *args: Any, ranks: int | None = 2, **options: Any) -> Case:
+    given: dict[str, Any] = {"alone": True, "limit": 45.0} | options
+    return Case(name=name, feature=feature, run=run, args=(FOLDER, *args), ranks=ranks, **given)
+
+
+_BOUND = (("no bound device", False, ()), ("bound device", True, ("cuda",)))
+
+CASES = [
+    *(
+        _case(f"tied pipeline of three, {words}", PIPELINES, tied_pipeline, bound, ranks=3, needs=needs)
+        for words, bound, needs in _BOUND
+    ),
+    _case("different units are told", ERRORS, different_units_are_told),
+    _case("a peer that has ended is told", ERRORS, a_peer_that_has_ended_is_told),
+    *(
+        _case(
+            f"Interleaved1F1B, {codec or 'lossless'}, {words}",
+            PIPELINES,
+            interleaved_pipeline,
+            codec,
+            bound,
+            ranks=4,
+            needs=needs,
+        )
+        for codec in ("int8", "")
+        for words, bound, needs in _BOUND
+    ),
+    *(_case(f"probe 2x2, {words}", AUTO, probes, bound, ranks=4, needs=needs) for words, bound, needs in _BOUND),
+    *(
+        _case(f"sharing a GPU is refused, {backend}", ERRORS, sharing_is_refused, backend, needs=("cuda",))
+        for backend in (BOTH, "nccl")
+    ),
+    *(
+        _case(
+            f"{device} under {backend} is refused",
+            ERRORS,
+            a_model_the_group_cannot_carry_is_refused,
+            backend,
+            device,
+            needs=("cuda",),
+        )
+        for backend, device in (("nccl", "cpu"), ("gloo", "cuda"))
+    ),
+    _case("buffers on the host, NCCL alone", ERRORS, host_buffers_are_broadcast, needs=("cuda",)),
+    _case("one process initializes and trains", ERRORS, one_process_trains, ranks=1),
+    *(
+        # They start processes of their own, next to other cases.
+        _case(f"{arguments[0]} under torchrun", ERRORS, example_runs, *arguments, ranks=None, alone=False, limit=120.0)
+        for arguments in (
+            ("train.py", "zero3", "3"),
+            ("codec.py", "10"),
+            ("resnet.py", "paro-iig", "5"),
+            ("meta_device.py", "2"),
+        )
+    ),
+]
