@@ -29,9 +29,9 @@ from typer.testing import CliRunner
 from towpath import checkpoint
 from towpath.checkpoint import State, safe_open
 from towpath.checkpoint.safetensors import INDEX
+from towpath.checkpoint.weights import Safetensors
 from towpath.cli.main import app
 from towpath.errors import CheckpointError
-from towpath.train.models.bundle import Safetensors
 
 FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
 GIB = 1 << 30
