@@ -285,9 +285,9 @@ def build(
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
     shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     watch_optimizers()
+    materialise_buffers(model, comm.device, starts)
     if groups.chosen is not None:
         move_all_but_parameters(model, groups.chosen)
-    materialise_buffers(model, comm.device, starts)
     units = [
         _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
     ]

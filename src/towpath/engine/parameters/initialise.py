@@ -257,20 +257,17 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def move_all_but_parameters(model: nn.Module, device: torch.device) -> None:
     """Move buffers to `device` as `model.to(device)` does, and what modules move besides, such as metrics."""
     hidden = [
-        (module, kind, {name: tensor for name, tensor in kind.items() if tensor is not None})
+        (module, name, parameter)
         for module in model.modules()
-        for kind in (_parameters(module), module._buffers)  # pyright: ignore[reportPrivateUsage]
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     ]
-    for module, kind, tensors in hidden:
-        apart = [n for n, t in tensors.items() if kind is _parameters(module) or t.device.type == "meta"]
-        kind.update(dict.fromkeys(apart))
+    for module, name, _ in hidden:
+        _parameters(module)[name] = None
     try:
         model.to(device)
     finally:
-        for module, kind, tensors in hidden:
-            for name, tensor in tensors.items():
-                if kind[name] is None:
-                    setattr(module, name, tensor)  # a recurrent module notes its weights
+        for module, name, parameter in hidden:
+            setattr(module, name, parameter)  # a recurrent module keeps a list of them, too
 
 
 def materialise_buffers(model: nn.Module, device: torch.device, starts: bool) -> None:
