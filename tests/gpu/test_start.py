@@ -71,6 +71,27 @@ def _train_alone(rank: int, world: int, meeting: str) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_a_model_in_host_memory_is_moved_unit_by_unit(tmp_path: Path) -> None:
+    """Only rank 0 has it. No rank ever has all of it on its GPU."""
+    _spawn(2, tmp_path, _move)
+
+
+def _move(rank: int, world: int, meeting: str) -> None:
+    _join(rank, world, meeting)
+    device = torch.device("cuda", 0)
+    with torch.device("meta" if rank else "cpu"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024)) for _ in range(32)))
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    towpath.shard(nn.Sequential(nn.Linear(8, 8)), "zero3", topology=towpath.Topology(1, 2), device=device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = towpath.shard(model, "zero3", topology=towpath.Topology(1, 2), device=device)
+    assert torch.cuda.max_memory_allocated() - before < 1.3 * whole  # shards, their gradients, and a few units
+    assert {t.device for t in (*model.parameters(), *model.buffers())} == {device}
+    model(torch.randn(4, 1024, device=device)).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("train.py", "zero3", "3"), ("resnet.py", "paro-iig", "5"), ("codec.py", "10"), ("meta_device.py", "2")],
