@@ -4,15 +4,16 @@
 
 Two ranks load a Llama with random weights from safetensors files in bf16, and shard it in fp32. They then run one
 forward and backward pass. The peak is the kernel's (VmHWM in /proc/self/status), above the level before loading. It
-includes the pages of the files that a rank has read, which the kernel may drop, and our peaks include the memory for
-gradients from the start. "without file pages" is sampled (RssAnon), every 2 ms.
+includes the pages of the files that a rank has read, which the kernel may drop. "without file pages" is sampled
+(RssAnon), every 2 ms.
 
-    trainer, rank 0       Trainer, and `from_pretrained(…, device_map="cpu" if rank == 0 else "meta")`
-    trainer, folder       Trainer, `device_map="meta"` on every rank, and `Sharding("zero3", values=folder)`
-    trainer, every rank   Trainer, and `from_pretrained(…)` on every rank
-    fsdp2, rank 0         `fully_shard`, filled by the function with which Accelerate serves `cpu_ram_efficient_loading`
-    fsdp2, files          `fully_shard`, filled by torch.distributed.checkpoint's HuggingFaceStorageReader
+    trainer, rank 0      Trainer; rank 0 loads, the meta device elsewhere
+    trainer, folder      Trainer; Sharding(values=folder), meta everywhere
+    trainer, every rank  Trainer; every rank loads
+    fsdp2, rank 0        fully_shard(); rank 0 loads, meta elsewhere
+    fsdp2, files         fully_shard(); HuggingFaceStorageReader
 
+To load is `from_pretrained()`. `fsdp2, rank 0` is filled by the function of Accelerate for `cpu_ram_efficient_loading`.
 Accelerate itself ignores its FSDP plugin on CPU ranks, so the peers are `fully_shard` and these functions.
 """
 

@@ -273,11 +273,11 @@ def build(
     others = [plan_unit(phase, layout.spec, precision, comm.form) for phase in later for layout in layouts]
     comm.share(strategy, [*plans, *others])
     is_real = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    if not is_real:
-        add_reset_parameters(model)
     # Where rank 0 has all values, the models of the other ranks may be on the meta device, and need no values.
     root_is_real = job.gather_objects(is_real)[0]
     starts = job.rank == 0 or not root_is_real
+    if starts and not is_real:
+        add_reset_parameters(model)
     if values is None:
         source = FromModel(groups, mesh, comm.device, job, starts)
     else:
