@@ -30,6 +30,7 @@ SUITES = {
     "exact_bytes": ("exact_bytes", "what exact transport sends when a GPT trains on text"),
     "exact_kernels": ("exact_kernels", "the exact codecs against a copy of memory and zstd"),
     "memory": ("memory", "peak memory of starting a model of a billion parameters, and of a memory limit"),
+    "loading": ("loading", "peak memory of ranks that load a Hugging Face model, against FSDP2"),
     "planner": ("planner", "predicted against measured steps, and the cost of the planner's choice"),
     "pipeline_planner": ("pipeline_planner", "predicted against measured steps of pipelines"),
     "pipeline": ("pipeline", "pipelines against PyTorch's with DDP stages, and what compression wins"),

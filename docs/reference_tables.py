@@ -1,4 +1,4 @@
-"""Generated tables of docs/reference/ and docs/guides/choose-a-strategy.md: commands, TOML keys, strategies, errors.
+"""Generated tables of docs/reference/ and docs/guides/: commands, TOML keys, strategies, errors, shipped clusters.
 
 Commands come from their `--help`, and TOML keys from what `towpath train --print-config` prints.
 """
@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import takewhile
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
@@ -22,7 +24,7 @@ from towpath.cli import main
 from towpath.core import presets
 from towpath.core.schedule import schedule
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
-from towpath.planner.catalog import describe_model, load_cluster
+from towpath.planner.catalog import describe_model, load_cluster, shipped_clusters
 from towpath.planner.cluster import GIB
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
@@ -208,7 +210,43 @@ def error_table() -> str:
     return figures.table(("error", "is a", "meaning"), rows)
 
 
+# Clusters -------------------------------------------------------------------------------------------------------------
+
+
+def clusters() -> str:
+    """Return every shipped cluster. What it is comes from the first sentence of its file."""
+    folder = figures.ROOT / "src/towpath/planner/clusters"
+    headings = (
+        "name",
+        "GPUs and links",
+        "nodes × ranks",
+        "GiB a rank",
+        "GB/s inside, a rank",
+        "Gbit/s between, a node",
+    )
+    return figures.table(headings, (_cluster(name, folder / f"{name}.toml") for name in shipped_clusters()))
+
+
+def _cluster(name: str, file: Path) -> Sequence[str]:
+    comment = " ".join(line.removeprefix("# ") for line in takewhile(_is_comment, file.read_text().splitlines()))
+    made = load_cluster(name)
+    links = made.hardware
+    return (
+        f"`{name}`",
+        comment.partition(". ")[0],
+        f"{made.topology.nodes} × {made.topology.ranks_per_node}",
+        f"{made.memory / GIB:.3g}",
+        f"{links.intra.rate / 1e9:.3g}",
+        f"{links.inter.rate * 8 / 1e9:.3g}",
+    )
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")
+
+
 TABLES = {
+    "clusters": clusters,
     "commands": partial(commands, ""),
     "planning-commands": partial(commands, "planning"),
     "measuring-commands": partial(commands, "measuring"),

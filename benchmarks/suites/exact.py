@@ -6,9 +6,9 @@ Two nodes of two ranks train in bf16. Blocks compute, or wait and replay recorde
 are few: strategies with exact transport, one without, and the peers that were the fastest in the suite `strategies`.
 Bits per element between nodes are next to each speed-up, because they depend on the learning rate and the step.
 
-At a ratio, links are slow enough that FSDP2's communication takes as many times the computation. The case at 200 mbit is
-README's. Cases `unshaped` have links as fast as the machine allows. There exact transport costs time, and "auto" has to leave it off. `python -m
-benchmarks report exact` has the means over the ratios.
+At a ratio, links are slow enough that FSDP2's communication takes as many times the computation. The case at 200 mbit
+is README's. Cases `unshaped` have links as fast as the machine allows. There exact transport costs time, and "auto" has
+to leave it off. `python -m benchmarks report exact` has the means over the ratios.
 """
 
 from __future__ import annotations

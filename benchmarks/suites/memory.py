@@ -256,7 +256,7 @@ def unit_elements(model: Any) -> list[int]:
 def check(model: Any, values: Callable[[str, int, int], torch.Tensor]) -> None:
     """Check that every shard has its values."""
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.to_local(), values(name, *parameter.span.bounds())), name
+        assert torch.equal(parameter.to_local(), values(name, *parameter.shard_spec.bounds())), name
 
 
 def watched(work: Callable[[], Made]) -> tuple[Made, int, int]:

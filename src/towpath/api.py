@@ -7,16 +7,19 @@ follows a call from here down to a collective.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Never, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from towpath.checkpoint.weights import Safetensors
 from towpath.collectives.rank_transfer import form_for
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
@@ -69,7 +72,8 @@ def shard(
     precision: Precision | Dtype | MixedPrecisionPolicy | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
-    values: Values | None = None,
+    device: torch.device | str | None = None,
+    values: Values | str | Path | None = None,
     workload: Workload | None = None,
     offload: Offload | None = None,
     exact: bool | None = None,
@@ -80,10 +84,12 @@ def shard(
     """Shard `model` in place and return it. Every rank of the process group must call it with the same arguments.
 
     Afterwards the parameters are `ShardTensor`s. Make the optimizer from `model.parameters()`, and train as before.
-    Rank 0 broadcasts its parameters and buffers, so all ranks start with its values (unless `values` is given).
+    Rank 0 broadcasts its parameters and buffers, so all ranks start with its values (unless `values` is given). The
+    models of the other ranks may be on the meta device.
 
     Args:
-        model: The model, on the device that it trains on, or on the meta device to save memory.
+        model: The model, on the device that it trains on, or on the meta device to save memory. With `device`, it may
+            be on any.
         strategy: A preset's name such as "zero3", a `Strategy`, or "auto". "auto" takes the strategy that the planner
             ranks first for this cluster and for `workload`. It measures the cluster once.
         topology: The number of nodes and of ranks per node. Detected by default. Pass it to group ranks differently.
@@ -96,8 +102,11 @@ def shard(
         group: The data-parallel process group. By default, all ranks. Use it with other kinds of parallelism.
         mesh: The same as a DeviceMesh, instead of `group`. In a mesh of two dims (replicate, shard), each row is a node
             of the topology. "mics" then shards over the second dim, as FSDP2 does.
-        values: `values(name, start, end)` returns the initial elements [start, end) of the parameter `name` as a 1-D
-            tensor. It raises KeyError for an unknown name. By default, rank 0's model has the values. Use it to load a
+        device: The device to train on, where the model is moved unit by unit. By default, the model's. Use it for a
+            model that fits in the host's memory, but not on one GPU.
+        values: The initial values: a folder or file of safetensors with the model's names, such as Hugging Face's. Or a
+            function: `values(name, start, end)` returns the elements [start, end) of the parameter `name` as a 1-D
+            tensor, and raises KeyError for an unknown name. By default, rank 0's model has the values. Use it to load a
             large model, because each rank then reads only the elements that it holds. If it fails on one rank, all
             ranks raise, and the model must be built again.
         workload: What a step computes, and in how much memory. Required by "auto", and refused otherwise.
@@ -121,12 +130,22 @@ def shard(
         StrategyError: The strategy is unknown, or does not fit the model or the precision.
         TopologyError: The topology does not fit the process group, or the group cannot use the model's device.
         PlanError: No strategy fits `workload` (with "auto").
+        ConfigError: The files of `values` are of another model.
+        CheckpointError: The files of `values` are damaged.
         TypeError: An argument does not exist.
     """
     if theirs:
         check_arguments(theirs, inspect.signature(shard).parameters)
     changes = _Changes(offload, exact, outer)
-    return _shard(model, strategy, topology, units, precision, group, mesh, values, workload, changes, check_every)
+    home = None if device is None else _located(device)
+    return _shard(
+        model, strategy, topology, units, precision, group, mesh, home, values, workload, changes, check_every
+    )
+
+
+def _located(device: torch.device | str) -> torch.device:
+    found = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +186,8 @@ def _shard(
     precision: Precision | Dtype | MixedPrecisionPolicy | None,
     group: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
-    values: Values | None,
+    device: torch.device | None,
+    values: Values | str | Path | None,
     workload: Workload | None,
     changes: _Changes,
     check_every: int,
@@ -176,7 +196,7 @@ def _shard(
     check_process_group()
     if mesh is not None:
         group, topology = _of_mesh(mesh, group, topology)
-    groups = Groups(group)
+    groups = Groups(group, chosen=device)
     check_devices(groups, device_of_parameters(model.parameters(), groups))
     groups.connect()
     detects = topology is None and not isinstance(strategy, Strategy)
@@ -195,9 +215,12 @@ def _shard(
         else:
             lines += ["strategy auto", f"{workload}", f"{topology}", f"{changes}"]
         source = "the model has" if values is None else "values= gives"
-        lines += [f"{precision}", f"values as {source} them", *_environment(groups, check_every)]
+        home = device_of(layouts, groups).type
+        lines += [f"{precision}", f"values as {source} them, on {home}", *_environment(groups, check_every)]
+        if isinstance(values, (str, Path)):
+            values = _values_in(values, layouts)
         # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
-        lines += describe(model, layouts)
+        lines += describe(model, layouts, groups)
     if chosen is None:
         from towpath.auto.choice import choose_for  # imported here, because it also imports what traces a model
 
@@ -221,13 +244,22 @@ def _shard(
     return model
 
 
+def _values_in(path: str | Path, layouts: list[UnitLayout]) -> Values:
+    """Return the values of the model in safetensors files, after checking names and shapes."""
+    weights = Safetensors(path)
+    places = [place for unit in layouts for bucket in unit.buckets for place in bucket.places]
+    shapes = {tuple(place.names): tuple(place.parameter.shape) for place in places}
+    weights.check(shapes, ignored=re.compile(""))  # the files may hold more
+    return weights.values
+
+
 def _island_of(job: Groups, strategy: Strategy) -> Groups:
     """Return the groups of this rank's island, or `job` if there is only one. Every rank must call it."""
     if strategy.islands == 1:
         return job
     world = strategy.topology.world
     islands = tuple(tuple(range(first, first + world)) for first in range(0, job.world, world))
-    island = Groups(job.of(islands, "island"), first=job.rank // world * world)
+    island = Groups(job.of(islands, "island"), job.rank // world * world, job.chosen)
     island.connect()
     return island
 

@@ -43,7 +43,7 @@ from towpath.train.models.gpt import GPT, Shape
 
 CONFIDENCE = 0.95
 COMPUTE = "compute only"
-STRATEGIES = ("zero3", "mics", "paro-ngg", "zero++")
+STRATEGIES = ("zero3", "mics", "paro-iig", "zero++")
 PEERS = ("fsdp2", "hsdp", "hsdp reshard=no", "torch-ddp")
 HEAD_WIDTH = 64
 # Width, blocks and vocabulary by name.

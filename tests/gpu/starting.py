@@ -147,6 +147,25 @@ def one_process_trains(folder: Path) -> None:
     assert losses[-1] < losses[0], losses
 
 
+def a_model_in_host_memory_is_moved_unit_by_unit(folder: Path) -> dict[str, Any]:
+    """Only rank 0 has it. No rank ever has all of it on its GPU."""
+    rank, world = join(folder)
+    topology, device = towpath.Topology(1, world), torch.device("cuda", 0)
+    with torch.device("meta" if rank else "cpu"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024)) for _ in range(32)))
+    full_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    towpath.shard(nn.Sequential(nn.Linear(8, 8)), "zero3", topology=topology, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = towpath.shard(model, "zero3", topology=topology, device=device)
+    share = (torch.cuda.max_memory_allocated() - before) / full_bytes
+    assert share < 1.3, f"{share:.2f} of the model, at most 1.3 expected: shards, their gradients, and a few units"
+    assert {t.device for t in (*model.parameters(), *model.buffers())} == {device}
+    model(torch.randn(4, 1024, device=device)).square().mean().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return {"share_of_model": share}
+
+
 def probes(folder: Path, bound: bool) -> dict[str, Any]:
     """All ranks connect before some of them are probed: "auto" begins with messages between some ranks only."""
     from towpath.auto.probe import probe
@@ -312,6 +331,12 @@ CASES = [
         for backend, device in (("nccl", "cpu"), ("gloo", "cuda"))
     ),
     _case("buffers on the host, NCCL alone", ERRORS, host_buffers_are_broadcast, needs=("cuda",)),
+    _case(
+        "a model in host memory is moved unit by unit",
+        "strategies and placements",
+        a_model_in_host_memory_is_moved_unit_by_unit,
+        needs=("cuda",),
+    ),
     _case("one process initializes and trains", ERRORS, one_process_trains, ranks=1),
     *(
         # They start processes of their own, next to other cases.

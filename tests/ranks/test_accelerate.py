@@ -561,3 +561,31 @@ def _sharded_before() -> None:
         model = towpath.shard(Net(), "zero3")
         for _ in range(2):
             assert accelerator.prepare(model) is model
+
+
+def test_ranks_on_the_meta_device_train_as_the_others(world: Worlds) -> None:
+    """Their optimizers are made before the model has any values."""
+    world(2).run(_prepared_from_meta)
+
+
+def _prepared_from_meta() -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched() as rank:
+        losses: list[list[float]] = []
+        for device in ("cpu", "meta" if rank else "cpu"):
+            accelerator: Any = Accelerator(strategy="zero3", cpu=True)
+            torch.manual_seed(0)
+            with torch.device(device):
+                model = Net()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            losses.append([])
+            for _ in range(2):
+                loss = model(torch.ones(2, WIDTH)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[-1].append(loss.item())
+        assert losses[0] == losses[1]
+        assert losses[0][0] != losses[0][1]

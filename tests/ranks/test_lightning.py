@@ -268,3 +268,23 @@ def _stock(folder: Path) -> None:
         for work in ("fit", "validate"):
             with pytest.raises(ShardError, match=r"towpath\.integrations\.lightning"):
                 getattr(_trainer("ddp", folder), work)(module, _rows())
+
+
+def test_a_module_may_have_its_values_on_rank_0_only(world: Worlds, tmp_path: Path) -> None:
+    """Configured inside the Trainer, as users do where the model is large."""
+    assert max(world(2).run(_configured_on_rank_0, tmp_path)) <= 1e-9
+
+
+def _configured_on_rank_0(folder: Path) -> float:
+    with launched() as rank:
+
+        class Late(type(_module())):  # type: ignore[misc]
+            def configure_model(self) -> None:
+                torch.manual_seed(0)
+                with torch.device("meta" if rank else "cpu"):
+                    self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)).double()
+
+        plain, ours = _module(), Late().double()
+        for strategy, module in (("ddp", plain), ("towpath", ours)):
+            _trainer(strategy, folder, steps=2).fit(module, _rows())
+        return _differences(_values(ours), _values(plain))

@@ -197,11 +197,30 @@ def _for_lora(_: Path) -> dict[str, Any]:
     return {"model": model, "topology": towpath.Topology(1, 2), "towpath": Smaller()}
 
 
+def _for_large_models(folder: Path) -> dict[str, Any]:
+    """A saved model of transformers, in bf16."""
+    import lightning.pytorch as pl
+
+    from tests.ranks import test_trainer
+
+    if dist.get_rank() == 0:
+        test_trainer._model().to(torch.bfloat16).save_pretrained(folder)
+    dist.barrier()
+    rows = test_trainer._rows(16)
+    return {
+        **_for_lightning(folder),
+        "lightning": pl,
+        "rows": rows,
+        "loader": torch.utils.data.DataLoader(rows, batch_size=2),  # pyright: ignore[reportArgumentType]
+    }
+
+
 AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "accelerate": _plain,
     "trainer": _for_trainer,
     "lightning": _for_lightning,
     "peft": _for_peft,
+    **dict.fromkeys(("large-trainer", "large-accelerate", "large-lightning", "hugging-face"), _for_large_models),
     "data": _for_data,
     "dcp": _for_checkpoints,
     "pipeline": _for_pipeline,

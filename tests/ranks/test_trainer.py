@@ -482,3 +482,51 @@ def _stock(folder: Path) -> None:
             for work in (trainer.train, trainer.evaluate):
                 with pytest.raises(ShardError, match=r"towpath\.integrations\.transformers\.Trainer\(…, strategy="):
                     work()
+
+
+# --- large models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["rank 0", "folder"])
+def test_a_model_on_the_meta_device_trains_as_a_loaded_one(world: Worlds, tmp_path: Path, how: str) -> None:
+    """With tied weights, and with rotary frequencies that no file has. A model in bf16 files has fp32 masters."""
+    assert max(world(2).run(_trained_from_meta, how, tmp_path)) <= 1e-5
+
+
+def _trained_from_meta(how: str, folder: Path) -> float:
+    from transformers import AutoModelForCausalLM
+
+    def load(device: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32, device_map=device)
+
+    with launched() as rank:
+        if rank == 0:
+            config = _model().config
+            config.tie_word_embeddings = True
+            type(_model())(config).to(torch.bfloat16).save_pretrained(folder / "saved", max_shard_size="2KB")
+        dist.barrier()
+        plain = _trainer(None, folder, load("cpu"), steps=2)
+        sharding = Sharding("zero3", values=folder / "saved") if how == "folder" else "zero3"
+        ours = _trainer(sharding, folder, load("meta" if rank or how == "folder" else "cpu"), steps=2)
+        for trainer in (plain, ours):
+            trainer.train()
+        assert ours.model.lm_head.weight is ours.model.model.embed_tokens.weight
+        assert {p.dtype for p in ours.model.parameters()} == {torch.float32}
+        for name, buffer in ours.model.named_buffers():
+            assert torch.equal(buffer, plain.model.get_buffer(name)), name
+        found, expected = _whole(ours), _whole(plain)
+        return _differences(found, expected) if rank == 0 else 0.0
+
+
+def test_values_and_another_folder_to_resume_from_are_refused(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_resume_elsewhere, tmp_path)
+
+
+def _resume_elsewhere(folder: Path) -> None:
+    with launched():
+        plain = _trainer(None, folder, steps=1, save_strategy="steps", save_steps=1)
+        plain.train()
+        dist.barrier()
+        ours = _trainer(Sharding("zero3", values=folder), folder)
+        with pytest.raises(ShardError, match="checkpoint-1"):
+            ours.train(resume_from_checkpoint=str(folder / "checkpoint-1"))

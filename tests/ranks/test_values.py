@@ -5,19 +5,24 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import towpath
-from tests.ranks.models import MODELS, TiedGPT
+from tests.ranks.models import MODELS, GPTBlock, TiedGPT
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, strategy_of
 from towpath import Topology, errors
@@ -227,3 +232,159 @@ def _drawn(device: str, seeds: list[int]) -> list[Tensor]:
     model = parallelize_module(model, mesh["tp"], SPLIT)
     towpath.shard(model, "zero3", topology=Topology(1, 2), group=mesh["dp"].get_group())
     return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+# --- a model that only rank 0 holds -----------------------------------------------------------------------------------
+
+
+class Bare(TiedGPT):
+    """Modules that cannot initialize themselves: a parameter and buffers without `reset_parameters`."""
+
+    def __init__(self, layers: int = 2, width: int = 12) -> None:
+        super().__init__(layers, width)
+        self.gain = nn.Parameter(torch.randn(width))
+        self.register_buffer("kept", torch.randn(3))
+        self.register_buffer("angles", torch.randn(5), persistent=False)
+
+
+@labels
+def test_ranks_on_the_meta_device_take_rank_0s_values(world: Worlds, label: str) -> None:
+    world(4).run(_take_rank_0s, label)
+
+
+def _take_rank_0s(label: str) -> None:
+    torch.manual_seed(3)
+    whole = Bare()
+    torch.manual_seed(3)
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        made = Bare()
+    model: Any = towpath.shard(made, strategy_of(label, SHAPE))
+    assert model.head.weight is model.tokens.weight
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), whole.get_parameter(name)), name
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes in host memory of tensors that are computed inside and alive, and the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:  # a ShardTensor has no memory
+                storage: Any = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._known.add(storage._cdata)
+                    self._add(storage.nbytes())
+                    weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
+        return out
+
+    def _add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+    def _remove(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("how", ["rank 0", "folder"])
+def test_no_rank_holds_more_than_a_unit_beyond_its_shards(world: Worlds, tmp_path: Path, how: str) -> None:
+    """Memory for gradients and for unsharded units counts, too. What rank 0 has loaded is freed unit by unit."""
+    for rank, (most, shards, unit, whole) in enumerate(world(2).run(_watch_loading, how, tmp_path)):
+        loaded = whole if how == "rank 0" and rank == 0 else 0
+        assert most <= max(loaded, 2 * shards) + 4 * unit
+        assert whole > 15 * unit
+
+
+def _watch_loading(how: str, folder: Path) -> tuple[int, int, int, int]:
+    def make() -> nn.Module:
+        return TiedGPT(layers=16, width=64)
+
+    if how == "folder":
+        if dist.get_rank() == 0:
+            save_file(_distinct(make()), folder / "model.safetensors")
+        dist.barrier()
+    live = LiveBytes()
+    with live:
+        values = folder if how == "folder" else None
+        with torch.device("meta" if values or dist.get_rank() else "cpu"):
+            model = make()
+        sharded: Any = towpath.shard(model, "zero3", topology=Topology(1, 2), units=[GPTBlock], values=values)
+    unit = max(4 * sum(bucket.plan.numel for bucket in unit.buckets) for unit in sharded.towpath_engine.units)
+    whole = sum(p.numel() for p in sharded.parameters()) * 4
+    shards = sum(p.to_local().numel() for p in sharded.parameters()) * 4
+    return live.most, shards, unit, whole
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _distinct(model: nn.Module) -> dict[str, Tensor]:
+    """A state dict whose tied parameters have one name, as safetensors wants it."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@labels
+def test_a_folder_of_safetensors_gives_the_values(world: Worlds, tmp_path: Path, label: str) -> None:
+    save_file(_whole(), tmp_path / "model.safetensors")
+    world(4).run(_read_folder, label, tmp_path)
+
+
+def _read_folder(label: str, folder: Path) -> None:
+    model: Any = towpath.shard(_from("meta"), strategy_of(label, SHAPE), values=str(folder))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), _whole()[name]), name
+
+
+def test_files_of_another_model_are_refused_on_all_ranks(world: Worlds, tmp_path: Path) -> None:
+    save_file({**_whole(), "norm.weight": torch.zeros(2, 6)}, tmp_path / "model.safetensors")
+    for message in world(2).run(_refuse_folder, tmp_path):
+        assert "norm.weight" in message
+        assert "2×6" in message
+
+
+def test_a_missing_folder_on_one_rank_is_raised_on_all(world: Worlds, tmp_path: Path) -> None:
+    save_file(_whole(), tmp_path / "model.safetensors")
+    for message in world(2).run(_refuse_folder, tmp_path, tmp_path / "absent"):
+        assert "absent" in message
+
+
+def _refuse_folder(folder: Path, second: Path | None = None) -> str:
+    with pytest.raises(errors.TowpathError) as caught:
+        given = second if second is not None and dist.get_rank() == 1 else folder
+        towpath.shard(_from("meta"), "zero3", topology=Topology(1, 2), values=given)
+    return str(caught.value)
+
+
+# --- another device ---------------------------------------------------------------------------------------------------
+
+
+class Metric(nn.Module):
+    """Has a tensor that is no buffer, as the metrics of torchmetrics have, and moves it along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.total = fn(self.total)
+        return super()._apply(fn, recurse)
+
+
+def test_a_model_is_moved_to_the_device_as_it_is_sharded() -> None:
+    """The meta device stands for a GPU: this is one rank without a process group."""
+    model: Any = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    model.norm, model.rnn, model.metric = nn.BatchNorm1d(4), nn.LSTM(4, 4), Metric()
+    weight = model.blocks[0].weight
+    towpath.shard(model, "ddp", device="meta")
+    assert model.blocks[0].weight is weight
+    tensors = [*model.parameters(), *model.buffers(), *model.rnn._flat_weights, model.metric.total]
+    assert {t.device.type for t in tensors} == {"meta"}

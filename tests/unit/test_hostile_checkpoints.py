@@ -29,9 +29,9 @@ from typer.testing import CliRunner
 from towpath import checkpoint
 from towpath.checkpoint import State, safe_open
 from towpath.checkpoint.safetensors import INDEX
+from towpath.checkpoint.weights import Safetensors
 from towpath.cli.main import app
 from towpath.errors import CheckpointError
-from towpath.train.models.bundle import Safetensors
 
 FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
 GIB = 1 << 30
@@ -443,6 +443,25 @@ def test_bad_folders_do_not_stop_the_search_and_one_that_was_named_is_an_error(
     for command in (["checkpoint", "ls", str(root), "--json"], ["checkpoint", "verify", str(root)]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1 and "is a pipe" in result.stdout
+
+
+def test_verify_reads_nothing_outside_the_folder(folder: Path, tmp_path: Path) -> None:
+    """A link to a checkpoint, and a file of one that is a link, are refused with the words of loading."""
+    elsewhere = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
+    tensors = next(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    tensors.unlink()
+    tensors.symlink_to(elsewhere / tensors.name)
+    (folder.parent / "step-000102").symlink_to(elsewhere)
+
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(folder.parent, Case().state)
+    result = CliRunner().invoke(app, ["checkpoint", "verify", str(folder.parent), "--json"])
+    assert result.exit_code == 1
+    problems = [row["problem"] for row in json.loads(result.stdout)]
+    assert len(problems) == 2
+    for problem in problems:
+        assert "is a symbolic link" in problem
+        assert problem in str(caught.value)
 
 
 def test_nothing_is_unpickled(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,20 +144,41 @@ def test_what_takes_long_tells_how_much_is_done(monkeypatch: pytest.MonkeyPatch)
     assert set(said) == {"Simulating True", "Explaining True", "Planning True"}
 
 
-def test_what_does_not_fit_is_said_with_the_part_that_is_too_much() -> None:
-    output = told("explain", "ddp", "zero3", *SIDES)
+def test_what_does_not_fit_is_said_with_its_parts() -> None:
+    output = " ".join(told("explain", "ddp", "zero3", *SIDES).split())
 
-    assert re.search(r"ddp does not fit: [\d.]+ GiB more than the 31\.0 GiB of a rank, most\s+of it optimizer", output)
+    assert re.search(
+        r"ddp does not fit: [\d.]+ GiB more than the 31\.0 GiB of a rank\. It needs [\d.]+ GiB for", output
+    )
 
 
-def test_where_nothing_fits_the_exit_code_is_1_and_the_message_names_what_would_help(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_explain_suggests_the_offload_with_which_a_strategy_fits() -> None:
+    model = ("--model", "llama-7b", "--cluster", "p4d", "--nodes", "1")
+    output = " ".join(told("explain", "zero3", *model, "--memory", "30").split())
+    suggested = re.search(r"With --offload (\S+) it would fit", output)
+    assert suggested is not None
+    offloaded = told("explain", "zero3", *model, "--memory", "30", "--offload", suggested[1])
+    assert "does not fit" not in offloaded
+
+
+@pytest.mark.parametrize("case", [("llama-65b", "two-desktops", "1"), ("llama-13b", "ethernet-25g", "2")])
+def test_where_nothing_fits_the_message_names_parts_and_what_helps(
+    case: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = main._run(["plan", "llama-65b", "--cluster", "two-desktops", "--batch", "8"])
-
+    """The largest parts come first. An offload is suggested if the model fits with it, and only then."""
+    model, cluster, nodes = case
+    arguments = ["plan", model, "--cluster", cluster, "--nodes", nodes, "--batch", "64"]
+    assert main._run(arguments) == 1
     message = capsys.readouterr().err
-    assert status == 1
-    assert re.search(r"nothing fits into 22\.0 GiB a rank: .* too many, most of it optimizer .*--nodes \d+", message)
+    needed = float(re.search(r"with ([\d.]+) GiB", message)[1])  # type: ignore[index]
+    sizes = [float(size) for size in re.findall(r"([\d.]+) GiB for", message)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert needed / 2 < sum(sizes) <= needed + 0.1
+    assert re.search(r"--nodes \d+", message)
+    suggested = re.search(r"--offload (\S+), with which it fits", message)
+    assert (suggested is not None) == (model == "llama-13b")
+    if suggested is not None:
+        assert main._run([*arguments, "--offload", suggested[1]]) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
+from towpath.checkpoint.safetensors import INDEX
+from towpath.checkpoint.weights import Safetensors
 from towpath.errors import CheckpointError, ConfigError, TowpathError
 from towpath.train.config import ModelConfig
 from towpath.train.models import bundle
-from towpath.train.models.bundle import INDEX, Safetensors, build_model
+from towpath.train.models.bundle import build_model
 from towpath.train.models.gpt import GPT, rotary_tables
 
 SMALL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 24}

@@ -127,12 +127,20 @@ class Traced:
 
 
 def trace(
-    model: nn.Module, layouts: Sequence[UnitLayout], inputs: Sequence[Any], precision: Precision | None = None
+    model: nn.Module,
+    layouts: Sequence[UnitLayout],
+    inputs: Sequence[Any],
+    precision: Precision | None = None,
+    device: torch.device | None = None,
 ) -> Traced:
-    """Trace both passes as `shard` would run them. The model stays as it is, and no memory is needed."""
+    """Trace both passes as `shard` would run them. The model stays as it is, and no memory is needed.
+
+    `device` is where it trains. By default, it is the model's.
+    """
     precision = precision or Precision()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    where = device_of(list(layouts)) if any(layout.buckets for layout in layouts) else torch.device("cpu")
+    found = device_of(list(layouts)) if any(layout.buckets for layout in layouts) else torch.device("cpu")
+    where = device or found
 
     def faked(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not _is_index(value):

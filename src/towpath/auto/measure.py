@@ -64,7 +64,7 @@ def describe_measured(
     taken: list[list[PassSeconds]] = []
     described: tuple[ModelUnit, ...] = ()
     for size in sizes:
-        traced = trace(model, layouts, inputs(size), precision)
+        traced = trace(model, layouts, inputs(size), precision, device)
         described = traced.units(layouts, size * length)
         taken.append(_time_units(model, layouts, traced, device, dtype))
     tokens = [size * length for size in sizes]

@@ -33,7 +33,7 @@ _MARKS = (
 
 Strategies = Annotated[
     list[str] | None,
-    typer.Argument(metavar="STRATEGY", help="Strategies.", show_default="zero3, mics, paro-ngg and zero++"),
+    typer.Argument(metavar="STRATEGY", help="Strategies.", show_default="zero3, mics, paro-iig and zero++"),
 ]
 ModelName = Annotated[
     str | None,

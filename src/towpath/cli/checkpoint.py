@@ -83,10 +83,19 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
     """
     load_torch()
     from towpath import checkpoint
+    from towpath.checkpoint import folders
+
+    def verdict_of(path: Path) -> checkpoint.Verdict:
+        try:
+            if path != folder:
+                folders.refuse_link(path)
+        except CheckpointError as error:
+            return checkpoint.Verdict(path, str(error))
+        return checkpoint.verify(path, progress)
 
     paths = _checkpoints(folder)
     with counting_bar("Verifying", sum(map(_bytes, paths))) as progress:
-        verdicts = [checkpoint.verify(path, progress) for path in paths]
+        verdicts = list(map(verdict_of, paths))
     if as_json:
         print(json.dumps([{"name": v.path.name, "problem": v.problem} for v in verdicts], indent=2))
     else:

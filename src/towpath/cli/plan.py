@@ -305,7 +305,7 @@ def _ranking(
     if stages.pipelines:
         found = _with_pipelines(found, solver, name, length, stages, top)
     if isinstance(found, Infeasible):
-        raise PlanError(_what_would_fit(found, solver, [] if stages.pipelines else ["a pipeline (--pipeline 4)"]))
+        raise PlanError(_what_would_fit(found, solver, [] if stages.pipelines else _other_hints(solver)))
     return found
 
 
@@ -397,18 +397,29 @@ def heading(solver: Solver) -> str:
 
 def _what_would_fit(found: Infeasible, solver: Solver, more_hints: Sequence[str]) -> str:
     memory = found.nearest.memory
-    part = max(memory, key=lambda name: memory[name])
     needed = found.nearest.peak_bytes / GIB
-    hints = []
-    if part == "activations":
+    hints: list[str] = []
+    if max(memory, key=lambda name: memory[name]) == "activations":
         hints.append("a smaller micro-batch, or --checkpointing")
     more = -(-found.nearest.peak_bytes // solver.request.memory) * solver.cluster.topology.nodes
-    hints += [f"more nodes (about --nodes {more})", *more_hints]
+    hints += [*more_hints, f"more nodes (about --nodes {more})"]
     return (
         f"nothing fits into {solver.request.memory / GIB:.1f} GiB a rank: what comes nearest is "
         f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
-        f"too many, most of it {part} ({memory[part] / GIB:.1f} GiB). What would help: {', or '.join(hints)}."
+        f"too many. It needs {tables.parts(memory)}. What would help: {', or '.join(hints)}."
     )
+
+
+def _other_hints(solver: Solver) -> list[str]:
+    """Return what else would help: the offload with which the model fits, and a pipeline."""
+    fitting: list[str] = []
+    if solver.request.offload is None and tables.can_offload(solver):
+        for offload in OffloadName:
+            offloaded = Solver(solver.model, solver.cluster, replace(solver.request, offload=offload.value))
+            if isinstance(offloaded.solve(best=1, most=1), Ranking):
+                fitting.append(f"--offload {offload.value}, with which it fits")
+                break
+    return [*fitting, "a pipeline (--pipeline 4)"]
 
 
 # --- outer steps ------------------------------------------------------------------------------------------------------

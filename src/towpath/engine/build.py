@@ -33,9 +33,17 @@ from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket
-from towpath.engine.parameters.initialise import FromModel, FromValues, Source, Values, materialise_buffers
+from towpath.engine.parameters.initialise import (
+    FromModel,
+    FromValues,
+    Source,
+    Values,
+    materialise_buffers,
+    move_all_but_parameters,
+)
 from towpath.engine.parameters.parallel import Mesh, mesh_of
 from towpath.engine.parameters.partial_sums import Replica
+from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.streams.queue import CommContext
 from towpath.errors import MismatchError, ShardError, TowpathError
@@ -278,11 +286,22 @@ def build(
     later = map(strategy.at, strategy.changes)
     others = [plan_unit(phase, layout.spec, precision, comm.form) for phase in later for layout in layouts]
     comm.share(strategy, [*plans, *others])
-    source = FromModel(groups, mesh, comm.device, job) if values is None else FromValues(values, comm.rank, comm.device)
+    is_real = not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    # Where rank 0 has all values, the models of the other ranks may be on the meta device, and need no values.
+    root_is_real = job.gather_objects(is_real)[0]
+    starts = job.rank == 0 or not root_is_real
+    if starts and not is_real:
+        add_reset_parameters(model)
+    if values is None:
+        source = FromModel(groups, mesh, comm.device, job, starts)
+    else:
+        source = FromValues(values, comm.rank, comm.device)
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
     shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     watch_optimizers()
-    materialise_buffers(model, comm.device)
+    materialise_buffers(model, comm.device, starts)
+    if groups.chosen is not None:
+        move_all_but_parameters(model, groups.chosen)
     units = [
         _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
     ]

@@ -140,7 +140,7 @@ ARGUMENTS = {
     "forward_prefetch": "nothing: units are always prefetched",
     "limit_all_gathers": "nothing: two units are unsharded at a time",
     "cpu_offload": 'offload="optimizer"; weights stay on the device',
-    "device_id": "model.to(towpath.init()) before the call",
+    "device_id": "device=",
     "device_mesh": "mesh=",
     "dp_mesh_dims": 'mesh=mesh["replicate", "shard"]',
     "ignored_modules": "no counterpart: every parameter of the model is sharded",

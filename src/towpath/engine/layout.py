@@ -384,8 +384,9 @@ def _check(places: list[ParameterPlace]) -> None:
         raise ShardError(f"the model's parameters are on {', '.join(devices)}; move them to one device before shard().")
 
 
-def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
+def describe(model: nn.Module, layouts: list[UnitLayout], groups: Groups) -> Iterator[str]:
     """Yield one line for every parameter and buffer. Ranks with the same model get the same lines."""
+    home = device_of(layouts, groups)
     for unit in layouts:
         for bucket in unit.buckets:
             for place in bucket.places:
@@ -395,7 +396,7 @@ def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
                 yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
     for name, buffer in model.named_buffers():
         # A meta buffer will be made on the parameters' device. So a rank with meta buffers matches one with real ones.
-        device = buffer.device if buffer.device.type != "meta" else device_of(layouts)
+        device = home if buffer.device.type == "meta" or groups.chosen else buffer.device
         path, _, attribute = name.rpartition(".")
         passing = attribute in model.get_submodule(path)._non_persistent_buffers_set  # pyright: ignore
         kept = "buffer that is not saved" if passing else "buffer"
@@ -403,7 +404,7 @@ def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
 
 
 def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.device:
-    """Return the device of the parameters. If all are on the meta device, return the device of this rank."""
+    """Return the device that the model trains on, as `device_of_parameters` does."""
     parameters = [p.parameter for unit in layouts for bucket in unit.buckets for p in bucket.places]
     if not parameters:
         raise ShardError("the model has no parameters; there is nothing to shard.")
@@ -411,8 +412,8 @@ def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.
 
 
 def device_of_parameters(parameters: Iterable[nn.Parameter], groups: Groups) -> torch.device:
-    """Return the device on which `parameters` are, or are to be made if all of them are on the meta device."""
-    return next((p.device for p in parameters if p.device.type != "meta"), groups.device)
+    """Return the chosen device, or else that of `parameters`. If all are on the meta device, return this rank's."""
+    return groups.chosen or next((p.device for p in parameters if p.device.type != "meta"), groups.device)
 
 
 # --- kept tensors -----------------------------------------------------------------------------------------------------
@@ -565,14 +566,14 @@ _MEMINFO, _BOOT = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
 def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
     """Return the free bytes of the rank with the least memory. Every rank must call it.
 
-    The memory of the model's own parameters counts as free, because sharding releases it.
+    The memory of the model's own parameters there counts as free, because sharding releases it.
 
     Returns:
         The bytes, or None if no rank knows them. Only CUDA devices and Linux hosts report free memory.
     """
     device = device_of(layouts, groups)
     places = [place for unit in layouts for bucket in unit.buckets for place in bucket.places]
-    own = [local_part(p.parameter) for p in places if p.parameter.device.type != "meta"]
+    own = [local_part(p.parameter) for p in places if p.parameter.device.type == device.type]
     returned = sum(values.numel() * values.element_size() for values in own)
     mine = available_bytes() if device.type == "cpu" else None
     if device.type == "cuda":

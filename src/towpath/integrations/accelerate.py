@@ -145,9 +145,9 @@ class Accelerator(accelerate.Accelerator):
         `prepare` calls this. A model that is sharded already stays as it is. Every rank must call it.
 
         Args:
-            model: The model, on any device.
-            device_placement: Whether to move the model to the Accelerator's device first. Defaults to the
-                Accelerator's own setting.
+            model: The model, on any device. It may be on the meta device, except on rank 0.
+            device_placement: Whether the model trains on the Accelerator's device, where it is moved unit by unit.
+                Defaults to the Accelerator's own setting.
 
         Raises:
             TopologyError: Accelerate counts other ranks than the process group has.
@@ -165,9 +165,8 @@ class Accelerator(accelerate.Accelerator):
         except TopologyError as error:
             failure = error
         agree(Groups(), [], failure, "prepare()")
-        if self.device_placement if device_placement is None else device_placement:
-            model.to(self.device)
-        self.sharding.apply(model, self.mixed_precision)
+        placed = self.device_placement if device_placement is None else device_placement
+        self.sharding.apply(model, self.mixed_precision, self.device if placed else None)
         for optimizer in self._optimizers:
             prepare_for_shards(_plain(optimizer), model)
 
@@ -178,7 +177,7 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             model: The model, on any device.
-            device_placement: Whether to move the model to the Accelerator's device first.
+            device_placement: Whether the model trains on the Accelerator's device.
             evaluation_mode: Whether the model is only evaluated.
 
         Returns:

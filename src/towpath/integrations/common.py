@@ -27,6 +27,7 @@ from towpath.core.strategy import Offload, Strategy
 from towpath.engine.checks.optimizers import adopt
 from towpath.engine.executor import engine_of, engine_with
 from towpath.engine.layout import UnitChoice
+from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
@@ -56,6 +57,8 @@ class Sharding:
         units: Module classes or modules to gather separately.
         precision: The dtype to compute in. By default, the framework's own setting.
         mesh: A DeviceMesh of the data-parallel ranks. By default, all ranks.
+        values: A folder or file of safetensors with the initial values, or a function. Use it if the model is on the
+            meta device on every rank. By default, rank 0's model has them.
         workload: What a step computes. Required by "auto".
         offload: "optimizer" keeps the optimizer's states in the host's memory, "params" the shards of the weights, and
             "optimizer+params" both.
@@ -73,6 +76,7 @@ class Sharding:
     units: UnitChoice | None = None
     precision: Precision | Dtype | MixedPrecisionPolicy | None = None
     mesh: DeviceMesh | None = None
+    values: Values | str | Path | None = None
     workload: Workload | None = None
     offload: Offload | None = None
     exact: bool | None = None
@@ -96,12 +100,13 @@ class Sharding:
         """
         return strategy if isinstance(strategy, Sharding) else Sharding(strategy)
 
-    def apply(self, model: nn.Module, mixed: str = "no") -> None:
+    def apply(self, model: nn.Module, mixed: str = "no", device: torch.device | None = None) -> None:
         """Shard `model` in place.
 
         Args:
             model: The model.
             mixed: The framework's mixed precision: "no", "bf16" or "fp16". It has no effect if `precision` is set.
+            device: The device to train on. By default, the model's.
 
         Raises:
             ShardError: The mixed precision is unknown, or `towpath.shard()` raises.
@@ -121,6 +126,8 @@ class Sharding:
             units=self.units,
             precision=precision,
             mesh=self.mesh,
+            device=device,
+            values=self.values,
             workload=self.workload,
             offload=self.offload,
             exact=self.exact,

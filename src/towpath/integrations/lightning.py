@@ -87,14 +87,13 @@ class TowpathStrategy(DDPStrategy):
             if fits and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
-            self.model_to_device()
             mixed = _MIXED.get(str(self.precision_plugin.precision), "no")
             if mixed == "no" and isinstance(self.precision_plugin, MixedPrecision):
                 raise ShardError(
                     f"precision={self.precision_plugin.precision!r} is not supported: Towpath's mixed precisions are "
                     "bf16-mixed and 16-mixed."
                 )
-            self.sharding.apply(self.model, mixed)
+            self.sharding.apply(self.model, mixed, self.root_device)
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

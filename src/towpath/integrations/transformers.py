@@ -81,6 +81,9 @@ class ShardedTrainer(_Base):
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator.adopt(self.accelerator, self._sharding)
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Do nothing: the Accelerator moves the model unit by unit, because it may not fit on the device."""
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Create the optimizer that the arguments name, for the sharded parameters. The Trainer calls this.
 
@@ -127,8 +130,16 @@ class ShardedTrainer(_Base):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Skip our own checkpoints. The model is not sharded yet, and they are loaded together with the optimizer."""
-        if not Path(resume_from_checkpoint, FOLDER).is_dir():
+        if Path(resume_from_checkpoint, FOLDER).is_dir():
+            return
+        values = self._sharding.values
+        if values is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif callable(values) or Path(values) != Path(resume_from_checkpoint):  # they would replace what is loaded here
+            raise ShardError(
+                f"{resume_from_checkpoint} is a checkpoint of a plain Trainer, and Sharding(values=) gives other "
+                f"initial values. Pass values={resume_from_checkpoint!r} to resume from it."
+            )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -62,7 +62,8 @@ class StepCounter:
         # How many optimizer steps were made, and how many steps inside no_sync, by the first step of their schedule.
         self._steps, self._accumulated = Counter[int](), Counter[int]()
         self._planned: dict[tuple[int, int], tuple[Counter[Transfer], Sums, ExactBytes]] = {}
-        self.seconds_waited = 0.0  # for neighbors: in the bubble, and for what links take
+        # For neighbors: in the bubble, and for what links take. On a GPU, the host's seconds, which are not the GPU's.
+        self.seconds_waited = 0.0
 
     @property
     def steps(self) -> int:

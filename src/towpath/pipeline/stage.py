@@ -310,7 +310,7 @@ class TowpathStage(PipelineStage):
         super().__init__(module, index, stages, device, inputs, outputs, group=group, dw_builder=later)
         self._passes, self._encoded, self._compression = passes, encoded, compression
         self.halved, self._trace = halved, trace
-        self.seconds_computed = 0.0
+        self.seconds_computed = 0.0  # of the host, which on a GPU launches the work only
 
         def encodings(tensors: Sequence[torch.Tensor], transport: Transport) -> list[Encoding]:
             return [Encoding(tuple(t.shape), t.dtype, transport_for(dtype_name(t.dtype), transport)) for t in tensors]

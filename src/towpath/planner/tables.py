@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, get_args
 
 from towpath.core.exact import SMALLEST_BYTES, exact_codec, in_bits
 from towpath.core.outer import Outer
-from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Strategy, TransferKind, move_shapes
+from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind, move_shapes
 from towpath.planner.cluster import GIB
 from towpath.planner.pipelines import PipelinePrediction
 from towpath.planner.prediction import Prediction
@@ -227,11 +227,11 @@ def explain(steps: Sequence[Prediction], solver: Solver) -> str:
     """
     limit = solver.request.memory
     if len(steps) == 1:
-        return _explain_one(steps[0], limit)
+        return _explain_one(steps[0], solver)
     first, second = steps
     for one, other in ((first, second), (second, first)):
         if other.peak_bytes > limit >= one.peak_bytes:
-            return _does_not_fit(other, limit)
+            return _does_not_fit(other, solver)
     if min(first.peak_bytes, second.peak_bytes) > limit:
         return f"Neither fits into the {limit / GIB:.1f} GiB of a rank."
     faster, slower = (first, second) if first.seconds <= second.seconds else (second, first)
@@ -246,9 +246,9 @@ def explain(steps: Sequence[Prediction], solver: Solver) -> str:
     return f"{faster.strategy.name} is {slower.seconds / faster.seconds:.2f} times as fast{why}."
 
 
-def _explain_one(step: Prediction, limit: int) -> str:
-    if step.peak_bytes > limit:
-        return _does_not_fit(step, limit)
+def _explain_one(step: Prediction, solver: Solver) -> str:
+    if step.peak_bytes > solver.request.memory:
+        return _does_not_fit(step, solver)
     waits = sum(step.exposed.values())
     if waits < 0.005 * step.seconds:
         return f"{step.strategy.name} waits for nothing: what it sends is hidden behind what it computes."
@@ -259,10 +259,27 @@ def _explain_one(step: Prediction, limit: int) -> str:
     )
 
 
-def _does_not_fit(step: Prediction, limit: int) -> str:
-    over = (step.peak_bytes - limit) / GIB
-    part = max(step.memory, key=lambda name: step.memory[name])
+def _does_not_fit(step: Prediction, solver: Solver) -> str:
+    limit = solver.request.memory
+    fitting = [
+        offload
+        for offload in (get_args(Offload) if can_offload(solver) and step.strategy.offload is None else ())
+        if sum(solver.predict_memory(replace(step.strategy, offload=offload), step.batching).values()) <= limit
+    ]
     return (
-        f"{step.strategy.name} does not fit: {over:.2f} GiB more than the {limit / GIB:.1f} GiB of a rank, "
-        f"most of it {part} ({step.memory[part] / GIB:.2f} GiB)."
+        f"{step.strategy.name} does not fit: {(step.peak_bytes - limit) / GIB:.2f} GiB more than the "
+        f"{limit / GIB:.1f} GiB of a rank. It needs {parts(step.memory)}."
+        + (f" With --offload {fitting[0]} it would fit." if fitting else "")
     )
+
+
+def parts(memory: Mapping[str, int]) -> str:
+    """Return the parts of a rank's memory that make up at least a tenth of it, the largest first."""
+    named = sorted(memory.items(), key=lambda part: -part[1])
+    least = sum(memory.values()) / 10
+    return ", ".join(f"{size / GIB:.1f} GiB for {name}" for name, size in named if size >= least)
+
+
+def can_offload(solver: Solver) -> bool:
+    """Return whether the cluster's ranks have a device, and its description has the host's memory."""
+    return solver.cluster.hardware.host_memory is not None

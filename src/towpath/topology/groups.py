@@ -42,10 +42,13 @@ class Groups:
         parent: The process group.
         first: The number of the parent's first rank in the job, if the parent is an island of it. Errors name ranks by
             their numbers in the job.
+        chosen: The device that the user chose for a model. None leaves it to the model.
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None = None, first: int = 0) -> None:
-        self.first = first
+    def __init__(
+        self, parent: dist.ProcessGroup | None = None, first: int = 0, chosen: torch.device | None = None
+    ) -> None:
+        self.first, self.chosen = first, chosen
         self._alone = not (dist.is_available() and dist.is_initialized())
         self._parent = None if self._alone else (parent or dist.group.WORLD)
         self._shared = _SHARED_ALONE if self._parent is None else _SHARED.setdefault(self._parent, {})

@@ -55,7 +55,11 @@ _WORTH_A_ROW, _COLUMNS = 0.0005, 100
 
 @dataclass(slots=True)
 class StepTimers:
-    """Seconds of the training thread by what it did. What `towpath.stats` counts is part of `passes`."""
+    """Seconds of the training thread by what it did. What `towpath.stats` counts is part of `passes`.
+
+    On a GPU, the thread launches work and does not wait for it, except where it reads a value. So these are not the
+    seconds for which the GPU computed.
+    """
 
     data: float = 0.0  # reading batches
     passes: float = 0.0  # forward and backward, with the transfers that they wait for
@@ -209,7 +213,8 @@ class MetricsLogger:
         if not (self._leads and steps):
             return
         seconds = times(done, self._timers, self._seconds, self._outside_steps)
-        print(summary(done, seconds, self._seconds, steps, tensor=self._parallel.tensor > 1), flush=True)
+        on_gpu, tensor = self._job.device.type == "cuda", self._parallel.tensor > 1
+        print(summary(done, seconds, self._seconds, steps, tensor=tensor, on_gpu=on_gpu), flush=True)
 
 
 def check_log(log: LogConfig) -> None:
@@ -322,7 +327,13 @@ def times(done: Stats, timers: StepTimers, total_seconds: float, outside_steps: 
 
 
 def summary(
-    done: Stats, seconds: Mapping[str, float], total_seconds: float, steps: int, *, tensor: bool = False
+    done: Stats,
+    seconds: Mapping[str, float],
+    total_seconds: float,
+    steps: int,
+    *,
+    tensor: bool = False,
+    on_gpu: bool = False,
 ) -> str:
     """Return the summary of a run as text of 100 columns.
 
@@ -332,10 +343,12 @@ def summary(
         total_seconds: The duration of the run.
         steps: The steps of the run.
         tensor: Whether ranks share layers. Nothing counts what DTensor sends for that.
+        on_gpu: Whether a GPU computes, which `seconds` do not show.
     """
     left_out = "\nwithout the sums of tensor-parallel layers, which are counted nowhere" if tensor else ""
+    whose = "\nof the thread that launches the GPU's work; a trace (log.trace) shows the GPU's times" if on_gpu else ""
     text = Group(
-        Text(f"Where the time went ({steps} steps, {total_seconds:.1f} s)"),
+        Text(f"Where the time went ({steps} steps, {total_seconds:.1f} s){whose}"),
         _times_table(seconds, total_seconds, steps),
         Text(f"\nWhat was sent, by all ranks together (in flight and exposed: this rank's seconds){left_out}"),
         _transfers_table(done, steps),

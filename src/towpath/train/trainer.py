@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from towpath.api import Values, average_islands
+from towpath.checkpoint.weights import Safetensors
 from towpath.core.strategy import Strategy
 from towpath.engine.executor import engine_of
 from towpath.engine.saved_activations import offload_activations
@@ -38,7 +39,6 @@ from towpath.train.job import Job, init_distributed
 from towpath.train.metrics_logger import MetricsLogger, StepTimers, check_log
 from towpath.train.models.bundle import (
     ModelBundle,
-    Safetensors,
     build_model,
     checkpoint_blocks,
     compile_blocks,

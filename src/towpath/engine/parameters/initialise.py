@@ -1,6 +1,6 @@
 """The initial values of a model's shards, one bucket at a time, so that no rank ever holds the unsharded model.
 
-FromModel    the model's own values, or those that its modules initialize; rank 0 broadcasts each unsharded bucket
+FromModel    the values of rank 0's model, or those that its modules initialize; rank 0 broadcasts each unsharded bucket
 FromValues   the user's `values(name, start, end)`; each rank calls it only for the elements that it holds
 """
 
@@ -57,20 +57,24 @@ class Source(ABC):
 class FromModel(Source):
     """The values that rank 0's model has, or that rank 0's modules initialize if they are on the meta device."""
 
-    def __init__(self, groups: Groups, mesh: Mesh, device: torch.device, job: Groups | None = None) -> None:
-        """Prepare for the ranks in `groups`, which get the values of rank 0 of `job`: by default, of theirs."""
-        self._rank, self._job, self._mesh, self._device = groups.rank, job or groups, mesh, device
+    def __init__(self, groups: Groups, mesh: Mesh, device: torch.device, job: Groups, starts: bool) -> None:
+        """Prepare for the ranks in `groups`, which get the values of rank 0 of `job`.
+
+        Ranks that do not start take no values from their own model, which may have none.
+        """
+        self._rank, self._job, self._mesh, self._device, self._starts = groups.rank, job, mesh, device, starts
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
 
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
-        """Initialize one unsharded bucket on each rank, and overwrite it with rank 0's values."""
+        """Initialize one unsharded bucket on each rank that starts, and overwrite it with rank 0's values."""
         whole = self._room_for(plan.numel, torch_dtype(plan.own_dtype))
-        with torch.no_grad(), _materialised(layout.places, whole):
-            for place in layout.places:
-                module, attribute = place.owners[0]
-                values, target = local_part(module.get_parameter(attribute)), place.of(whole)
-                if values.data_ptr() != target.data_ptr():
-                    target.copy_(values)
+        if self._starts:
+            with torch.no_grad(), _materialised(layout.places, whole):
+                for place in layout.places:
+                    module, attribute = place.owners[0]
+                    values, target = local_part(module.get_parameter(attribute)), place.of(whole)
+                    if values.data_ptr() != target.data_ptr():
+                        target.copy_(values)
         self._job.broadcast(whole)
         for place in layout.places:
             for group in self._mesh.copies(place.parallel):
@@ -250,13 +254,29 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters  # pyright: ignore[reportPrivateUsage]
 
 
-def materialise_buffers(model: nn.Module, device: torch.device) -> None:
-    """Initialize the buffers that are on the meta device, with the `reset_parameters` of their modules."""
+def move_all_but_parameters(model: nn.Module, device: torch.device) -> None:
+    """Move buffers to `device` as `model.to(device)` does, and what modules move besides, such as metrics."""
+    hidden = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    for module, name, _ in hidden:
+        _parameters(module)[name] = None
+    try:
+        model.to(device)
+    finally:
+        for module, name, parameter in hidden:
+            setattr(module, name, parameter)  # a recurrent module keeps a list of them, too
+
+
+def materialise_buffers(model: nn.Module, device: torch.device, starts: bool) -> None:
+    """Make the buffers that are on the meta device. Ranks that start initialize them with `reset_parameters`."""
     for path, module in model.named_modules():
         absent = [name for name, b in module.named_buffers(recurse=False) if b.device.type == "meta"]
         for name in absent:
             setattr(module, name, torch.empty_like(module.get_buffer(name), device=device))
-        if absent:
+        if absent and starts:
             _initialiser(module, f"buffer {absent[0]!r}", f"{path}.{absent[0]}")()
 
 
@@ -266,5 +286,5 @@ def _initialiser(module: nn.Module, what: str, name: str) -> Callable[[], Any]:
             return getattr(module, method)
     raise ShardError(
         f"{name} is on the meta device, and {type(module).__name__} has no reset_parameters() that would give its "
-        f"{what} values. Add the method, or build the model on a real device."
+        f"{what} values. Add the method, or build the model on a real device on rank 0, whose values all ranks take."
     )
