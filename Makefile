@@ -75,7 +75,7 @@ check: $(READY)
 # -m selects what pyproject.toml deselects. -v restores the lines that its -q removes, so that progress is counted.
 parity: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -v -m "not soak" -o console_output_style=count \
-		--record-to tests/results/parity.json
+		--record-to tests/results/cpu.json
 
 soak: $(READY)
 	$(BIN)/python -m pytest -n 0 -m soak --record-to tests/results/soak.json tests/ranks

@@ -124,16 +124,18 @@ def table() -> str:
     body: list[tuple[str, ...]] = []
     for row in ROWS:
         seconds = [step(row, model, cluster).seconds for cluster in every]
-        body.append((row.title, *(f"{each:.2f} s" for each in seconds), _tokens_per_gpu(seconds[0])))
+        body.append((row.title, *(f"{each:.2f} s" for each in seconds), tokens_per_gpu(seconds[0])))
     return figures.table(("", *LINKS, f"tokens/s per GPU, {next(iter(LINKS))}"), body)
 
 
-def two_nodes_table() -> str:
-    """Return the steps of Llama-3-8B on two nodes, with the slowest of the links, and what a GPU holds.
+def two_nodes() -> tuple[Model, Cluster]:
+    """Return Llama-3-8B and two nodes with the slowest of the links. Blocks are recomputed, or not every row fits."""
+    return planning.describe_model(TWO_NODES_MODEL), next(clusters()).on(2)
 
-    Blocks are recomputed, since not every row fits without.
-    """
-    model, cluster = planning.describe_model(TWO_NODES_MODEL), next(clusters()).on(2)
+
+def two_nodes_table() -> str:
+    """Return the steps on two nodes, and what a GPU holds."""
+    model, cluster = two_nodes()
     solver = planning.Solver(model, cluster, Request(cluster.topology.world, cluster.memory))
     body: list[tuple[str, ...]] = []
     for row in (*ROWS[:5], EXACT, *ROWS[5:]):
@@ -142,12 +144,12 @@ def two_nodes_table() -> str:
         held = sum(solver.predict_memory(made, planning.Batching(1, 1, True)).values())
         # FSDP2's buffers are its own.
         body.append(
-            (row.title, f"{seconds:.2f} s", _tokens_per_gpu(seconds), "–" if row.peer else f"{held / GIB:.0f} GiB")
+            (row.title, f"{seconds:.2f} s", tokens_per_gpu(seconds), "–" if row.peer else f"{held / GIB:.0f} GiB")
         )
     return figures.table(("", "step, simulated", "tokens/s per GPU", "memory"), body)
 
 
-def _tokens_per_gpu(seconds: float) -> str:
+def tokens_per_gpu(seconds: float) -> str:
     """Return the tokens per second, to three digits."""
     return f"{round(TOKENS / seconds, -1):,.0f}"
 

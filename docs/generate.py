@@ -17,6 +17,7 @@ from pathlib import Path
 
 from docs import (
     draw_exact,
+    draw_first_screen,
     draw_gpus,
     draw_leaves,
     draw_pipeline_predictions,
@@ -24,6 +25,7 @@ from docs import (
     draw_predictions,
     draw_routes,
     draw_systems,
+    draw_what_has_run,
     figures,
     papers,
     reference_tables,
@@ -36,18 +38,21 @@ _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -
 TABLES: Mapping[str, Callable[[], str]] = {
     **figures.TABLES,
     **draw_exact.TABLES,
+    **draw_first_screen.TABLES,
     **draw_gpus.TABLES,
     **draw_leaves.TABLES,
     **draw_predictions.TABLES,
     **draw_pipeline_predictions.TABLES,
     **draw_routes.TABLES,
     **draw_systems.TABLES,
+    **draw_what_has_run.TABLES,
     **reference_tables.TABLES,
     papers.COUNTS: lambda: papers.counts(PAPERS.read_text(encoding="utf-8")),
 }
 PICTURES: Mapping[Path, Callable[[], str]] = {
     **figures.PICTURES,
     **draw_exact.PICTURES,
+    **draw_first_screen.PICTURES,
     **draw_predictions.PICTURES,
     **draw_plans.PICTURES,
     **draw_routes.PICTURES,

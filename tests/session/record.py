@@ -36,7 +36,7 @@ class Recorder:
             self._outcomes[file][test] = "failed" if failed else report.outcome
 
     @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the file, unless the run was interrupted."""
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return
@@ -44,6 +44,7 @@ class Recorder:
         total = sum(files.values(), Counter[str]())
         changed = _git("status", "--porcelain", "--", "src", "tests")
         found: dict[str, Any] = {
+            "selected": session.config.option.markexpr,
             "commit": _git("rev-parse", "HEAD"),
             "clean": None if changed is None else not changed,
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),

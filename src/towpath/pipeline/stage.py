@@ -176,9 +176,8 @@ HALVES_ARE_EXACT = TorchVersion(torch.__version__) >= "2.13"
 
 def can_be_halved(engines: Sequence[Engine]) -> bool:
     """Return whether all weights of the engines are unsharded all the time, and PyTorch computes halves correctly."""
-    return HALVES_ARE_EXACT and all(
-        bucket.always_whole for engine in engines for unit in engine.units for bucket in unit.buckets
-    )
+    whole = all(bucket.always_whole for engine in engines for unit in engine.units for bucket in unit.buckets)
+    return whole and HALVES_ARE_EXACT
 
 
 def input_gradients(
