@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
+from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, labels, seldom, strategy_of
 from towpath.core.collective_log import Call, scopes
@@ -364,6 +366,30 @@ def _call_alone(label: str, call: Callable[[Any], None]) -> str:
         _train(model, optimizer, 2)
 
     return _error_of(go_on)
+
+
+@pytest.mark.compiles
+def test_a_forward_that_fails_to_compile_on_some_ranks_ends_on_all() -> None:
+    """Long before the patience of the process group, of a minute here, ends."""
+    with World(4, group_timeout=60.0) as ranks:
+        texts = ranks.run(_compile_on_some)
+    for rank, text in enumerate(texts):
+        assert ("no compiler here" if rank < 2 else f"rank {rank}: a pass has failed on rank ") in text, text
+
+
+def _compile_on_some() -> str:
+    def backend(graph: Any, inputs: Any) -> Any:
+        if dist.get_rank() < 2:
+            raise NotImplementedError("no compiler here")
+        return graph.forward
+
+    entry = MODELS["gpt"]
+    model = towpath.shard(entry.make(torch.float64), "zero3", topology=towpath.Topology(2, 2))
+    batch = entry.micro_batch(dist.get_rank(), 0, 0, torch.float64)
+    with pytest.raises(Exception) as caught, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        entry.loss(torch.compile(model, backend=backend), *batch).backward()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("call", [call if call is _clip else seldom(call) for call in CALLS], ids=_named)

@@ -191,7 +191,7 @@ class RankStatus:
         self._computing = "outside the model"
         self._under_way: dict[int, str] = {}  # by thread: each thread of a queue runs one transfer at a time
         self._last = ""
-        self._failure = ""
+        self.failure = ""  # the failed pass of this rank, if not all ranks have learned of it
         self._enqueued: deque[tuple[Event, str]] = deque(maxlen=_ENQUEUED)  # on the device, in order
         # The training thread and the reporter both drop what has finished. Without the lock, one could drop an entry
         # between the other's look at the first entry and its removal.
@@ -250,12 +250,12 @@ class RankStatus:
     def failed(self, what: str) -> None:
         """Note the error `what` of a forward or backward pass. With '', note that all ranks have learned of it."""
         self.progress += 1
-        self._failure = what
+        self.failure = what
 
     @property
     def has_failed(self) -> bool:
         """Whether a call of this rank has failed, and not all ranks have learned of it."""
-        return bool(self._failure)
+        return bool(self.failure)
 
     def meets(self, what: str) -> None:
         """Note that this rank begins to wait for all ranks to make the call `what`."""
@@ -283,7 +283,7 @@ class RankStatus:
     def describe(self) -> str:
         """Return one line of text about what this rank is doing."""
         parts = [f"step {self.step}"]
-        parts += [self._failure] if self._failure else [self._computing]
+        parts += [self.failure] if self.failure else [self._computing]
         under_way = sorted(self._under_way.copy().values())
         if on_device := self.on_device():
             under_way.append(f"{on_device}, on the device")
@@ -385,7 +385,8 @@ class StallMonitor:
         """
         step_log = self._step_log()
         step_log_json = None if step_log is None else step_log.to_json()
-        note = [self.activity.describe(), step_log_json, self.activity.meeting, self.ended_peer()]
+        activity = self.activity
+        note = [activity.describe(), step_log_json, activity.meeting, self.ended_peer(), activity.failure]
         self.status_store.post(json.dumps(note) if silent or self.activity.has_failed else "")
 
     def tell(self, failure: str) -> None:
@@ -448,7 +449,8 @@ class StallMonitor:
                 here = meeting[1] if meeting is not None else _alone_in(mine, note.step_log, both)
                 there = their[1] if their is not None else _alone_in(note.step_log, mine, both)
                 peer = self.first + rank
-                step_logs = [(self.number, _ended(mine, here)), (peer, _ended(note.step_log, there))]
+                # Nor does a rank whose pass has failed, before all ranks have failed, too.
+                step_logs = [(self.number, _ended(mine, here)), (peer, _ended(note.step_log, there or note.failure))]
                 first, second = sorted(step_logs, key=itemgetter(0))
                 found = difference(scope, first, second)
                 if found is not None and (self._step_log(), self.activity.meeting) == (mine, meeting):
@@ -456,6 +458,13 @@ class StallMonitor:
                     cause = difference(log.scopes[0], first, second, ended=True)
                     is_a_step = cause is not None and Call.STEP in cause.kinds and Call.SHARED not in found.kinds
                     self.diverged = divergence_message(self.number, cause if cause is not None and is_a_step else found)
+                    if note.failure:
+                        self.diverged = (
+                            f"rank {self.number}: a pass has failed on rank {peer} and not on this rank, which waits "
+                            f"for rank {peer}: {found}. What it said of itself: rank {peer}: {note.doing}. A pass that "
+                            "fails on some ranks cannot be left out: let the exception end the program, or raise it on "
+                            "every rank."
+                        )
                     for who, other, call in ((self.number, peer, here), (peer, self.number, there)):
                         if call:
                             self.diverged = (
@@ -498,18 +507,22 @@ class StallMonitor:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """The status that a rank has posted: its activity, its log, the call it waits in, and a rank that it found dead."""
+    """The status that a rank has posted: what it does, its log, the call it waits in, and a rank that it found dead.
+
+    `failure` is the pass of it that has failed, if not all ranks have learned of that.
+    """
 
     doing: str
     step_log: StepLog | None
     meeting: tuple[int, str] | None
     lost: int | None
+    failure: str
 
     @staticmethod
     def parsed(text: str) -> _Note:
-        doing, step_log, meeting, lost = json.loads(text)
+        doing, step_log, meeting, lost, failure = json.loads(text)
         met = None if meeting is None else tuple(meeting)
-        return _Note(doing, None if step_log is None else StepLog.from_json(step_log), met, lost)
+        return _Note(doing, None if step_log is None else StepLog.from_json(step_log), met, lost, failure)
 
 
 def _alone_in(step_log: StepLog, other: StepLog, scopes: Sequence[Scope]) -> str:
