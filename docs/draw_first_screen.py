@@ -26,7 +26,7 @@ CURVES = {
 
 
 def table() -> str:
-    head = ("your network", "FSDP2", "HSDP", "Towpath", "against the faster one", "how we know")
+    head = ("your network", "FSDP2", "HSDP", "Towpath", "gain", "how we know")
     return figures.table(head, [_simulated(), _measured(), _computed()])
 
 
@@ -35,11 +35,11 @@ def _simulated() -> figures.Row:
     model, cluster = draw_gpus.two_nodes()
     peers, ours = [row for row in draw_gpus.ROWS if row.peer], draw_gpus.EXACT
     found = [draw_gpus.step(row, model, cluster, checkpointing=True).seconds for row in (*peers, ours)]
-    tokens = f"{draw_gpus.tokens_per_gpu(found[-1])} tokens/s per GPU"
+    steps = [f"{seconds:.2f} s, {draw_gpus.tokens_per_gpu(seconds)} tokens/s/GPU" for seconds in found]
     return (
-        "100 Gbit/s Ethernet, Llama-3-8B on 2 × 8 H100",
-        *(f"{seconds:.2f} s" for seconds in found[:-1]),
-        f"{found[-1]:.2f} s ({ours.title}, {tokens})",
+        "100 Gbit/s, Llama-3-8B on 2 × 8 H100",
+        *steps[:-1],
+        f"**{steps[-1]}** ({ours.title})",
         f"{min(found[:-1]) / found[-1]:.1f}×",
         "[simulated](docs/concepts/gpu-clusters.md#two-nodes)",
     )
@@ -52,9 +52,9 @@ def _measured() -> figures.Row:
     ours = min((name for name in seconds if name.endswith(exact.EXACT)), key=seconds.__getitem__)
     peers = [seconds[exact.FSDP2], seconds[exact.HSDP]]
     return (
-        "200 Mbit/s, a GPT of 17 million on 2 × 2 CPU ranks",
+        "200 Mbit/s, GPT of 17 million on 2 × 2 CPU ranks",
         *(f"{each:.2f} s" for each in peers),
-        f"{seconds[ours]:.2f} s (`{ours}`)",
+        f"**{seconds[ours]:.2f} s** (`{ours}`)",
         f"{min(peers) / seconds[ours]:.1f}×",
         "[measured](benchmarks/comparisons/exact.md), emulated links",
     )
@@ -64,16 +64,14 @@ def _computed() -> figures.Row:
     """Return the minutes to a loss at 10 Mbit/s: of lossless steps, and of outer steps."""
     here = {each.candidate: each for each in outer_time.times(outer_time.runs_of()) if each.inter == RATE}
     synchronous, outer = here[outer_time.LOSSLESS], here[OUTER]
-    minutes = (
-        f"{outer.minutes(outer.mean)} minutes to a loss, {synchronous.minutes(synchronous.mean)} without outer steps"
-    )
+    minutes = [each.minutes(each.mean) for each in (synchronous, outer)]
     return (
-        "10 Mbit/s, a GPT of 10 million on 2 × 2 CPU ranks",
+        "10 Mbit/s, GPT of 10 million on 2 × 2 CPU ranks",
         "–",
         "–",
-        minutes,
-        f"{synchronous.mean / outer.mean:.1f}× (ours without)",
-        "[computed](docs/guides/outer-steps.md) from measured steps",
+        f"**{minutes[1]} minutes** to a loss, {minutes[0]} without [outer steps](docs/guides/outer-steps.md)",
+        f"{synchronous.mean / outer.mean:.1f}×",
+        "[computed](benchmarks/comparisons/outer_time.md) from measured steps",
     )
 
 

@@ -139,7 +139,7 @@ FEATURES = (
         _files(
             lab="faults",
             ranks="device_waits divergence programs start",
-            unit="activity collective_log init rendezvous streams",
+            unit="activity agree collective_log init rendezvous streams",
         ),
     ),
     Feature(
