@@ -21,7 +21,6 @@ from towpath.core.routes import Form
 from towpath.core.schedule import schedule
 from towpath.core.unit_plan import plan_unit
 from towpath.errors import ConfigError
-from towpath.planner import catalog
 from towpath.planner.catalog import MODELS, describe_model, load_cluster, published_names, shipped_clusters
 from towpath.planner.cluster import Cluster, from_table
 from towpath.planner.model import Model, Transformer, activation_bytes, compute_seconds, engine_bytes
@@ -245,12 +244,10 @@ def test_an_unknown_model_names_the_known_ones() -> None:
 # --- clusters --------------------------------------------------------------------------------------------------------
 
 
-def test_every_shipped_cluster_loads_and_says_where_its_numbers_are_from() -> None:
+def test_every_shipped_cluster_loads() -> None:
     assert len(shipped_clusters()) >= 12
     for name in shipped_clusters():
-        found = load_cluster(name)
-        text = Path(catalog.__file__).with_name("clusters").joinpath(f"{name}.toml").read_text()
-        assert found.peak_of("bfloat16") > 1e13 and "Assumed" in text, name
+        assert load_cluster(name).peak_of("bfloat16") > 1e13, name
     assert load_cluster("p4d", nodes=3).topology == Topology(3, 8)
     assert load_cluster("ethernet-10g", 2, ranks_per_node=8).topology == Topology(2, 8)
 

@@ -115,7 +115,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]
     folder = tmp_path_factory.mktemp("typed")
     for page in ("README.md", "start/from-fsdp2.md"):
         for name, program in programs(page).items():
-            if name == "dcp":  # to type checkers, PyTorch exports none of DCP's functions
+            if name in ("dcp", "unchecked"):  # to type checkers, PyTorch exports none of DCP's functions
                 continue
             whole = re.search(r"^import .*\btowpath$", program, re.MULTILINE)
             file = f"{Path(page).stem}{name}.py".replace("-", "_")
