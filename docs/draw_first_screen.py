@@ -26,7 +26,7 @@ CURVES = {
 
 
 def table() -> str:
-    head = ("your network", "FSDP2", "HSDP", "Towpath", "gain", "how we know")
+    head = ("your network", "FSDP2", "HSDP", "Towpath", "gain over the faster", "how we know")
     return figures.table(head, [_simulated(), _measured(), _computed()])
 
 
@@ -37,7 +37,7 @@ def _simulated() -> figures.Row:
     found = [draw_gpus.step(row, model, cluster, checkpointing=True).seconds for row in (*peers, ours)]
     steps = [f"{seconds:.2f} s, {draw_gpus.tokens_per_gpu(seconds)} tokens/s/GPU" for seconds in found]
     return (
-        "100 Gbit/s, Llama-3-8B on 2 × 8 H100",
+        "100 Gbit/s, Llama-3-8B on 2 × 8 H100, gradients in bf16",
         *steps[:-1],
         f"**{steps[-1]}** ({ours.title})",
         f"{min(found[:-1]) / found[-1]:.1f}×",
