@@ -134,19 +134,19 @@ def two_nodes() -> tuple[Model, Cluster]:
 
 
 def two_nodes_table() -> str:
-    """Return the steps on two nodes, and what a GPU holds."""
+    """Return the steps on two nodes and on four, and what a GPU of two nodes holds."""
     model, cluster = two_nodes()
     solver = planning.Solver(model, cluster, Request(cluster.topology.world, cluster.memory))
     body: list[tuple[str, ...]] = []
     for row in (*ROWS[:5], EXACT, *ROWS[5:]):
-        seconds = step(row, model, cluster, checkpointing=True).seconds
+        seconds, four = (step(row, model, each, checkpointing=True).seconds for each in (cluster, cluster.on(4)))
         made = strategy(row.preset, cluster.topology, **row.options)
         held = sum(solver.predict_memory(made, planning.Batching(1, 1, True)).values())
         # FSDP2's buffers are its own.
-        body.append(
-            (row.title, f"{seconds:.2f} s", tokens_per_gpu(seconds), "–" if row.peer else f"{held / GIB:.0f} GiB")
-        )
-    return figures.table(("", "step, simulated", "tokens/s per GPU", "memory"), body)
+        memory = "–" if row.peer else f"{held / GIB:.0f} GiB"
+        body.append((row.title, f"{seconds:.2f} s", f"{four:.2f} s", tokens_per_gpu(seconds), memory))
+    head = ("", "step, 2 nodes", "step, 4 nodes", "tokens/s per GPU, 2 nodes", "memory, 2 nodes")
+    return figures.table(head, body)
 
 
 def tokens_per_gpu(seconds: float) -> str:

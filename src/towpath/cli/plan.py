@@ -126,7 +126,7 @@ ExactOption = Annotated[
     ExactName,
     typer.Option(
         metavar="on|off|auto",
-        help="Send gradients and updated weights in fewer bytes, without losing a bit. auto: where it is faster.",
+        help="Send new weights, and over gloo gradients, in fewer bytes but the same bits. auto: where it is faster.",
     ),
 ]
 ExactFrom = Annotated[

@@ -62,8 +62,8 @@ class Sharding:
         workload: What a step computes. Required by "auto".
         offload: "optimizer" keeps the optimizer's states in the host's memory, "params" the shards of the weights, and
             "optimizer+params" both.
-        exact: True sends gradients and updated parameters in fewer bytes between nodes, and every bit stays the same.
-            By default, the strategy's own setting, and "auto" uses it where it expects a faster step.
+        exact: True sends updated parameters, and over gloo gradients, in fewer bytes between nodes. Every bit stays the
+            same. By default, the strategy's own setting, and "auto" uses it where it expects a faster step.
         outer: Islands of nodes train on their own, and synchronize only now and then (`towpath.Outer`).
         check_every: The number of optimizer steps between two comparisons of parameters.
 
