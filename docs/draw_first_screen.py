@@ -63,14 +63,14 @@ def _measured() -> figures.Row:
 def _computed() -> figures.Row:
     """Return the minutes to a loss at 10 Mbit/s: of lossless steps, and of outer steps."""
     here = {each.candidate: each for each in outer_time.times(outer_time.runs_of()) if each.inter == RATE}
-    synchronous, outer = here[outer_time.LOSSLESS], here[OUTER]
+    synchronous, outer, torchft = here[outer_time.LOSSLESS], here[OUTER], here["torchft"]
     minutes = [each.minutes(each.mean) for each in (synchronous, outer)]
     return (
         "10 Mbit/s, GPT of 10 million on 2 × 2 CPU ranks",
         "–",
         "–",
         f"**{minutes[1]} minutes** to a loss, {minutes[0]} without [outer steps](docs/guides/outer-steps.md)",
-        f"{synchronous.mean / outer.mean:.1f}×",
+        f"{synchronous.mean / outer.mean:.1f}×; {torchft.mean / outer.mean:.1f}× over torchft's DiLoCo",
         "[computed](benchmarks/comparisons/outer_time.md) from measured steps",
     )
 
