@@ -45,7 +45,7 @@ def prepare_command(
     column: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="The column of a dataset or .jsonl with the text. '' takes lines as they are."
+            metavar="NAME", help="The column with the text. For .jsonl, '' takes lines as they are."
         ),
     ] = "text",
     workers: Annotated[int, typer.Option(metavar="N", min=0, help="Processes. 0 starts one for each core.")] = 0,
