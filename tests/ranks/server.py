@@ -166,7 +166,7 @@ class World:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join()
+            process.join(_GRACE_SECONDS)  # the kernel may hold one that waits for a device
         for connection in self._connections:
             connection.close()
         self._folder.cleanup()
@@ -203,7 +203,7 @@ def run_commands(
         finally:
             for process in started:
                 process.kill()
-                process.join()
+                process.join(_GRACE_SECONDS)
         return [
             (process.exitcode, out.read_text(), err.read_text())
             for process, (out, err) in zip(started, outputs, strict=True)
