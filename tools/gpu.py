@@ -339,6 +339,7 @@ class Lanes:
             _kill(orphans | _below(orphans))
             if used_mps and self._mps:
                 self._mps.restart()  # a client that is killed in a kernel may have broken it
+                self._report.add({"mps": bool(self._mps.variables)})
 
     def _answered(self, case: Any, answers: Sequence[dict[str, Any]], seconds: float) -> None:
         reason = next((each["skipped"] for each in answers if "skipped" in each), None)
@@ -476,14 +477,15 @@ def _is_mps(pid: int) -> bool:
 
 
 def _kill(pids: set[int]) -> None:
-    """Kill processes. Those that are this process's own leave nothing behind."""
+    """Kill processes, and wait half a second for those that are this process's own."""
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
             os.kill(pid, signal.SIGKILL)
-    time.sleep(0.02)
+    until = time.monotonic() + 0.5
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
+            while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < until:
+                time.sleep(0.01)
 
 
 def _end_children(all_but_mps: bool = False) -> None:
@@ -515,8 +517,8 @@ def main(arguments: Sequence[str]) -> int:
     os.environ["TOWPATH_TEST_DEVICE"] = chosen.device
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else products on several streams may differ in the last bit
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what a killed rank has started can be ended
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # some programs close all numbers that they may have
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))
     server = importlib.import_module("tests.ranks.server")
     # Kernels are compiled once for all runs. All other files that cases leave behind go with these folders.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")

@@ -19,6 +19,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -198,8 +199,9 @@ def run_commands(
             for environment, files in zip(environments, outputs, strict=True)
         ]
         try:
+            until = time.monotonic() + timeout
             for process in started:
-                process.join(timeout)
+                process.join(max(0.0, until - time.monotonic()))
         finally:
             for process in started:
                 process.kill()

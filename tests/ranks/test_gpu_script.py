@@ -101,12 +101,12 @@ def tiny(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _start(folder: Path, cases: str) -> subprocess.Popen[str]:
+def _start(folder: Path, cases: str, *options: str) -> subprocess.Popen[str]:
     """The script, as a process that knows nothing of this environment's paths."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, str(ROOT / "tools/gpu.py"), "--device", "cpu", "--out", str(folder / "out")]
     return subprocess.Popen(
-        [*command, "--cases", cases],
+        [*command, "--cases", cases, *options],
         cwd=folder,
         env={**environment, "PYTHONPATH": str(folder)},
         stdout=subprocess.PIPE,
@@ -154,6 +154,14 @@ def test_a_run_that_is_ended_leaves_its_table_and_no_process(tiny: Path, ended_b
     assert script.returncode == (-ended_by if ended_by == signal.SIGKILL else 128 + ended_by)
     assert "|      1 |      0 |       0 |           2 |" in (tiny / "out/table.md").read_text()
     assert [name for name, line in _ended(tiny).items() if line["outcome"] != "not reached"] == ["first"]
+
+
+def test_a_run_whose_reader_has_gone_goes_on(tiny: Path) -> None:
+    script = _start(tiny, "tiny", "--only", "first", "--only", "alone")
+    assert script.stdout is not None
+    script.stdout.close()
+    assert script.wait() == 0
+    assert {name: line["outcome"] for name, line in _ended(tiny).items()} == {"first": "passed", "alone": "passed"}
 
 
 def test_what_cannot_be_run_is_one_line(tmp_path: Path) -> None:
