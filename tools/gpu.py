@@ -449,10 +449,12 @@ def environment_of() -> dict[str, Any]:
 
 
 def _parents() -> dict[int, int]:
-    """The parent of each process."""
+    """The parent of each process. Not of Python's trackers: they tidy up, and end by themselves."""
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
+            if b"multiprocessing.resource_tracker" in stat.with_name("cmdline").read_bytes():
+                continue
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
     return parents
 
