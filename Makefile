@@ -82,4 +82,4 @@ soak: $(READY)
 
 # The python3 of PATH, and no .venv: the machine has a torch for CUDA, and perhaps no network.
 gpu:
-	python3 tools/gpu.py
+	python3 tools/gpu.py --out build/gpu

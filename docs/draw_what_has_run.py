@@ -1,7 +1,7 @@
 """The table of docs/reference/what-has-run.md, and README's sentence about the GPU.
 
 CPU tests are the last recorded run (tests/results/cpu.json, by `make parity` or pytest's `--record-to`). Tests on one
-GPU are the last run of `python3 tools/gpu.py` there (tests/results/gpu/).
+GPU are tests/results/gpu/, where the files of a run of `python3 tools/gpu.py --out DIR` are copied to be committed.
 """
 
 from __future__ import annotations

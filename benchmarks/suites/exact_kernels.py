@@ -22,7 +22,7 @@ from benchmarks.harness.candidates import Launch, LocalPlace
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.figures import Check, medians
 from benchmarks.harness.suite import Settings, Suite
-from benchmarks.suites.kernels import QUICK_MEGABYTES, copying, timed
+from benchmarks.suites.kernels import QUICK_MEGABYTES, copying, timed, weights_or_gradients
 from towpath.codecs.exact import message, reference
 from towpath.codecs.exact.native import Native
 from towpath.codecs.kernels import _native
@@ -72,19 +72,6 @@ CASES = [
 ]
 
 
-def inputs_of(case: ExactCase, elements: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the old weights and the new ones, or None and gradients."""
-    generator, dtype = torch.Generator().manual_seed(0), getattr(torch, case.dtype)
-    x = torch.randn(elements // 256, 256, generator=generator)
-    if case.rate is None:
-        rows, columns = (torch.randn(size, generator=generator) for size in ((elements // 256, 1), (1, 256)))
-        return None, (x * torch.exp(0.35 * (rows + columns)) * 1e-4).flatten().to(dtype)
-    old = 0.02 * x.flatten()
-    # AdamW's steps are shorter than the learning rate, as gradients change their signs.
-    new = old - 0.15 * case.rate * torch.randn(elements, generator=generator)
-    return old.to(dtype), new.to(dtype)
-
-
 def planes_of(old: torch.Tensor | None, new: torch.Tensor) -> bytes:
     """Return the bytes of the codes, the first bytes of all elements and so on."""
     form = reference.FORMATS[new.dtype]
@@ -104,7 +91,7 @@ class ExactWorker:
     def __init__(self, rank: int, world: int, case: ExactCase, kind: str, megabytes: int) -> None:
         torch.set_num_threads(1)
         self._elements = megabytes * 2**20 // getattr(torch, case.dtype).itemsize
-        old, new = inputs_of(case, self._elements)
+        old, new = weights_or_gradients(getattr(torch, case.dtype), case.rate, self._elements)
         make = zstd_work if kind.startswith("zstd") else native_work
         self._work, self._bytes = make(case, kind, old, new) if kind != "copy" else (copying(new), new.nbytes)
 

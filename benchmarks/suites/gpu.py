@@ -211,7 +211,8 @@ def measure_step(
     """Return the median seconds of a step, the peak of memory, and what stats() says of it."""
     on_gpu = device == "cuda"
     torch.manual_seed(0)
-    model: Any = gpt.GPT(**size).to(device, torch.bfloat16)
+    with torch.device(device):  # one thread of a CPU would take ten seconds
+        model: Any = gpt.GPT(**size).to(torch.bfloat16)
     if name == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -231,6 +232,7 @@ def measure_step(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(size["vocabulary"], (2, batch, size["context"]), device=device)
     if on_gpu:
+        torch.cuda.empty_cache()  # of the weights in fp32
         torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
     for _ in range(3 + STEPS):

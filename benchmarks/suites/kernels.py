@@ -180,6 +180,21 @@ class KernelWorker:
         return {"moved": self._moved, "kernels": self._kernels}
 
 
+def weights_or_gradients(
+    dtype: torch.dtype, rate: float | None, elements: int
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return weights before and after a step of AdamW at a learning rate, or None and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(elements // 256, 256, generator=generator)
+    if rate is None:
+        rows, columns = (torch.randn(size, generator=generator) for size in ((elements // 256, 1), (1, 256)))
+        return None, (x * torch.exp(0.35 * (rows + columns)) * 1e-4).flatten().to(dtype)
+    old = 0.02 * x.flatten()
+    # AdamW's steps are shorter than the learning rate, as gradients change their signs.
+    new = old - 0.15 * rate * torch.randn(elements, generator=generator)
+    return old.to(dtype), new.to(dtype)
+
+
 def timed(work: Callable[[], Any], device: str) -> float:
     """Return the seconds of the work. On a CPU, only time in which this thread had a core counts."""
     if device == "cpu":

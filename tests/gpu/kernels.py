@@ -96,7 +96,8 @@ def sanitized(tool: str, what: str) -> dict[str, Any]:
     # The kernels come from the cache, where the launch below puts them. MPS and the checker do not go together.
     environment = {n: v for n, v in os.environ.items() if n != "CUDA_MPS_PIPE_DIRECTORY"}
     program = [sys.executable, "-c", f"from tests.gpu.kernels import {what}; {what}()"]
-    subprocess.run(program, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *program]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     said = done.stdout + done.stderr

@@ -310,6 +310,7 @@ CASES = [
             bound,
             ranks=4,
             needs=needs,
+            limit=90.0 if codec else 60.0,
         )
         for codec in ("int8", "")
         for words, bound, needs in _BOUND

@@ -19,6 +19,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -166,7 +167,7 @@ class World:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join()
+            process.join(_GRACE_SECONDS)  # the kernel may hold one that waits for a device
         for connection in self._connections:
             connection.close()
         self._folder.cleanup()
@@ -198,12 +199,13 @@ def run_commands(
             for environment, files in zip(environments, outputs, strict=True)
         ]
         try:
+            until = time.monotonic() + timeout
             for process in started:
-                process.join(timeout)
+                process.join(max(0.0, until - time.monotonic()))
         finally:
             for process in started:
                 process.kill()
-                process.join()
+                process.join(_GRACE_SECONDS)
         return [
             (process.exitcode, out.read_text(), err.read_text())
             for process, (out, err) in zip(started, outputs, strict=True)
