@@ -350,16 +350,26 @@ def test_files_of_another_model_are_refused_on_all_ranks(world: Worlds, tmp_path
         assert "2×6" in message
 
 
+def test_files_with_buffers_of_other_shapes_are_refused(world: Worlds, tmp_path: Path) -> None:
+    """A larger buffer, and one with as many elements."""
+    for shape in ((7,), (2, 3)):
+        save_file({**Normed().state_dict(), "norm.running_mean": torch.ones(shape)}, tmp_path / "model.safetensors")
+        for message in world(2).run(_refuse_folder, tmp_path, None, Normed):
+            assert "norm.running_mean" in message
+
+
 def test_a_missing_folder_on_one_rank_is_raised_on_all(world: Worlds, tmp_path: Path) -> None:
     save_file(_whole(), tmp_path / "model.safetensors")
     for message in world(2).run(_refuse_folder, tmp_path, tmp_path / "absent"):
         assert "absent" in message
 
 
-def _refuse_folder(folder: Path, second: Path | None = None) -> str:
+def _refuse_folder(folder: Path, second: Path | None = None, make: Callable[[], nn.Module] = TiedGPT) -> str:
     with pytest.raises(errors.TowpathError) as caught:
         given = second if second is not None and dist.get_rank() == 1 else folder
-        towpath.shard(_from("meta"), "zero3", topology=Topology(1, 2), values=given)
+        with torch.device("meta"):
+            model = make()
+        towpath.shard(model, "zero3", topology=Topology(1, 2), values=given)
     return str(caught.value)
 
 
