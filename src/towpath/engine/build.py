@@ -38,6 +38,7 @@ from towpath.engine.parameters.initialise import (
     FromValues,
     Source,
     Values,
+    check_initialisers,
     materialise_buffers,
     move_all_but_parameters,
 )
@@ -299,7 +300,13 @@ def build(
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
     shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     watch_optimizers()
-    materialise_buffers(model, comm.device, starts)
+    if root_is_real:
+        materialise_buffers(model, comm.device, starts, source)
+    else:
+        with agreement(job):  # one rank's model may be on the meta device, and another's not
+            if values is None:
+                check_initialisers(model, _places(layouts))
+            materialise_buffers(model, comm.device, starts, source)
     if groups.chosen is not None:
         move_all_but_parameters(model, groups.chosen)
     units = [
