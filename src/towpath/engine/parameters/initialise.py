@@ -284,10 +284,23 @@ def move_all_but_parameters(model: nn.Module, device: torch.device) -> None:
 
 def check_initialisers(model: nn.Module, places: Iterable[ParameterPlace]) -> None:
     """Raise ShardError if a parameter of `places` is on the meta device, and its module cannot initialize it."""
+    _check_adapters(model)
     for place in places:
         if place.parameter.is_meta:
             module, attribute = place.owners[0]
             _initialiser(module, f"parameter {attribute!r}", place.names[0])
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Raise ShardError if adapters of PEFT are on the meta device: PEFT alone knows that some of them begin at zero."""
+    for path, module in model.named_modules():
+        adapters = getattr(module, "adapter_layer_names", ())  # the layers of PEFT have this
+        for name, parameter in module.named_parameters() if adapters else ():
+            if parameter.is_meta and name.partition(".")[0] in adapters:
+                raise ShardError(
+                    f"{path}.{name} is on the meta device, and only PEFT can initialize its adapters. Load the model "
+                    "on a real device on rank 0, whose values all ranks take, or pass values=, which gives them."
+                )
 
 
 def materialise_buffers(model: nn.Module, device: torch.device, starts: bool, source: Source) -> None:
