@@ -339,6 +339,8 @@ def _resolve(
 
 def _settings(strategy: Strategy) -> Iterator[str]:
     """Yield each setting of a strategy with its section, so that an error can name the one that differs."""
+    # First, because outer steps also change the strategy's topology.
+    yield f"outer = {None if strategy.outer is None else 'towpath.Outer(…)'}"
     section = ""
     for line in strategy.to_toml().splitlines():
         section = line if line.startswith("[") else section
