@@ -39,6 +39,7 @@ from towpath.engine.layout import (
     describe,
     device_of,
     device_of_parameters,
+    is_saved,
     lay_out,
     least_free_bytes,
 )
@@ -218,7 +219,7 @@ def _shard(
         home = device_of(layouts, groups).type
         lines += [f"{precision}", f"values as {source} them, on {home}", *_environment(groups, check_every)]
         if isinstance(values, (str, Path)):
-            values = _values_in(values, layouts)
+            values = _values_in(values, model, layouts)
         # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
         lines += describe(model, layouts, groups)
     if chosen is None:
@@ -244,11 +245,14 @@ def _shard(
     return model
 
 
-def _values_in(path: str | Path, layouts: list[UnitLayout]) -> Values:
+def _values_in(path: str | Path, model: nn.Module, layouts: list[UnitLayout]) -> Values:
     """Return the values of the model in safetensors files, after checking names and shapes."""
     weights = Safetensors(path)
     places = [place for unit in layouts for bucket in unit.buckets for place in bucket.places]
     shapes = {tuple(place.names): tuple(place.parameter.shape) for place in places}
+    held = weights.shapes  # may lack buffers, which then keep the model's values
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in held and is_saved(model, name)}
+    shapes |= {(name,): tuple(buffer.shape) for name, buffer in buffers.items()}
     weights.check(shapes, ignored=re.compile(""))  # the files may hold more
     return weights.values
 
@@ -335,6 +339,8 @@ def _resolve(
 
 def _settings(strategy: Strategy) -> Iterator[str]:
     """Yield each setting of a strategy with its section, so that an error can name the one that differs."""
+    # First, because outer steps also change the strategy's topology.
+    yield f"outer = {None if strategy.outer is None else 'towpath.Outer(…)'}"
     section = ""
     for line in strategy.to_toml().splitlines():
         section = line if line.startswith("[") else section

@@ -887,6 +887,19 @@ def _shard_different_topologies() -> None:
         towpath.shard(nn.Linear(4, 4), "zero3", topology=topology)
 
 
+def test_outer_steps_on_one_rank_only_are_named(world: Worlds) -> None:
+    for message in world(2).run(_shard_with_outer_on_one_rank):
+        assert "outer = None" in message
+        assert "topology" not in message
+
+
+def _shard_with_outer_on_one_rank() -> str:
+    outer = towpath.Outer(every=2) if dist.get_rank() == 0 else None
+    with pytest.raises(errors.MismatchError) as caught:
+        towpath.shard(nn.Linear(4, 4), "zero3", topology=Topology(2, 1), outer=outer)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize("shard", [False, True], ids=["strategy", "shard"])
 def test_an_unknown_strategy_lists_the_known_ones_and_the_closest(shard: bool) -> None:
     with pytest.raises(errors.StrategyError) as caught:

@@ -123,6 +123,52 @@ def _buffers_from_values() -> tuple[list[float], list[float], int]:
     return norm.running_mean.tolist(), norm.running_var.tolist(), norm.num_batches_tracked.item()
 
 
+class Rotary(nn.Module):
+    """Has a persistent buffer that no method initializes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("angles", torch.arange(5.0))
+
+
+def test_a_buffer_that_values_give_needs_no_reset_parameters(world: Worlds, tmp_path: Path) -> None:
+    save_file({**Rotary().state_dict(), "angles": torch.full((5,), 9.0)}, tmp_path / "model.safetensors")
+    assert world(2).run(_read_angles, tmp_path) == [[9.0] * 5] * 2
+
+
+def _read_angles(folder: Path) -> list[float]:
+    with torch.device("meta"):
+        model: Any = Rotary()
+    return towpath.shard(model, "zero3", topology=Topology(1, 2), values=folder).angles.tolist()
+
+
+class Gain(nn.Module):
+    """Has a parameter that no method initializes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize("make, name", [(Rotary, "angles"), (Gain, "gain")])
+def test_meta_tensors_on_rank_0_alone_are_refused_on_all(
+    world: Worlds, make: Callable[[], nn.Module], name: str
+) -> None:
+    for message in world(2).run(_only_first_on_meta, make):
+        assert f"{name} is on the meta device" in message
+        assert f".{name}" not in message
+
+
+def _only_first_on_meta(make: Callable[[], nn.Module]) -> str:
+    with torch.device("cpu" if dist.get_rank() else "meta"):
+        model = make()
+    with pytest.raises(errors.TowpathError) as caught:
+        towpath.shard(model, "zero3", topology=Topology(1, 2))
+    dist.barrier()  # a rank that still waits in shard() would meet this
+    return str(caught.value)
+
+
 def _unknown(name: str, start: int, end: int) -> Tensor:
     raise KeyError(name)
 
@@ -350,16 +396,26 @@ def test_files_of_another_model_are_refused_on_all_ranks(world: Worlds, tmp_path
         assert "2×6" in message
 
 
+def test_files_with_buffers_of_other_shapes_are_refused(world: Worlds, tmp_path: Path) -> None:
+    """A larger buffer, and one with as many elements."""
+    for shape in ((7,), (2, 3)):
+        save_file({**Normed().state_dict(), "norm.running_mean": torch.ones(shape)}, tmp_path / "model.safetensors")
+        for message in world(2).run(_refuse_folder, tmp_path, None, Normed):
+            assert "norm.running_mean" in message
+
+
 def test_a_missing_folder_on_one_rank_is_raised_on_all(world: Worlds, tmp_path: Path) -> None:
     save_file(_whole(), tmp_path / "model.safetensors")
     for message in world(2).run(_refuse_folder, tmp_path, tmp_path / "absent"):
         assert "absent" in message
 
 
-def _refuse_folder(folder: Path, second: Path | None = None) -> str:
+def _refuse_folder(folder: Path, second: Path | None = None, make: Callable[[], nn.Module] = TiedGPT) -> str:
     with pytest.raises(errors.TowpathError) as caught:
         given = second if second is not None and dist.get_rank() == 1 else folder
-        towpath.shard(_from("meta"), "zero3", topology=Topology(1, 2), values=given)
+        with torch.device("meta"):
+            model = make()
+        towpath.shard(model, "zero3", topology=Topology(1, 2), values=given)
     return str(caught.value)
 
 

@@ -181,6 +181,19 @@ def test_where_nothing_fits_the_message_names_parts_and_what_helps(
         assert main._run([*arguments, "--offload", suggested[1]]) == 0
 
 
+def test_where_an_offload_does_not_suffice_a_larger_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ("--cluster", "a100-40-25g", "--nodes", "1", "--ranks-per-node", "2")
+    arguments = ["plan", "llama-13b", *cluster, "--batch", "32", "--offload"]
+    assert main._run([*arguments, "optimizer"]) == 1
+    suggested = re.search(r"--offload (\S+), with which it fits", capsys.readouterr().err)
+    assert suggested is not None
+    assert main._run([*arguments, suggested[1]]) == 0
+
+    options = ("--model", "llama-13b", *cluster, "--checkpointing", "--offload", "optimizer")
+    explained = " ".join(told("explain", "zero3", *options).split())
+    assert f"With --offload {suggested[1]} it would fit" in explained
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

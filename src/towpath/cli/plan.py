@@ -413,12 +413,11 @@ def _what_would_fit(found: Infeasible, solver: Solver, more_hints: Sequence[str]
 def _other_hints(solver: Solver) -> list[str]:
     """Return what else would help: the offload with which the model fits, and a pipeline."""
     fitting: list[str] = []
-    if solver.request.offload is None and tables.can_offload(solver):
-        for offload in OffloadName:
-            offloaded = Solver(solver.model, solver.cluster, replace(solver.request, offload=offload.value))
-            if isinstance(offloaded.solve(best=1, most=1), Ranking):
-                fitting.append(f"--offload {offload.value}, with which it fits")
-                break
+    for offload in tables.further_offloads(solver, solver.request.offload):
+        offloaded = Solver(solver.model, solver.cluster, replace(solver.request, offload=offload))
+        if isinstance(offloaded.solve(best=1, most=1), Ranking):
+            fitting.append(f"--offload {offload}, with which it fits")
+            break
     return [*fitting, "a pipeline (--pipeline 4)"]
 
 

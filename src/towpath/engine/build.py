@@ -30,7 +30,7 @@ from towpath.core.transport import LowRank
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.engine.checks.optimizers import watch_optimizers
 from towpath.engine.executor import Engine
-from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept
+from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept, is_saved
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.initialise import (
@@ -38,6 +38,7 @@ from towpath.engine.parameters.initialise import (
     FromValues,
     Source,
     Values,
+    check_initialisers,
     materialise_buffers,
     move_all_but_parameters,
 )
@@ -299,7 +300,13 @@ def build(
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
     shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     watch_optimizers()
-    materialise_buffers(model, comm.device, starts)
+    if root_is_real:
+        materialise_buffers(model, comm.device, starts, source)
+    else:
+        with agreement(job):  # one rank's model may be on the meta device, and another's not
+            if values is None:
+                check_initialisers(model, _places(layouts))
+            materialise_buffers(model, comm.device, starts, source)
     if groups.chosen is not None:
         move_all_but_parameters(model, groups.chosen)
     units = [
@@ -315,9 +322,7 @@ def build(
 def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
     """Copy the buffers of rank 0 to all ranks. They may be random, and are small enough for a broadcast."""
     for name, buffer in model.named_buffers():
-        path, _, attribute = name.rpartition(".")
-        passing = attribute in model.get_submodule(path)._non_persistent_buffers_set  # pyright: ignore
-        values = (buffer if passing else source.buffer(name, buffer)).detach().contiguous()
+        values = (source.buffer(name, buffer) if is_saved(model, name) else buffer).detach().contiguous()
         groups.broadcast(values)
         buffer.data.copy_(values)
 

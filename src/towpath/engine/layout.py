@@ -397,10 +397,14 @@ def describe(model: nn.Module, layouts: list[UnitLayout], groups: Groups) -> Ite
     for name, buffer in model.named_buffers():
         # A meta buffer will be made on the parameters' device. So a rank with meta buffers matches one with real ones.
         device = home if buffer.device.type == "meta" or groups.chosen else buffer.device
-        path, _, attribute = name.rpartition(".")
-        passing = attribute in model.get_submodule(path)._non_persistent_buffers_set  # pyright: ignore
-        kept = "buffer that is not saved" if passing else "buffer"
+        kept = "buffer" if is_saved(model, name) else "buffer that is not saved"
         yield f"{name}: {shape_text(buffer.shape)} {buffer.dtype} {kept} on {device.type}"
+
+
+def is_saved(model: nn.Module, buffer: str) -> bool:
+    """Return whether the buffer of this name is persistent."""
+    path, _, attribute = buffer.rpartition(".")
+    return attribute not in model.get_submodule(path)._non_persistent_buffers_set  # pyright: ignore
 
 
 def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.device:

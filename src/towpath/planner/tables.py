@@ -263,7 +263,7 @@ def _does_not_fit(step: Prediction, solver: Solver) -> str:
     limit = solver.request.memory
     fitting = [
         offload
-        for offload in (get_args(Offload) if can_offload(solver) and step.strategy.offload is None else ())
+        for offload in further_offloads(solver, step.strategy.offload)
         if sum(solver.predict_memory(replace(step.strategy, offload=offload), step.batching).values()) <= limit
     ]
     return (
@@ -280,6 +280,12 @@ def parts(memory: Mapping[str, int]) -> str:
     return ", ".join(f"{size / GIB:.1f} GiB for {name}" for name, size in named if size >= least)
 
 
-def can_offload(solver: Solver) -> bool:
-    """Return whether the cluster's ranks have a device, and its description has the host's memory."""
-    return solver.cluster.hardware.host_memory is not None
+def further_offloads(solver: Solver, present: Offload | None) -> list[Offload]:
+    """Return the offloads that move more to the host's memory than `present` does.
+
+    There are none if the cluster's ranks have no device, or its description lacks the host's memory.
+    """
+    if solver.cluster.hardware.host_memory is None:
+        return []
+    moved = set(present.split("+")) if present else set[str]()
+    return [offload for offload in get_args(Offload) if moved < set(offload.split("+"))]

@@ -17,7 +17,7 @@ from torch import nn
 
 from towpath.core.placement import Partition
 from towpath.core.unit_plan import BucketPlan
-from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype
+from towpath.engine.layout import BucketLayout, ParameterPlace, is_saved, torch_dtype
 from towpath.engine.parameters.parallel import Mesh, local_part
 from towpath.errors import ShardError, TowpathError
 from towpath.topology.groups import Groups
@@ -47,6 +47,10 @@ class Source(ABC):
     @abstractmethod
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """Return the values of the persistent buffer `name`, whose current values are `buffer`."""
+
+    @abstractmethod
+    def gives(self, name: str, buffer: torch.Tensor) -> bool:
+        """Return whether the persistent buffer `name` gets its values from here, and not from the model."""
 
     @abstractmethod
     def failure(self) -> TowpathError | None:
@@ -93,6 +97,10 @@ class FromModel(Source):
         """Return `buffer` itself: the model has its values already."""
         return buffer
 
+    def gives(self, name: str, buffer: torch.Tensor) -> bool:
+        """Return False: modules initialize their buffers."""
+        return False
+
     def failure(self) -> TowpathError | None:
         """Return None: errors of this source are raised at once."""
         return None
@@ -130,6 +138,10 @@ class FromValues(Source):
         """Return the values of buffer `name`, or its current values if the user's function does not know the name."""
         found = torch.empty_like(buffer)
         return found if self.fill(found.view(-1), [name], 0, needed=False) else buffer
+
+    def gives(self, name: str, buffer: torch.Tensor) -> bool:
+        """Return whether the user's function knows `name`, or has failed, which is raised after all values."""
+        return self.buffer(name, buffer) is not buffer or self._failure is not None
 
     def failure(self) -> TowpathError | None:
         """Return the first error of the user's function on this rank, if any."""
@@ -270,20 +282,51 @@ def move_all_but_parameters(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, parameter)  # a recurrent module keeps a list of them, too
 
 
-def materialise_buffers(model: nn.Module, device: torch.device, starts: bool) -> None:
-    """Make the buffers that are on the meta device. Ranks that start initialize them with `reset_parameters`."""
+def check_initialisers(model: nn.Module, places: Iterable[ParameterPlace]) -> None:
+    """Raise ShardError if a parameter of `places` is on the meta device, and its module cannot initialize it."""
+    _check_adapters(model)
+    for place in places:
+        if place.parameter.is_meta:
+            module, attribute = place.owners[0]
+            _initialiser(module, f"parameter {attribute!r}", place.names[0])
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Raise ShardError if adapters of PEFT are on the meta device: PEFT alone knows that some of them begin at zero."""
     for path, module in model.named_modules():
-        absent = [name for name, b in module.named_buffers(recurse=False) if b.device.type == "meta"]
+        adapters = getattr(module, "adapter_layer_names", ())  # the layers of PEFT have this
+        for name, parameter in module.named_parameters() if adapters else ():
+            if parameter.is_meta and name.partition(".")[0] in adapters:
+                raise ShardError(
+                    f"{path}.{name} is on the meta device, and only PEFT can initialize its adapters. Load the model "
+                    "on a real device on rank 0, whose values all ranks take, or pass values=, which gives them."
+                )
+
+
+def materialise_buffers(model: nn.Module, device: torch.device, starts: bool, source: Source) -> None:
+    """Make the buffers that are on the meta device.
+
+    Ranks that start initialize them with `reset_parameters`. A module needs none if `source` gives all their values.
+    """
+    for path, module in model.named_modules():
+        absent = [name for name, b in module.named_buffers(recurse=False) if b.is_meta]
         for name in absent:
             setattr(module, name, torch.empty_like(module.get_buffer(name), device=device))
-        if absent and starts:
-            _initialiser(module, f"buffer {absent[0]!r}", f"{path}.{absent[0]}")()
+        for name in absent if starts else ():
+            known = f"{path}.{name}" if path else name
+            initializes = _initialiser_of(module) is not None
+            if initializes or not is_saved(model, known) or not source.gives(known, module.get_buffer(name)):
+                _initialiser(module, f"buffer {name!r}", known)()
+                break
+
+
+def _initialiser_of(module: nn.Module) -> Callable[[], Any] | None:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def _initialiser(module: nn.Module, what: str, name: str) -> Callable[[], Any]:
-    for method in ("reset_parameters", "_reset_parameters"):
-        if hasattr(module, method):
-            return getattr(module, method)
+    if (found := _initialiser_of(module)) is not None:
+        return found
     raise ShardError(
         f"{name} is on the meta device, and {type(module).__name__} has no reset_parameters() that would give its "
         f"{what} values. Add the method, or build the model on a real device on rank 0, whose values all ranks take."
