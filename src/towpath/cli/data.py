@@ -44,9 +44,7 @@ def prepare_command(
     dataset: Annotated[str, typer.Option(metavar="FOLDER", help="A Hugging Face dataset on disk.")] = "",
     column: Annotated[
         str,
-        typer.Option(
-            metavar="NAME", help="The column with the text. For .jsonl, '' takes lines as they are."
-        ),
+        typer.Option(metavar="NAME", help="The column with the text. For .jsonl, '' takes lines as they are."),
     ] = "text",
     workers: Annotated[int, typer.Option(metavar="N", min=0, help="Processes. 0 starts one for each core.")] = 0,
     shard_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens in each file.")] = SHARD_TOKENS,
