@@ -557,7 +557,13 @@ PENALTIES: dict[str, Callable[[Tensor, int, list[nn.Parameter]], Any]] = {
     "sum of matrices": lambda loss, rank, ps: loss + (1 + rank) * sum(p.abs().mean() for p in ps if p.dim() == 2),
     "norm of norms": lambda loss, rank, ps: loss + (1 + rank) * torch.stack([p.norm() for p in ps]).norm(),
     "largest": lambda loss, rank, ps: loss * (1 + ps[0].max() - ps[1].min()),
+    "hook": lambda loss, rank, ps: loss + (1 + rank) * _hooked(ps[0].square().sum()),
 }
+
+
+def _hooked(value: Tensor) -> Tensor:
+    value.register_hook(lambda gradient: 2 * gradient)
+    return value
 
 
 @in_turn([*LABELS, "ddp", "mics:2x1"], 2)

@@ -93,13 +93,14 @@ class Partial(torch.Tensor):
     part: torch.Tensor
     order: float | str
     replica: Replica
+    averaged: object  # the autograd node whose gradient is averaged over all ranks, if any
 
     @staticmethod
     def __new__(
         cls: type[Partial], values: torch.Tensor, order: float | str, replica: Replica, dtype: torch.dtype
     ) -> Partial:
         made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
-        made.part, made.order, made.replica = values, order, replica
+        made.part, made.order, made.replica, made.averaged = values, order, replica, None
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -173,8 +174,9 @@ class Partial(torch.Tensor):
         Each rank has the gradient of its own loss, and continues with slices that no other rank may hold.
         """
         # Only what leaves the Partials is averaged: a penalty over all parameters takes one all-reduce of one number.
-        if self.requires_grad and torch.is_grad_enabled() and not self._backward_hooks:
-            replica = self.replica
+        node, replica = self.grad_fn or self.replica, self.replica  # a write to the value gives it a new node
+        if self.requires_grad and torch.is_grad_enabled() and self.averaged is not node:
+            self.averaged = node
 
             def mean(gradient: torch.Tensor) -> torch.Tensor:
                 total = _resolved(gradient.detach()).to(torch.float64, copy=True)  # exact if all ranks have the same
