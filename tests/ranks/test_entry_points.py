@@ -558,7 +558,31 @@ PENALTIES: dict[str, Callable[[Tensor, int, list[nn.Parameter]], Any]] = {
     "norm of norms": lambda loss, rank, ps: loss + (1 + rank) * torch.stack([p.norm() for p in ps]).norm(),
     "largest": lambda loss, rank, ps: loss * (1 + ps[0].max() - ps[1].min()),
     "hook": lambda loss, rank, ps: loss + (1 + rank) * _hooked(ps[0].square().sum()),
+    "sums in place": lambda loss, rank, ps: _sum_in_place(loss, rank, ps),
+    "norms in place": lambda loss, rank, ps: _sum_norms_in_place(loss, rank, ps),
 }
+
+
+def _sum_in_place(loss: Tensor, rank: int, parameters: list[nn.Parameter]) -> Tensor:
+    first, second, third, fourth = (p.square().sum() for p in parameters[:4])
+    first += second
+    first *= 1 + rank
+    first.clamp_(min=0.0)
+    with torch.no_grad():
+        third += 1.0
+    fourth += (1 + rank) * loss
+    return (1 + rank) * (torch.stack([first, fourth]).sum() + third * fourth)
+
+
+def _sum_norms_in_place(loss: Tensor, rank: int, parameters: list[nn.Parameter]) -> Tensor:
+    total: Any = 0.0
+    for parameter in parameters:
+        total += parameter.norm()
+    norm = parameters[0].norm().clone()  # PyTorch needs the norm itself in the backward pass
+    early = (1 + rank) * norm
+    norm += parameters[1].norm()
+    norm += loss
+    return (1 + rank) * (total + norm) + early
 
 
 def _hooked(value: Tensor) -> Tensor:

@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# The `order` of a Partial whose value was combined before a write to it.
+# The `order` of a Partial whose value is combined. A backward pass averages the gradient of this value.
 _WHOLE = "whole"
+
+# The `order` of a Partial that an operation of the loss has written to. Only its earlier value gets a mean gradient.
+_WRITTEN = "written"
 
 # `ShardTensor` and `Partial` work below autograd, in __torch_dispatch__, and need no hook above it.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
@@ -85,7 +88,7 @@ class Replica:
 class Partial(torch.Tensor):
     """A tensor of norms or sums of which this rank knows only its part. Operations on ShardTensors return it.
 
-    `part` is this rank's part. `order` is the order of the norms, or "sum", or "whole" once the value is combined.
+    `part` is this rank's part. `order` is the order of the norms, or "sum", or "whole" or "written" once the value is combined.
     Stacking and casting keep the values partial, and most other operations combine them over `replica`. `print()` and
     `repr()` show this rank's part and combine nothing, so that a debugger on one rank does not wait for other ranks.
     """
@@ -154,7 +157,7 @@ class Partial(torch.Tensor):
         """Return the value, combined over the replica, as a plain tensor. Every rank of the replica must call it."""
         self.average_gradient()
         order, values = self.order, self.part
-        if order == _WHOLE:
+        if order in (_WHOLE, _WRITTEN):
             return values.to(self.dtype)
         if order == "sum":
             combined = self.replica.combine(values.clone())
@@ -175,7 +178,7 @@ class Partial(torch.Tensor):
         """
         # Only what leaves the Partials is averaged: a penalty over all parameters takes one all-reduce of one number.
         node, replica = self.grad_fn or self.replica, self.replica  # a write to the value gives it a new node
-        if self.requires_grad and torch.is_grad_enabled() and self.averaged is not node:
+        if self.requires_grad and torch.is_grad_enabled() and self.averaged is not node and self.order != _WRITTEN:
             self.averaged = node
 
             def mean(gradient: torch.Tensor) -> torch.Tensor:
@@ -210,12 +213,16 @@ class Partial(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
+        if packet is aten.add_ and not kwargs and _same_kind_of_partial(args) and args[0].order == "sum":
+            if args[0].shape == args[1].shape:
+                args[0].part = args[0].part + args[1].part
+                return args[0]
         if written := _written(func, args, kwargs):
             for each in written:
                 each.become_whole()
             out = func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
             return args[0] if written[0] is args[0] else out
-        if any(isinstance(a, Partial) and a.order == _WHOLE for a in args):
+        if any(isinstance(a, Partial) and a.order in (_WHOLE, _WRITTEN) for a in args):
             return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
         if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
             return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
@@ -245,7 +252,8 @@ class Partial(torch.Tensor):
 
         Every rank of the replica must call it.
         """
-        self.part, self.order = self.resolve(), _WHOLE
+        was_written = self.order == _WRITTEN or torch.is_grad_enabled()
+        self.part, self.order = self.resolve(), _WRITTEN if was_written else _WHOLE
 
     def of_all(self) -> Partial:
         """Return the partial norm of all elements, from the partial norms in this tensor."""
@@ -279,7 +287,7 @@ def _same_kind_of_partial(parts: Sequence[Any]) -> bool:
     return all(
         isinstance(p, Partial)
         and isinstance(first, Partial)
-        and p.order == first.order
+        and p.order == first.order != _WRITTEN
         and p.replica.group is first.replica.group
         and p.replica.beyond == first.replica.beyond
         for p in parts
