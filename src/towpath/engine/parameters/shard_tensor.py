@@ -505,7 +505,7 @@ def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         _refuse(func, args, kwargs)
     local = tensor.shard_spec.counted(tensor.local)
-    [norm] = Partial.norms_of([local], 2 if order is None else order, [tensor.shard_spec.replica], kwargs.get("dtype"))
+    [norm] = Partial.norms_of([local], 2 if order is None else order, [tensor.shard_spec], kwargs.get("dtype"))
     return norm
 
 
@@ -515,9 +515,7 @@ def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[An
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     tensors = cast(Sequence[torch.Tensor], args[0])
     ours = [t for t in tensors if isinstance(t, ShardTensor)]
-    parts = Partial.norms_of(
-        [t.shard_spec.counted(t.local) for t in ours], order, [t.shard_spec.replica for t in ours], dtype
-    )
+    parts = Partial.norms_of([t.shard_spec.counted(t.local) for t in ours], order, [t.shard_spec for t in ours], dtype)
     norms = iter(parts)
     return [
         next(norms) if isinstance(t, ShardTensor) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors
@@ -532,7 +530,8 @@ def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     total = tensor.shard_spec.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
     if func.overloadpacket is aten.mean:
         total = total / tensor.numel()
-    return Partial(total, "sum", tensor.shard_spec.replica, total.dtype)
+    where = tensor.shard_spec
+    return Partial(total, "sum", where.replica, (where.name,), total.dtype)
 
 
 def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -540,22 +539,21 @@ def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if len(args) > 1 and func.overloadpacket is not aten.equal and args[1] not in ([], ()):
         _refuse(func, args, kwargs)
-    replica = tensor.shard_spec.replica
+    where, replica = tensor.shard_spec, tensor.shard_spec.replica
     packet = func.overloadpacket
     if packet is aten.equal:
-        same = torch.tensor(
-            torch.equal(tensor.local, _local_of(func, args[1], tensor.shard_spec)), device=tensor.device
-        )
-        return bool(replica.combine(same.to(torch.uint8), dist.ReduceOp.MIN))
+        same = torch.tensor(torch.equal(tensor.local, _local_of(func, args[1], where)), device=tensor.device)
+        return bool(replica.combine(same.to(torch.uint8), [where.name], dist.ReduceOp.MIN))
     if packet in (aten.any, aten.all):
         found = packet(tensor.local).to(torch.uint8)
-        return replica.combine(found, dist.ReduceOp.MAX if packet is aten.any else dist.ReduceOp.MIN).to(torch.bool)
+        op = dist.ReduceOp.MAX if packet is aten.any else dist.ReduceOp.MIN
+        return replica.combine(found, [where.name], op).to(torch.bool)
     largest = packet in (aten.max, aten.amax)
     info = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
     neutral = torch.full((), info.min if largest else info.max, dtype=tensor.dtype, device=tensor.device)
     value = cast(torch.Tensor, packet(tensor.local)) if tensor.local.numel() else neutral
-    value = replica.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
-    return Partial.of_whole(value, replica) if tensor.requires_grad and torch.is_grad_enabled() else value
+    value = replica.combine(value.clone(), [where.name], dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    return Partial.of_whole(value, where) if tensor.requires_grad and torch.is_grad_enabled() else value
 
 
 def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
@@ -565,7 +563,7 @@ def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
     if not found.is_cuda and torch.cuda.is_initialized():  # with offload, the scaler copies its numbers to the host
         torch.cuda.current_stream().synchronize()
     func([g.local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
-    replica.combine(found, dist.ReduceOp.MAX)
+    replica.combine(found, op=dist.ReduceOp.MAX)
 
 
 def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
