@@ -503,8 +503,24 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm of no order": lambda p: torch.ops.aten.norm.ScalarOpt_dtype(p, None, dtype=torch.float64),
     "1-norm": lambda p: torch.linalg.vector_norm(p, 1),
     "mean": lambda p: p.pow(2).mean(),
+    "plain sum": lambda p: p.sum(),
+    "plain mean": lambda p: p.mean() + (-p).sum() + p.mean(),
     "drift": lambda p: ((p - p.detach().mul(0.5)) ** 2).sum(),
 }
+
+
+def test_a_regulariser_alone_gives_sharded_gradients(world: Worlds) -> None:
+    world(2).run(_regularise_alone)
+
+
+def _regularise_alone() -> None:
+    for kind in REGULARISERS.values():
+        twin = Twin(Coder, _regularised, "zero3", SHAPE)
+        for found, expected in zip(twin.sharded.parameters(), twin.plain.parameters(), strict=True):
+            for p in (found, expected):
+                kind(p).backward()
+            assert isinstance(found.grad, ShardTensor)
+            torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
 
 
 def _whole(p: Any) -> Tensor:

@@ -71,6 +71,7 @@ class ShardTensor(torch.Tensor):
     held: torch.Tensor | EncodedSlice
     shard_spec: ShardSpec
     version: ParamVersion | None
+    slices_gradient: object  # the autograd node whose gradient a hook slices, or True for a leaf
 
     @staticmethod
     def __new__(
@@ -83,7 +84,7 @@ class ShardTensor(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, where.whole_shape, dtype=held.dtype, device=held.device, requires_grad=requires_grad
         )
-        made.held, made.shard_spec, made.version = held, where, version
+        made.held, made.shard_spec, made.version, made.slices_gradient = held, where, version, None
         return made
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -522,9 +523,24 @@ def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[An
     ]
 
 
+def _slice_gradient(tensor: ShardTensor) -> None:
+    """Let a backward pass take this rank's slice of the gradient of a sum, which autograd expands to a plain tensor."""
+    node, where = tensor.grad_fn or True, tensor.shard_spec
+    if tensor.requires_grad and torch.is_grad_enabled() and tensor.slices_gradient is not node:
+        tensor.slices_gradient = node
+
+        def sliced(gradient: torch.Tensor) -> torch.Tensor:
+            if isinstance(gradient, ShardTensor):
+                return gradient
+            return ShardTensor(where.part_of(gradient.detach()).clone(), where)
+
+        torch.Tensor.register_hook(tensor, sliced)
+
+
 def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Return the partial sum or mean over the full tensor."""
     tensor = args[0]
+    _slice_gradient(tensor)
     if len(args) > 1 or kwargs.get("dim") is not None:
         _refuse(func, args, kwargs)
     total = tensor.shard_spec.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
