@@ -505,6 +505,8 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda p: p.pow(2).mean(),
     "plain sum": lambda p: p.sum(),
     "plain mean": lambda p: p.mean() + (-p).sum() + p.mean(),
+    "largest": lambda p: p.abs().amax() + torch.linalg.vector_norm(p.clamp(-0.1, 0.1), float("inf")),
+    "keepdim": lambda p: p.square().mean(tuple(range(p.dim())), keepdim=True).sum(),
     "drift": lambda p: ((p - p.detach().mul(0.5)) ** 2).sum(),
 }
 
@@ -514,13 +516,14 @@ def test_a_regulariser_alone_gives_sharded_gradients(world: Worlds) -> None:
 
 
 def _regularise_alone() -> None:
+    twin = Twin(Coder, _regularised, "zero3", SHAPE)
     for kind in REGULARISERS.values():
-        twin = Twin(Coder, _regularised, "zero3", SHAPE)
         for found, expected in zip(twin.sharded.parameters(), twin.plain.parameters(), strict=True):
             for p in (found, expected):
                 kind(p).backward()
             assert isinstance(found.grad, ShardTensor)
             torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+            found.grad = expected.grad = None
 
 
 def _whole(p: Any) -> Tensor:
@@ -573,6 +576,7 @@ PENALTIES: dict[str, Callable[[Tensor, int, list[nn.Parameter]], Any]] = {
     "sum of matrices": lambda loss, rank, ps: loss + (1 + rank) * sum(p.abs().mean() for p in ps if p.dim() == 2),
     "norm of norms": lambda loss, rank, ps: loss + (1 + rank) * torch.stack([p.norm() for p in ps]).norm(),
     "largest": lambda loss, rank, ps: loss * (1 + ps[0].max() - ps[1].min()),
+    "plain mean": lambda loss, rank, ps: loss + (1 + rank) * (ps[0].mean() + ps[1].abs().amax()),
     "hook": lambda loss, rank, ps: loss + (1 + rank) * _hooked(ps[0].square().sum()),
     "sums in place": lambda loss, rank, ps: _sum_in_place(loss, rank, ps),
     "norms in place": lambda loss, rank, ps: _sum_norms_in_place(loss, rank, ps),

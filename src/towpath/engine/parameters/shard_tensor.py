@@ -360,7 +360,7 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
             )
         return value.local
     if isinstance(value, Partial):
-        return value.resolve()
+        value = value.resolve()
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         if value.shape == where.whole_shape and in_backward():
             return where.part_of(value)  # autograd expands the gradient of a sum or a mean, the same on all ranks
@@ -541,11 +541,14 @@ def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Return the partial sum or mean over the full tensor."""
     tensor = args[0]
     _slice_gradient(tensor)
-    if len(args) > 1 or kwargs.get("dim") is not None:
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dims and {d % tensor.dim() for d in dims} != set(range(tensor.dim())):
         _refuse(func, args, kwargs)
     total = tensor.shard_spec.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
     if func.overloadpacket is aten.mean:
         total = total / tensor.numel()
+    if args[2] if len(args) > 2 else kwargs.get("keepdim"):  # the gradients of extremes need it
+        total = total.reshape((1,) * tensor.dim())
     where = tensor.shard_spec
     return Partial(total, "sum", where.replica, (where.name,), total.dtype)
 
