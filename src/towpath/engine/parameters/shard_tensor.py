@@ -472,10 +472,13 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _draw(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Fill a parameter with random numbers, as in torch.nn.init: every rank draws the full tensor, rank 0's counts."""
+    """Fill a tensor with random numbers, as in torch.nn.init: every rank draws the full tensor, rank 0's counts.
+
+    `trunc_normal_` draws into temporary tensors of a parameter's shape, too.
+    """
     target = args[0]
     where = target.shard_spec
-    if target.version is None or where.parallel is not None or running_step.optimizer:
+    if where.parallel is not None or running_step.optimizer:
         _refuse(func, args, kwargs)
     whole = torch.empty(where.shape, dtype=target.dtype, device=target.device)
     func(whole, *args[1:], **kwargs)
