@@ -149,7 +149,7 @@ def test_ranks_that_run_different_programs_all_raise_and_name_the_difference(pro
         assert here in on_rank_0 and there in on_rank_1, text
 
 
-def test_ranks_that_take_norms_in_another_order_all_raise_and_name_them() -> None:
+def test_norms_in_another_order_raise_on_all_ranks() -> None:
     with World(2) as ranks:
         texts = ranks.run(_differ_in_norms)
     for text in texts:
