@@ -503,8 +503,27 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm of no order": lambda p: torch.ops.aten.norm.ScalarOpt_dtype(p, None, dtype=torch.float64),
     "1-norm": lambda p: torch.linalg.vector_norm(p, 1),
     "mean": lambda p: p.pow(2).mean(),
+    "plain sum": lambda p: p.sum(),
+    "plain mean": lambda p: p.mean() + (-p).sum() + p.mean(),
+    "largest": lambda p: p.abs().amax() + torch.linalg.vector_norm(p.clamp(-0.1, 0.1), float("inf")),
+    "keepdim": lambda p: p.square().mean(tuple(range(p.dim())), keepdim=True).sum(),
     "drift": lambda p: ((p - p.detach().mul(0.5)) ** 2).sum(),
 }
+
+
+def test_a_regulariser_alone_gives_sharded_gradients(world: Worlds) -> None:
+    world(2).run(_regularise_alone)
+
+
+def _regularise_alone() -> None:
+    twin = Twin(Coder, _regularised, "zero3", SHAPE)
+    for kind in REGULARISERS.values():
+        for found, expected in zip(twin.sharded.parameters(), twin.plain.parameters(), strict=True):
+            for p in (found, expected):
+                kind(p).backward()
+            assert isinstance(found.grad, ShardTensor)
+            torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+            found.grad = expected.grad = None
 
 
 def _whole(p: Any) -> Tensor:
@@ -557,7 +576,38 @@ PENALTIES: dict[str, Callable[[Tensor, int, list[nn.Parameter]], Any]] = {
     "sum of matrices": lambda loss, rank, ps: loss + (1 + rank) * sum(p.abs().mean() for p in ps if p.dim() == 2),
     "norm of norms": lambda loss, rank, ps: loss + (1 + rank) * torch.stack([p.norm() for p in ps]).norm(),
     "largest": lambda loss, rank, ps: loss * (1 + ps[0].max() - ps[1].min()),
+    "plain mean": lambda loss, rank, ps: loss + (1 + rank) * (ps[0].mean() + ps[1].abs().amax()),
+    "hook": lambda loss, rank, ps: loss + (1 + rank) * _hooked(ps[0].square().sum()),
+    "sums in place": lambda loss, rank, ps: _sum_in_place(loss, rank, ps),
+    "norms in place": lambda loss, rank, ps: _sum_norms_in_place(loss, rank, ps),
 }
+
+
+def _sum_in_place(loss: Tensor, rank: int, parameters: list[nn.Parameter]) -> Tensor:
+    first, second, third, fourth = (p.square().sum() for p in parameters[:4])
+    first += second
+    first *= 1 + rank
+    first.clamp_(min=0.0)
+    with torch.no_grad():
+        third += 1.0
+    fourth += (1 + rank) * loss
+    return (1 + rank) * (torch.stack([first, fourth]).sum() + third * fourth)
+
+
+def _sum_norms_in_place(loss: Tensor, rank: int, parameters: list[nn.Parameter]) -> Tensor:
+    total: Any = 0.0
+    for parameter in parameters:
+        total += parameter.norm()
+    norm = parameters[0].norm().clone()  # PyTorch needs the norm itself in the backward pass
+    early = (1 + rank) * norm
+    norm += parameters[1].norm()
+    norm += loss
+    return (1 + rank) * (total + norm) + early
+
+
+def _hooked(value: Tensor) -> Tensor:
+    value.register_hook(lambda gradient: 2 * gradient)
+    return value
 
 
 @in_turn([*LABELS, "ddp", "mics:2x1"], 2)

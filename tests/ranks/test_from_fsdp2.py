@@ -81,6 +81,8 @@ class Initialized(Net):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
         nn.init.kaiming_uniform_(self.head.weight)
+        for block, bound in zip(self.blocks, (0.06, 0.03, 0.004), strict=True):  # the last one is drawn in another way
+            nn.init.trunc_normal_(block.get_parameter("inner.weight"), 0.0, 0.02, -bound, bound)
 
 
 @in_turn(["zero3", "ddp", "mics:2x1"], 2)

@@ -112,6 +112,17 @@ def _penalty(model: Any, alone: bool) -> None:
     (_loss(model) * (factor if alone else 1)).backward()
 
 
+def _penalties_in_another_order(model: Any, alone: bool) -> None:
+    first, second, *_ = [block.weight.norm() for block in list(model.blocks)[:: -1 if alone else 1]]
+    (_loss(model) + 2 * first + 3 * second).backward()
+
+
+def _norms_in_another_order(model: Any, alone: bool) -> None:
+    for block in list(model.blocks)[:: -1 if alone else 1]:
+        block.weight.detach().norm().item()
+    _loss(model).backward()
+
+
 DIFFERENCES: dict[Callable[[Any, bool], None], tuple[str, str]] = {
     _other_rate: ("AdamW.step() with lr=0.01", "AdamW.step() with lr=0.02"),
     _other_class: ("AdamW.step()", "Adam.step()"),
@@ -122,6 +133,7 @@ DIFFERENCES: dict[Callable[[Any, bool], None], tuple[str, str]] = {
     _frozen: ("frozen=unset", "frozen=('blocks.1.weight',)"),
     _other_inputs: ("backward(inputs=…) with checksum=", "backward(inputs=…) with checksum="),
     _penalty: ("the end of the backward pass", "the backward pass of a norm"),
+    _penalties_in_another_order: ("an extreme of 'blocks.", "an extreme of 'blocks."),
 }
 
 
@@ -135,6 +147,21 @@ def test_ranks_that_run_different_programs_all_raise_and_name_the_difference(pro
         assert text.startswith(f"rank {rank}: the ranks ran different programs: call"), text
         on_rank_0, _, on_rank_1 = text.partition("on rank 0: ")[2].partition(", on rank 1: ")
         assert here in on_rank_0 and there in on_rank_1, text
+
+
+def test_norms_in_another_order_raise_on_all_ranks() -> None:
+    with World(2) as ranks:
+        texts = ranks.run(_differ_in_norms)
+    for text in texts:
+        assert "on rank 0: a norm, a sum or an extreme of 'blocks.0.weight', on rank 1: a norm" in text, text
+
+
+def _differ_in_norms() -> str:
+    model = _net("zero3")
+    parameters = list(model.parameters())
+    torch.nn.utils.get_total_norm(parameters[:: -1 if dist.get_rank() else 1]).item()  # is the same in any order
+    _loss(model).backward()
+    return _error_of(lambda: _norms_in_another_order(model, dist.get_rank() == 1))
 
 
 def _differ(program: Callable[[Any, bool], None], label: str) -> str:

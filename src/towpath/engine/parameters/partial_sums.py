@@ -8,6 +8,7 @@ stack, and only the last one is combined, so the call costs one all-reduce.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,16 @@ from towpath.errors import ShardError
 
 if TYPE_CHECKING:
     from towpath.engine.checks.program import Program
+    from towpath.engine.parameters.shard_spec import ShardSpec
 
 
 aten = torch.ops.aten
 
-# The `order` of a Partial whose value was combined before a write to it.
+# The `order` of a Partial whose value is combined. A backward pass averages the gradient of this value.
 _WHOLE = "whole"
+
+# The `order` of a Partial that an operation of the loss has written to. Only its earlier value gets a mean gradient.
+_WRITTEN = "written"
 
 # `ShardTensor` and `Partial` work below autograd, in __torch_dispatch__, and need no hook above it.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
@@ -59,10 +64,10 @@ class Replica:
         """This rank, as the job counts."""
         return self.first + self.rank
 
-    def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce `tensor` over the replica in place, and return it."""
+    def combine(self, tensor: torch.Tensor, names: Sequence[str] = (), op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce `tensor`, computed from the parameters `names`, over the replica in place, and return it."""
         if self.group is not None:
-            self._all_reduce(tensor, op, self.group, "a norm, a sum or an extreme of sharded tensors", self.call)
+            self._all_reduce(tensor, op, self.group, _reduction_of(names), self.call)
         for group in self.beyond:
             dist.all_reduce(tensor, op, group=group)
         return tensor
@@ -85,21 +90,29 @@ class Replica:
 class Partial(torch.Tensor):
     """A tensor of norms or sums of which this rank knows only its part. Operations on ShardTensors return it.
 
-    `part` is this rank's part. `order` is the order of the norms, or "sum", or "whole" once the value is combined.
-    Stacking and casting keep the values partial, and most other operations combine them over `replica`. `print()` and
-    `repr()` show this rank's part and combine nothing, so that a debugger on one rank does not wait for other ranks.
+    `part` is this rank's part, and `names` are the parameters that it was computed from. `order` is the order of the
+    norms, or "sum", or "whole" or "written" once the value is combined. Stacking and casting keep the values partial,
+    and most other operations combine them over `replica`. `print()` and `repr()` show this rank's part and combine
+    nothing, so that a debugger on one rank does not wait for other ranks.
     """
 
     part: torch.Tensor
     order: float | str
     replica: Replica
+    names: tuple[str, ...]
+    averaged: object  # the autograd node whose gradient is averaged over all ranks, if any
 
     @staticmethod
     def __new__(
-        cls: type[Partial], values: torch.Tensor, order: float | str, replica: Replica, dtype: torch.dtype
+        cls: type[Partial],
+        values: torch.Tensor,
+        order: float | str,
+        replica: Replica,
+        names: tuple[str, ...],
+        dtype: torch.dtype,
     ) -> Partial:
         made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
-        made.part, made.order, made.replica = values, order, replica
+        made.part, made.order, made.replica, made.names, made.averaged = values, order, replica, names, None
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -107,14 +120,14 @@ class Partial(torch.Tensor):
 
     @staticmethod
     def norms_of(
-        locals_: Sequence[torch.Tensor], order: float, replicas: Sequence[Replica], dtype: torch.dtype | None = None
+        locals_: Sequence[torch.Tensor], order: float, specs: Sequence[ShardSpec], dtype: torch.dtype | None = None
     ) -> list[Partial]:
         """Return the partial norm of each slice. One call computes many, because a call costs more than a small norm.
 
         Args:
             locals_: This rank's slices.
             order: The order of the norms.
-            replicas: The replica of each slice.
+            specs: The spec of each slice.
             dtype: The dtype of the results. By default, that of each slice.
         """
         order = float(order)
@@ -134,37 +147,44 @@ class Partial(torch.Tensor):
             for index, norm in zip(indices, torch.stack(found).double().unbind(), strict=True):
                 norms[index] = norm
         return [
-            Partial(norm, order, replica, dtype or local.dtype)
-            for norm, replica, local in zip(norms, replicas, locals_, strict=True)
+            Partial(norm, order, where.replica, (where.name,), dtype or local.dtype)
+            for norm, where, local in zip(norms, specs, locals_, strict=True)
         ]
 
     @staticmethod
     def stacked(parts: Sequence[Partial], dim: int = 0) -> Partial:
         """Stack Partials of one order and one replica to a Partial."""
         first = parts[0]
-        return Partial(torch.stack([p.part for p in parts], dim), first.order, first.replica, first.dtype)
+        names = tuple(name for p in parts for name in p.names)
+        return Partial(torch.stack([p.part for p in parts], dim), first.order, first.replica, names, first.dtype)
 
     @staticmethod
-    def of_whole(value: torch.Tensor, replica: Replica) -> Partial:
+    def of_whole(value: torch.Tensor, where: ShardSpec) -> Partial:
         """Return a value that is combined already as a Partial, for its backward pass."""
-        return Partial(value, _WHOLE, replica, value.dtype)
+        return Partial(value, _WHOLE, where.replica, (where.name,), value.dtype)
 
     def resolve(self) -> torch.Tensor:
         """Return the value, combined over the replica, as a plain tensor. Every rank of the replica must call it."""
         self.average_gradient()
-        order, values = self.order, self.part
-        if order == _WHOLE:
+        order, values, names = self.order, self.part, self._names_in_order()
+        if order in (_WHOLE, _WRITTEN):
             return values.to(self.dtype)
         if order == "sum":
-            combined = self.replica.combine(values.clone())
+            combined = self.replica.combine(values.clone(), names)
         elif isinstance(order, float) and math.isinf(order):
-            combined = self.replica.combine(values.clone(), dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
+            combined = self.replica.combine(
+                values.clone(), names, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+            )
         elif order == 0.0:
-            combined = self.replica.combine(values.clone())
+            combined = self.replica.combine(values.clone(), names)
         else:
             assert isinstance(order, float)
-            combined = self.replica.combine(values.abs().pow(order)).pow(1.0 / order)
+            combined = self.replica.combine(values.abs().pow(order), names).pow(1.0 / order)
         return combined.to(self.dtype)
+
+    def _names_in_order(self) -> Sequence[str]:
+        """Return the names, sorted for a single number: there, ranks may take parameters in different orders."""
+        return self.names if self.part.dim() else sorted(self.names)
 
     def average_gradient(self) -> None:
         """Let a backward pass through the value average its gradient over all ranks.
@@ -173,12 +193,13 @@ class Partial(torch.Tensor):
         Each rank has the gradient of its own loss, and continues with slices that no other rank may hold.
         """
         # Only what leaves the Partials is averaged: a penalty over all parameters takes one all-reduce of one number.
-        if self.requires_grad and torch.is_grad_enabled() and not self._backward_hooks:
-            replica = self.replica
+        node, replica = self.grad_fn or self.replica, self.replica  # a write to the value gives it a new node
+        if self.requires_grad and torch.is_grad_enabled() and self.averaged is not node and self.order != _WRITTEN:
+            self.averaged = node
+            what = f"the backward pass of {_reduction_of(self._names_in_order())}"
 
             def mean(gradient: torch.Tensor) -> torch.Tensor:
                 total = _resolved(gradient.detach()).to(torch.float64, copy=True)  # exact if all ranks have the same
-                what = "the backward pass of a norm, a sum or an extreme of sharded tensors"
                 return replica.mean_of_everyone(total, what).to(gradient.dtype)
 
             self.register_hook(mean)
@@ -208,12 +229,16 @@ class Partial(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
+        sums = packet in (aten.add, aten.add_) and not kwargs and _same_kind_of_partial(args) and args[0].order == "sum"
+        if sums and packet is aten.add_ and args[0].shape == args[1].shape:
+            args[0].part, args[0].names = args[0].part + args[1].part, args[0].names + args[1].names
+            return args[0]
         if written := _written(func, args, kwargs):
             for each in written:
                 each.become_whole()
             out = func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
             return args[0] if written[0] is args[0] else out
-        if any(isinstance(a, Partial) and a.order == _WHOLE for a in args):
+        if any(isinstance(a, Partial) and a.order in (_WHOLE, _WRITTEN) for a in args):
             return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
         if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
             return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
@@ -229,13 +254,13 @@ class Partial(torch.Tensor):
             if args[0].order == order:  # the p-norm of all p-norms
                 args[0].average_gradient()
                 return args[0].of_all().resolve()
-        if packet is aten.add and not kwargs and _same_kind_of_partial(args) and args[0].order == "sum":
+        if sums and packet is aten.add:
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
-            return Partial(args[0].part + args[1].part, "sum", args[0].replica, dtype)
+            return Partial(args[0].part + args[1].part, "sum", args[0].replica, args[0].names + args[1].names, dtype)
         if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:  # Python's sum() starts with 0
             return args[0].as_dtype(args[0].dtype)
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
-            return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].dtype)
+            return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].names, args[0].dtype)
         return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
 
     def become_whole(self) -> None:
@@ -243,16 +268,18 @@ class Partial(torch.Tensor):
 
         Every rank of the replica must call it.
         """
-        self.part, self.order = self.resolve(), _WHOLE
+        was_written = self.order == _WRITTEN or torch.is_grad_enabled()
+        self.part, self.order = self.resolve(), _WRITTEN if was_written else _WHOLE
 
     def of_all(self) -> Partial:
         """Return the partial norm of all elements, from the partial norms in this tensor."""
         assert isinstance(self.order, float)
-        return Partial(torch.linalg.vector_norm(self.part, self.order), self.order, self.replica, self.dtype)
+        norm = torch.linalg.vector_norm(self.part, self.order)
+        return Partial(norm, self.order, self.replica, self.names, self.dtype)
 
     def as_dtype(self, dtype: torch.dtype) -> Partial:
         """Return the same Partial with results in `dtype`."""
-        return Partial(self.part, self.order, self.replica, dtype)
+        return Partial(self.part, self.order, self.replica, self.names, dtype)
 
 
 def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
@@ -272,12 +299,21 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([each.to(whole[0].device) for each in whole]).double(), float(order))
 
 
+def _reduction_of(names: Sequence[str]) -> str:
+    """Return a description of a reduction. It differs between ranks that reduce different parameters."""
+    which = "sharded tensors"
+    if names:
+        others = zlib.crc32("\n".join(names).encode())
+        which = repr(names[0]) + (f" and {len(names) - 1} more (checksum {others:08x})" if len(names) > 1 else "")
+    return f"a norm, a sum or an extreme of {which}"
+
+
 def _same_kind_of_partial(parts: Sequence[Any]) -> bool:
     first = parts[0]
     return all(
         isinstance(p, Partial)
         and isinstance(first, Partial)
-        and p.order == first.order
+        and p.order == first.order != _WRITTEN
         and p.replica.group is first.replica.group
         and p.replica.beyond == first.replica.beyond
         for p in parts

@@ -71,6 +71,7 @@ class ShardTensor(torch.Tensor):
     held: torch.Tensor | EncodedSlice
     shard_spec: ShardSpec
     version: ParamVersion | None
+    slices_gradient: object  # the autograd node whose gradient a hook slices, or True for a leaf
 
     @staticmethod
     def __new__(
@@ -83,7 +84,7 @@ class ShardTensor(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, where.whole_shape, dtype=held.dtype, device=held.device, requires_grad=requires_grad
         )
-        made.held, made.shard_spec, made.version = held, where, version
+        made.held, made.shard_spec, made.version, made.slices_gradient = held, where, version, None
         return made
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -359,7 +360,7 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
             )
         return value.local
     if isinstance(value, Partial):
-        return value.resolve()
+        value = value.resolve()
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         if value.shape == where.whole_shape and in_backward():
             return where.part_of(value)  # autograd expands the gradient of a sum or a mean, the same on all ranks
@@ -471,10 +472,13 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _draw(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Fill a parameter with random numbers, as in torch.nn.init: every rank draws the full tensor, rank 0's counts."""
+    """Fill a tensor with random numbers, as in torch.nn.init: every rank draws the full tensor, rank 0's counts.
+
+    `trunc_normal_` draws into temporary tensors of a parameter's shape, too.
+    """
     target = args[0]
     where = target.shard_spec
-    if target.version is None or where.parallel is not None or running_step.optimizer:
+    if where.parallel is not None or running_step.optimizer:
         _refuse(func, args, kwargs)
     whole = torch.empty(where.shape, dtype=target.dtype, device=target.device)
     func(whole, *args[1:], **kwargs)
@@ -505,7 +509,7 @@ def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         _refuse(func, args, kwargs)
     local = tensor.shard_spec.counted(tensor.local)
-    [norm] = Partial.norms_of([local], 2 if order is None else order, [tensor.shard_spec.replica], kwargs.get("dtype"))
+    [norm] = Partial.norms_of([local], 2 if order is None else order, [tensor.shard_spec], kwargs.get("dtype"))
     return norm
 
 
@@ -515,24 +519,41 @@ def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[An
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     tensors = cast(Sequence[torch.Tensor], args[0])
     ours = [t for t in tensors if isinstance(t, ShardTensor)]
-    parts = Partial.norms_of(
-        [t.shard_spec.counted(t.local) for t in ours], order, [t.shard_spec.replica for t in ours], dtype
-    )
+    parts = Partial.norms_of([t.shard_spec.counted(t.local) for t in ours], order, [t.shard_spec for t in ours], dtype)
     norms = iter(parts)
     return [
         next(norms) if isinstance(t, ShardTensor) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors
     ]
 
 
+def _slice_gradient(tensor: ShardTensor) -> None:
+    """Let a backward pass take this rank's slice of the gradient of a sum, which autograd expands to a plain tensor."""
+    node, where = tensor.grad_fn or True, tensor.shard_spec
+    if tensor.requires_grad and torch.is_grad_enabled() and tensor.slices_gradient is not node:
+        tensor.slices_gradient = node
+
+        def sliced(gradient: torch.Tensor) -> torch.Tensor:
+            if isinstance(gradient, ShardTensor):
+                return gradient
+            return ShardTensor(where.part_of(gradient.detach()).clone(), where)
+
+        torch.Tensor.register_hook(tensor, sliced)
+
+
 def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Return the partial sum or mean over the full tensor."""
     tensor = args[0]
-    if len(args) > 1 or kwargs.get("dim") is not None:
+    _slice_gradient(tensor)
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dims and {d % tensor.dim() for d in dims} != set(range(tensor.dim())):
         _refuse(func, args, kwargs)
     total = tensor.shard_spec.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
     if func.overloadpacket is aten.mean:
         total = total / tensor.numel()
-    return Partial(total, "sum", tensor.shard_spec.replica, total.dtype)
+    if args[2] if len(args) > 2 else kwargs.get("keepdim"):  # the gradients of extremes need it
+        total = total.reshape((1,) * tensor.dim())
+    where = tensor.shard_spec
+    return Partial(total, "sum", where.replica, (where.name,), total.dtype)
 
 
 def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -540,22 +561,21 @@ def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if len(args) > 1 and func.overloadpacket is not aten.equal and args[1] not in ([], ()):
         _refuse(func, args, kwargs)
-    replica = tensor.shard_spec.replica
+    where, replica = tensor.shard_spec, tensor.shard_spec.replica
     packet = func.overloadpacket
     if packet is aten.equal:
-        same = torch.tensor(
-            torch.equal(tensor.local, _local_of(func, args[1], tensor.shard_spec)), device=tensor.device
-        )
-        return bool(replica.combine(same.to(torch.uint8), dist.ReduceOp.MIN))
+        same = torch.tensor(torch.equal(tensor.local, _local_of(func, args[1], where)), device=tensor.device)
+        return bool(replica.combine(same.to(torch.uint8), [where.name], dist.ReduceOp.MIN))
     if packet in (aten.any, aten.all):
         found = packet(tensor.local).to(torch.uint8)
-        return replica.combine(found, dist.ReduceOp.MAX if packet is aten.any else dist.ReduceOp.MIN).to(torch.bool)
+        op = dist.ReduceOp.MAX if packet is aten.any else dist.ReduceOp.MIN
+        return replica.combine(found, [where.name], op).to(torch.bool)
     largest = packet in (aten.max, aten.amax)
     info = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
     neutral = torch.full((), info.min if largest else info.max, dtype=tensor.dtype, device=tensor.device)
     value = cast(torch.Tensor, packet(tensor.local)) if tensor.local.numel() else neutral
-    value = replica.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
-    return Partial.of_whole(value, replica) if tensor.requires_grad and torch.is_grad_enabled() else value
+    value = replica.combine(value.clone(), [where.name], dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    return Partial.of_whole(value, where) if tensor.requires_grad and torch.is_grad_enabled() else value
 
 
 def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
@@ -565,7 +585,7 @@ def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
     if not found.is_cuda and torch.cuda.is_initialized():  # with offload, the scaler copies its numbers to the host
         torch.cuda.current_stream().synchronize()
     func([g.local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
-    replica.combine(found, dist.ReduceOp.MAX)
+    replica.combine(found, op=dist.ReduceOp.MAX)
 
 
 def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
