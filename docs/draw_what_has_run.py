@@ -64,7 +64,7 @@ def status() -> str:
     said = (
         "**Status: beta on CPUs, untested on GPU clusters.** Data has never been sent between two GPUs. On one GPU "
         f"({gpu['device']}, {gpu['date'][:10]}), {count['passed']} tests passed, {count['not reached']} were not "
-        f"reached, and {found} failed: {', '.join(reason.removesuffix(_MENDED) for reason in reasons)}.{again} "
+        f"reached, and {found} failed. Why: {', '.join(reason.removesuffix(_MENDED) for reason in reasons)}.{again} "
         "[What has run where](docs/reference/what-has-run.md)"
     )
     return textwrap.fill(said, 120, initial_indent="> ", subsequent_indent="> ", break_on_hyphens=False)

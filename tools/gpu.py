@@ -72,7 +72,7 @@ print(json.dumps(found))
 
 
 class Report:
-    """What has happened, in the files of a folder."""
+    """The outcome of each case so far, in the files of a folder."""
 
     def __init__(self, folder: Path, cases: Sequence[Any], environment: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -363,7 +363,7 @@ _starting = threading.Lock()
 
 
 def _answer(out: str) -> dict[str, Any] | None:
-    """What a rank has printed at its end, if it got that far."""
+    """Return the answer that a rank printed at its end, if it got that far."""
     try:
         found = json.loads(out.strip().rpartition("\n")[2])
     except ValueError:
@@ -410,7 +410,7 @@ class Mps:
 
 
 def _probe(variables: dict[str, str] | None = None, seconds: float = 90.0) -> dict[str, Any]:
-    """What PyTorch says of the device, in a process that ends. This one must not touch it."""
+    """Ask PyTorch about the device in a process that ends. This one must not touch it."""
     environment = {**os.environ, **(variables or {})}
     done = subprocess.run(
         [sys.executable, "-c", _PROBE], env=environment, check=True, capture_output=True, timeout=seconds, text=True
