@@ -1,14 +1,13 @@
 """The table in docs/concepts/sharding.md of what leaves save: a large embedding and output layer as units.
 
-python -m docs.draw_leaves    prints it
+python -m tools.docs.draw_leaves    prints it
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from docs import figures
-
+from tools.docs import figures
 from towpath import planning, strategy
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.planner.model import Model

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from docs.papers.settings import BLOCKS, MATRICES, ZERO3, cluster, mics
-
+from tools.docs.papers.settings import BLOCKS, MATRICES, ZERO3, cluster, mics
 from towpath.core.formats import Precision
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.planner.model import Model, ModelUnit

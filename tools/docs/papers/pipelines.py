@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from docs.papers.lines import Line, Table
-from docs.papers.settings import SHAPES, cluster
-
+from tools.docs.papers.lines import Line, Table
+from tools.docs.papers.settings import SHAPES, cluster
 from towpath.core.pipeline import Compression
 from towpath.core.pipeline import compression as named_compression
 from towpath.core.strategy import TransferKind

@@ -16,9 +16,9 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import typer
-from docs import figures
 from typer.testing import CliRunner
 
+from tools.docs import figures
 from towpath import api, errors
 from towpath.cli import main
 from towpath.core import presets

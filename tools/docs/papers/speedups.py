@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from docs.papers.lines import NEAR, TICK, Line, Table, cells_of, ticked
-from docs.papers.settings import (
+from tools.docs.papers.lines import NEAR, TICK, Line, Table, cells_of, ticked
+from tools.docs.papers.settings import (
     BLOCKS,
     MATRICES,
     ZERO1,
@@ -20,7 +20,6 @@ from docs.papers.settings import (
     cluster,
     mics,
 )
-
 from towpath.planner.cluster import Cluster
 from towpath.planner.solver import Prediction
 from towpath.topology.cluster import Extent

@@ -15,7 +15,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = "docs"
 PAGES = {
     "README.md": "index.md",
@@ -24,7 +24,7 @@ PAGES = {
     "examples/README.md": "start/examples.md",
     "benchmarks/README.md": "comparisons/index.md",
 }
-# Pages generated from results (docs/figures.py).
+# Pages generated from results (tools/docs/figures.py).
 PAGES |= {
     page.relative_to(ROOT).as_posix(): f"comparisons/{page.name}" for page in ROOT.glob("benchmarks/comparisons/*.md")
 }

@@ -1,6 +1,6 @@
 """README's first screen: one row for each kind of network, and the picture of the loss over the minutes of training.
 
-The first row is simulated (`docs.draw_gpus`), the second measured (`python -m benchmarks exact`), and the third
+The first row is simulated (`tools.docs.draw_gpus`), the second measured (`python -m benchmarks exact`), and the third
 computed from measured steps (`python -m benchmarks outer_time`).
 """
 
@@ -10,9 +10,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from docs import draw_gpus, figures
-
 from benchmarks.suites import exact, outer_time
+from tools.docs import draw_gpus, figures
 from towpath.train.report import axes_of, color, standalone_svg
 
 RATE, OUTER = "10mbit", "outer steps, int4"

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from docs.papers.lines import Line, Table, ticked
-from docs.papers.settings import BLOCKS, MATRICES, cluster, model_of
-from docs.papers.speedups import LINS, MEASURED_BY_PARO, lins_setting
-
+from tools.docs.papers.lines import Line, Table, ticked
+from tools.docs.papers.settings import BLOCKS, MATRICES, cluster, model_of
+from tools.docs.papers.speedups import LINS, MEASURED_BY_PARO, lins_setting
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Form, Grid, Op, Route
 from towpath.core.strategy import MoveShape, TransferKind, move_shapes

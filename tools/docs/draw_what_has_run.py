@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from docs import figures
-
 from tests.features import FEATURES
+from tools.docs import figures
 
 RESULTS = figures.ROOT / "tests" / "results"
 OUTCOMES = ("passed", "failed", "skipped", "hung", "not reached")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from docs.papers.lines import Line, Table, ticked
-from docs.papers.settings import (
+from tools.docs.papers.lines import Line, Table, ticked
+from tools.docs.papers.settings import (
     A100_PEAK,
     BLOCKS,
     HALF,
@@ -24,9 +24,8 @@ from docs.papers.settings import (
     mics,
     model_of,
 )
-from docs.papers.speedups import LINS, lins_mics, lins_setting, mics_setting, paro_setting, zeropp_setting
-from docs.papers.wide_resnet import wide_resnet_cells
-
+from tools.docs.papers.speedups import LINS, lins_mics, lins_setting, mics_setting, paro_setting, zeropp_setting
+from tools.docs.papers.wide_resnet import wide_resnet_cells
 from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
 from towpath.planner.cluster import GIB

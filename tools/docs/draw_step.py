@@ -1,6 +1,6 @@
 """Draw docs/pictures/step.svg: a training step of a small GPT under three strategies, from a run on the lab.
 
-python docs/draw_step.py [-o docs/pictures/step.svg] [--inter 200mbit] [STRATEGY …]
+python -m tools.docs.draw_step [-o docs/pictures/step.svg] [--inter 200mbit] [STRATEGY …]
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from towpath.train.report import Outcome, draw_timelines, standalone_svg
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strategies", nargs="*", default=["zero3", "zero++", "paro-iig"])
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "pictures" / "step.svg")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path(__file__).parents[2] / "docs" / "pictures" / "step.svg"
+    )
     parser.add_argument("--inter", default="200mbit")
     options = parser.parse_args()
     outcomes: list[Outcome] = []

@@ -1,7 +1,7 @@
 """The tables in docs/concepts/gpu-clusters.md: simulated steps on nodes of 8 GPUs, next to FSDP2.
 
-python -m docs.draw_gpus              prints them
-python -m docs.draw_gpus --profile    prints where the time of each step of the first one goes
+python -m tools.docs.draw_gpus              prints them
+python -m tools.docs.draw_gpus --profile    prints where the time of each step of the first one goes
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from docs import figures
-
+from tools.docs import figures
 from towpath import planning, strategy
 from towpath.core.formats import item_bytes
 from towpath.core.queues import Lanes

@@ -10,7 +10,7 @@ from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 from towpath.train.report import standalone_svg
 
-FOLDER = Path(__file__).parent / "pictures"
+FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 MODEL, CLUSTER = "gpt-2.5b", "ethernet-10g"
 LENGTH, BATCHING = 1024, Batching(8, 1, checkpointing=True)
 

@@ -1,6 +1,6 @@
 """Draw the results of the suite `planner`: the tables of docs/concepts/planner-accuracy.md, and timelines.svg.
 
-`python -m docs.draw_predictions` prints how much slower the planner's choice was than the fastest strategy.
+`python -m tools.docs.draw_predictions` prints how much slower the planner's choice was than the fastest strategy.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from docs import figures
-
 from benchmarks.harness import results
+from tools.docs import figures
 from towpath.cli.plan_report import TimelineRow
 from towpath.observing import Interval
 from towpath.train.report import draw_timelines, standalone_svg
 
-PICTURE = Path(__file__).parent / "pictures" / "timelines.svg"
+PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "timelines.svg"
 DRAWN = "200mbit, 2 × 2, small, 1 micro-steps"
 
 

@@ -1,11 +1,11 @@
 """Everything in the docs that is generated: tables between markers, pages in benchmarks/comparisons/, and pictures.
 
-    python -m docs.generate            writes what has changed (six minutes)
-    python -m docs.generate --check    lists what would change
-    python -m docs.generate --fast     leaves slow lines of benchmarks/comparisons/papers.md as they are (15 seconds)
+    python -m tools.docs.generate            writes what has changed (six minutes)
+    python -m tools.docs.generate --check    lists what would change
+    python -m tools.docs.generate --fast     leaves slow lines of benchmarks/comparisons/papers.md alone (15 seconds)
 
 A page has `<!-- figures: NAME -->` above a table and `<!-- end of figures -->` below it. docs/pictures/step.svg has a
-script of its own, docs/draw_step.py, because it shows a run.
+script of its own, tools/docs/draw_step.py, because it shows a run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs import (
+from tools.docs import (
     draw_exact,
     draw_first_screen,
     draw_gpus,

@@ -1,6 +1,7 @@
 """Tables of measured figures from benchmarks/results/*.jsonl: in docs and in benchmarks/comparisons/.
 
-Every table shows the last run of each case, with the commit that was measured. `python -m docs.generate` writes them.
+Every table shows the last run of each case, with the commit that was measured. `python -m tools.docs.generate`
+writes them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 Line = Mapping[str, Any]
 Row = Sequence[str]
 
-DOCS = Path(__file__).parent
-ROOT = DOCS.parent
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PICTURES_FOLDER = DOCS / "pictures"
 COMPARISONS = ROOT / "benchmarks" / "comparisons"
 
@@ -569,7 +570,7 @@ def page_of(suite: str) -> str:
     page = PAGES[suite]
     origin = (
         f"`{page.command}` runs these cases and adds to [{suite}.jsonl](../results/{suite}.jsonl). This page shows the "
-        "last run of each case. `python -m docs.generate` writes it."
+        "last run of each case. `python -m tools.docs.generate` writes it."
     )
     about = [textwrap.fill(text, 120, break_on_hyphens=False) for text in (f"{page.summary} {page.about}", origin)]
     return "\n\n".join([f"# {page.title}", *about, *_sections(suite)])

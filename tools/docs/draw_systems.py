@@ -28,7 +28,7 @@ from towpath.topology.cluster import Extent, Topology
 from towpath.tracing import simulated_intervals
 from towpath.train.report import draw_timelines, standalone_svg
 
-PAGES = Path(__file__).parent / "concepts" / "systems"
+PAGES = Path(__file__).parents[2] / "docs" / "concepts" / "systems"
 CLUSTER = load_cluster("ethernet-10g")
 TOPOLOGY = CLUSTER.topology
 COUNTED, LENGTH, MICRO_STEPS = "gpt-2.5b", 1024, 2

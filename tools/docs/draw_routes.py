@@ -21,7 +21,7 @@ from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.train.report import light_and_dark
 
-FOLDER = Path(__file__).parent / "pictures"
+FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 SHAPE, SMALL = Topology(2, 4), Topology(2, 2)
 REGION_MEBIBYTES = 64
 # What the links of a node carry in one unit of time, in slices: its cable (each way), and those inside it together.

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.harness import results
 from towpath.train.report import color, standalone_svg
 
-PICTURE = Path(__file__).parent / "pictures" / "exact_bits.svg"
+PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "exact_bits.svg"
 ROWS = {"gradients": "gradients", "1e-03": "weights, lr 1e-3", "1e-04": "weights, lr 1e-4", "1e-05": "weights, lr 1e-5"}
 # The bits of an element, and how many of them are the sign and the mantissa.
 DTYPES = {"bfloat16": (16, 8), "float16": (16, 11), "float32": (32, 24)}
