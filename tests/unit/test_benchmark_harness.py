@@ -22,12 +22,12 @@ from benchmarks.harness.candidates import CandidateError, CaseError, LabPlace, L
 from benchmarks.harness.comparison import Pool
 from benchmarks.suites import overlap, planner
 from benchmarks.workload import Workload
+from lab import LinkBytes, Rate
 from towpath.bench import CONFIDENCE, interleave, interval_of_median
 from towpath.core.presets import strategy
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import TransferKind
 from towpath.errors import ConfigError
-from towpath.lab import LinkBytes, Rate
 from towpath.observing import BETWEEN, INSIDE, Interval
 from towpath.sim.timeline import Event
 from towpath.topology.cluster import Topology

@@ -26,10 +26,10 @@ from benchmarks.peers import OPTIONS, CandidateSpec, TrainStep
 from benchmarks.selection import LOW_RANK, POWERSGD, QUICK, Candidate, every_name, expanded, lossless
 from benchmarks.suites import planner, quality_pipeline, strategies
 from benchmarks.workload import Workload
+from lab import Rate
 from towpath.bench import reason_of
 from towpath.core.presets import parse_strategy
 from towpath.errors import ConfigError
-from towpath.lab import Rate
 from towpath.topology.cluster import Topology
 
 SQUARE = Topology(2, 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import results
-from towpath.train.report import color, standalone_svg
+from towpath.cli.plots import color, standalone_svg
 
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "exact_bits.svg"
 ROWS = {"gradients": "gradients", "1e-03": "weights, lr 1e-3", "1e-04": "weights, lr 1e-4", "1e-05": "weights, lr 1e-5"}

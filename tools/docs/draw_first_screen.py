@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.suites import exact, outer_time
 from tools.docs import draw_gpus, figures
-from towpath.train.report import axes_of, color, standalone_svg
+from towpath.cli.plots import axes_of, color, standalone_svg
 
 RATE, OUTER = "10mbit", "outer steps, int4"
 # What the picture shows at `RATE`, and in which words.

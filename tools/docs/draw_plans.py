@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from towpath.cli.plan_report import curves, draw_nodes, draw_rates, nodes_of, rates_of
+from towpath.cli.plots import standalone_svg
 from towpath.planner.catalog import describe_model, load_cluster
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
-from towpath.train.report import standalone_svg
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 MODEL, CLUSTER = "gpt-2.5b", "ethernet-10g"

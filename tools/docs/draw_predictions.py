@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.harness import results
 from tools.docs import figures
 from towpath.cli.plan_report import TimelineRow
+from towpath.cli.plots import draw_timelines, standalone_svg
 from towpath.observing import Interval
-from towpath.train.report import draw_timelines, standalone_svg
 
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "timelines.svg"
 DRAWN = "200mbit, 2 × 2, small, 1 micro-steps"

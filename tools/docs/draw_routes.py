@@ -15,11 +15,11 @@ from pathlib import Path
 
 import towpath
 from towpath import Topology, Transport
+from towpath.cli.plots import light_and_dark
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.train.report import light_and_dark
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 SHAPE, SMALL = Topology(2, 4), Topology(2, 2)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from towpath import lab
+import lab
+from lab.report import Outcome
+from towpath.cli.plots import draw_timelines, standalone_svg
 from towpath.train import demo
-from towpath.train.report import Outcome, draw_timelines, standalone_svg
 
 
 def main() -> None:

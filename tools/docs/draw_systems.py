@@ -12,6 +12,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from towpath.cli.plan_report import TimelineRow
+from towpath.cli.plots import draw_timelines, standalone_svg
 from towpath.core import presets
 from towpath.core.pipeline import Compression, compression
 from towpath.core.schedule import Schedule
@@ -26,7 +27,6 @@ from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 from towpath.topology.cluster import Extent, Topology
 from towpath.tracing import simulated_intervals
-from towpath.train.report import draw_timelines, standalone_svg
 
 PAGES = Path(__file__).parents[2] / "docs" / "concepts" / "systems"
 CLUSTER = load_cluster("ethernet-10g")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import report
 from benchmarks.harness import figures, results
-from towpath.train.report import standalone_svg
+from towpath.cli.plots import standalone_svg
 
 if TYPE_CHECKING:
     from benchmarks.suites.quality import Judged

@@ -32,7 +32,7 @@ from towpath.topology.cluster import Topology
 
 # The pages docs/reference/cli-….md that have these commands; docs/reference/cli.md has all others.
 PAGE_OF = {"plan": "planning", "explain": "planning", "simulate": "planning"} | dict.fromkeys(
-    ("probe", "bench", "lab"), "measuring"
+    ("probe", "bench"), "measuring"
 )
 SECTIONS = ("model", "data", "train", "strategy", "strategy.outer", "parallel", "log", "checkpoint")
 

@@ -1,4 +1,4 @@
-"""`towpath lab`: run a script on a cluster of network namespaces with shaped cables."""
+"""`python -m lab`: run a script, or the demo, on a cluster of network namespaces with shaped cables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.terminal import Commands
-from towpath.errors import LabError
+from lab import Lab, LabResult, Rate, available
+from lab.errors import LabError
+from lab.runs import check_script, describe_exit
+from towpath.cli.terminal import Commands, load_torch, table_of
 from towpath.files import check_output_file, write_output_file
-from towpath.lab import Lab, LabResult, Rate
-from towpath.lab.runs import check_script, describe_exit
 from towpath.topology.cluster import Topology
 from towpath.train.progress import size
 
@@ -26,7 +26,7 @@ app = Commands()
 def group() -> None:
     """Emulate a cluster on this machine: network namespaces as nodes, joined by cables of a chosen rate.
 
-    Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py`
+    Example: `python -m lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py`
     """
 
 
@@ -62,7 +62,7 @@ def run(
 ) -> None:
     """Run a script under torchrun on an emulated cluster, and print how many bytes each link carried.
 
-    Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py --steps 20`
+    Example: `python -m lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py --steps 20`
 
     It runs on Linux and needs network namespaces (root, or unprivileged user namespaces) and iproute2.
 
@@ -95,6 +95,58 @@ def run(
     if result.returncode != 0:
         progress.print(f"towpath: {command[0]} failed: {describe_exit(result.returncode)}", style="bold red")
         raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    inter: Annotated[str, typer.Option(metavar="RATE", help="The rate of each node's cable, each way.")] = "200mbit",
+    steps: Annotated[int, typer.Option(metavar="N", min=3, help="Optimizer steps under each strategy.")] = 16,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The report.")] = Path("report.html"),
+    strategies: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="STRATEGY", help="The strategies to compare.", show_default="seven common ones"),
+    ] = None,
+) -> None:
+    """Train a small GPT on an emulated cluster, under one strategy after the other, and compare them.
+
+    Example: `python -m lab demo --inter 100mbit zero3 mics zero++`
+
+    The cluster has two nodes with two ranks each. They are Linux network namespaces, joined by cables of the given
+    rate. The strategy `auto` first measures this cluster for about 15 seconds, and then trains with the strategy that
+    the planner ranks first. If this machine allows no namespaces, the ranks share its loopback, and the demo reports
+    it. The report has plots, which a browser shows without a network.
+    """
+    load_torch()
+    from lab import demo as story
+    from lab.report import HEADINGS, MARKS, fastest_first, rows_of, wins, write_report
+
+    check_output_file("--output", output)
+    names = strategies or list(story.STRATEGIES)
+    console = Console(width=100, highlight=False)
+    rate, reason = Rate.parse(inter), available()
+    where = f"2 nodes × 2 ranks, their cables {rate}" if reason is None else "4 ranks on one loopback, unshaped"
+    if reason is not None:
+        console.print(f"No shaped cluster here ({reason})")
+    console.print(f"{where}; a small GPT learns the Python standard library's sources, {steps} steps a strategy.")
+    outcomes: list[story.Outcome] = []
+    with story.cluster(inter, reason) as launch:
+        for number, name in enumerate(names, 1):
+            console.print(f"  {number}/{len(names)} {name} …", style="dim")
+            outcomes.append(launch(story.trained, name, steps, reason is None)[0])
+    table = table_of(
+        *HEADINGS, numbers=1, title="One optimizer step of each", title_justify="left", padding=(0, 1), pad_edge=True
+    )
+    for outcome, row in zip(fastest_first(outcomes), rows_of(outcomes), strict=True):
+        table.add_row(*row, style="bold" if wins(outcome, outcomes) else None)
+    console.print(table)
+    console.print(MARKS)
+    console.print(
+        "MB: the bytes that left one node over its cable, as the kernel counted them and as towpath.schedule() "
+        "predicted them. Lossless strategies reach the same loss: they change what is sent, not what is learned."
+    )
+    about = f"{where}. A small GPT on the Python standard library's sources, {steps} optimizer steps."
+    write_report(output, "The same training, by strategy", about, outcomes)
+    console.print(f"Plots: {output}")
 
 
 def _table(result: LabResult, inter: Rate, intra: Rate | None) -> Table:

@@ -24,8 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from towpath.lab.namespaces import Namespaces, fork_first_process
-from towpath.lab.protocol import EndProcesses, Member, Program, RankCall, StartProcesses
+from lab.namespaces import Namespaces, fork_first_process
+from lab.protocol import EndProcesses, Member, Program, RankCall, StartProcesses
 
 
 def receive_descriptor(control: Connection) -> int:

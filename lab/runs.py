@@ -15,9 +15,9 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, Literal
 
-from towpath.errors import ERRORS, LabError
-from towpath.lab.links import CABLE, LinkBytes, RackBytes, address
-from towpath.lab.protocol import Client, EndProcesses, Member, Program, RankCall, StartProcesses, socket_pair
+from lab.errors import LabError
+from lab.links import CABLE, LinkBytes, RackBytes, address
+from lab.protocol import Client, EndProcesses, Member, Program, RankCall, StartProcesses, socket_pair
 from towpath.topology.cluster import Topology
 
 Launcher = Literal["torchrun", "direct"]
@@ -27,13 +27,13 @@ PORT = 29500
 # When a process fails, the others have this long to end before they are killed.
 _GRACE_SECONDS = 3.0
 _TAIL_CHARACTERS = 2000
+_RANK = Path(__file__).with_name("rank.py")
 
 _DEFAULTS = {
     # A lab has more ranks than the machine has cores, so each rank has one thread.
     "OMP_NUM_THREADS": "1",
     # The ranks of a lab share this machine, but NCCL takes only one rank per GPU. So ranks train on the CPU by default.
     "CUDA_VISIBLE_DEVICES": "",
-    ERRORS: "one line",
 }
 _NETWORK = {
     "GLOO_SOCKET_IFNAME": CABLE,
@@ -51,11 +51,13 @@ def torchrun(
     """Return one torchrun per node, as on a real cluster."""
     shape = ("--nnodes", str(topology.nodes), "--nproc-per-node", str(topology.ranks_per_node))
     master = ("--master-addr", address(0), "--master-port", str(PORT))
-    command = (sys.executable, "-c", "from towpath.lab.runs import torchrun_main; torchrun_main()", *shape)
+    root = str(_RANK.parents[1])
+    code = f"import sys; sys.path.insert(0, {root!r}); from lab.runs import torchrun_main; torchrun_main()"
+    command = (sys.executable, "-c", code, *shape)
     return [
         Program(
             node,
-            (*command, "--node-rank", str(node), *master, *argv),
+            (*command, "--node-rank", str(node), *master, str(_RANK), *argv),
             _environment(env, _rack(racks, node)),
             str(Path.cwd()),
         )
@@ -70,7 +72,7 @@ def direct(
     return [
         Program(
             topology.node_of(rank),
-            (sys.executable, *argv),
+            (sys.executable, str(_RANK), *argv),
             _environment(env, _rank_variables(rank, topology, racks, PORT)),
             str(Path.cwd()),
         )
@@ -127,7 +129,7 @@ def check_script(argv: Sequence[str]) -> None:
     """Raise early for a script that torchrun would refuse late, once on each node."""
     if not argv:
         raise LabError("there is nothing to run: give a Python script, or -m and a module.")
-    if not argv[0].startswith("-") and not Path(argv[0]).is_file():
+    if argv[0] not in ("-c", "-m") and not Path(argv[0]).is_file():
         raise LabError(f"there is no script {argv[0]!r} in {Path.cwd()}. Check the path.")
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from towpath.errors import LabError
+from lab.errors import LabError
 
 _NEW_MOUNTS = 0x0002_0000
 _NEW_HOSTNAME = 0x0400_0000

@@ -35,8 +35,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from towpath.errors import LabError
-from towpath.lab.namespaces import Namespaces, inside
+from lab.errors import LabError
+from lab.namespaces import Namespaces, inside
 
 # The interface that joins a node to the others. Each node has a network of its own, so all nodes use the same name.
 CABLE = "cable"

@@ -22,11 +22,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from towpath.errors import LabError, TowpathError
-from towpath.lab import links
-from towpath.lab.namespaces import Namespaces, cover_file, fork_first_process, leave_the_host, new_node
-from towpath.lab.processes import ProcessTable, receive_descriptor
-from towpath.lab.protocol import (
+from lab import links
+from lab.errors import LabError
+from lab.namespaces import Namespaces, cover_file, fork_first_process, leave_the_host, new_node
+from lab.processes import ProcessTable, receive_descriptor
+from lab.protocol import (
     Answer,
     CreateNodes,
     EndProcesses,
@@ -39,6 +39,7 @@ from towpath.lab.protocol import (
     StartProcesses,
     StartServer,
 )
+from towpath.errors import TowpathError
 
 
 def main(control_descriptor: int) -> None:

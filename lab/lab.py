@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from towpath.errors import LabError
-from towpath.lab.links import LinkBytes, RackBytes, Rate, Rates
-from towpath.lab.protocol import (
+from lab.errors import LabError
+from lab.links import LinkBytes, RackBytes, Rate, Rates
+from lab.protocol import (
     Client,
     CreateNodes,
     PlugCable,
@@ -31,7 +31,7 @@ from towpath.lab.protocol import (
     StartServer,
     socket_pair,
 )
-from towpath.lab.runs import (
+from lab.runs import (
     LAUNCHERS,
     PORT,
     LabResult,
@@ -362,7 +362,7 @@ def _rate(given: str | Rate | None) -> Rate | None:
 
 def _start_guard(descriptor: int, name: str) -> subprocess.Popen[bytes]:
     # With -P and the owner's path, it finds the same modules as the owner, in whatever folder it starts.
-    program = f"import sys; sys.path[:] = {sys.path!r}; from towpath.lab.keeper import main; main({descriptor})"
+    program = f"import sys; sys.path[:] = {sys.path!r}; from lab.keeper import main; main({descriptor})"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", program, name],  # the name identifies it in a list of processes
         stdin=subprocess.DEVNULL,

@@ -14,8 +14,8 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any
 
-from towpath.errors import LabError
-from towpath.lab.links import LinkBytes, RackBytes, Rates
+from lab.errors import LabError
+from lab.links import LinkBytes, RackBytes, Rates
 
 
 @dataclass(frozen=True, slots=True)
