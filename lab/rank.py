@@ -11,6 +11,7 @@ import os
 import runpy
 import sys
 import traceback
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 
@@ -44,7 +45,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
         return
     ours = str(Path(str(errors.__file__)).parent)
-    theirs = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((ours, "<"))]
+    theirs = [*takewhile(lambda frame: not frame.filename.startswith(ours), traceback.extract_tb(trace))]
     where = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}: " if theirs else ""
     # torch.distributed wraps the hook, and collects what it writes to sys.stderr until it returns.
     stderr = sys.__stderr__ or sys.stderr

@@ -28,7 +28,7 @@ from towpath.cli.probe import probe
 from towpath.cli.simulate import explain, simulate
 from towpath.cli.terminal import Commands, Output
 from towpath.cli.train import train
-from towpath.errors import PlanError, TowpathError, TrainError
+from towpath.errors import PlanError, StepError, TowpathError
 
 _FAILED = 1
 _USAGE = 2
@@ -89,7 +89,7 @@ def _run(arguments: list[str], commands: Commands = app, name: str = "towpath") 
         return _complain(f"`towpath {arguments[0]}` is now `{moved}`, in a clone of Towpath's repository.")
     try:
         status: Any = commands(arguments, prog_name=name, standalone_mode=False)
-    except (TrainError, PlanError) as error:
+    except (StepError, PlanError) as error:
         return _complain(str(error), _FAILED)
     except TowpathError as error:
         return _complain(str(error))
