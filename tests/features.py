@@ -175,7 +175,7 @@ OTHER = _files(
         train_models
     """,
     unit="""
-        api_reference bench benchmark_harness benchmark_outer benchmark_recording benchmark_suites commands
+        api_reference bench benchmarks commands
         config data data_prepare docs extending features help json_lines metrics mixture mutants output package parquet
         plots progress public session stopping summary train_command train_models typing
     """,
