@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn
 from tests.ranks.test_never_silent import SHAPE, Block, Net, _batch, _loss
 from tests.ranks.twin import Twin
@@ -107,11 +107,8 @@ def _write_inside(label: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_inside_full_parameters_data_may_be_assigned(world: Worlds, label: str) -> None:
-    world(2).run(_assign_whole_data, label)
-
-
-def _assign_whole_data(label: str) -> None:
+@on_ranks(2)
+def test_inside_full_parameters_data_may_be_assigned(label: str) -> None:
     twin = Twin(Net, _loss, label, SHAPE)
     with towpath.full_parameters(twin.sharded):
         for p in twin.sharded.parameters():
@@ -169,22 +166,16 @@ def _spectral() -> nn.Module:
 
 
 @in_turn(LABELS, 1)
-def test_parameters_in_a_units_own_lists_and_dicts_are_whole_with_it(world: Worlds, label: str) -> None:
-    world(2).run(_train_kept, label)
-
-
-def _train_kept(label: str) -> None:
+@on_ranks(2)
+def test_parameters_in_a_units_own_lists_and_dicts_are_whole_with_it(label: str) -> None:
     for block in (Keeping, _spectral):
         twin = Twin(lambda block=block: Net(block), _loss, label, SHAPE)
         twin.train(3, micro_steps=2)
         twin.check_parameters()
 
 
-def test_a_list_that_changes_after_shard_is_the_modules_own(world: Worlds) -> None:
-    world(2).run(_change_the_list)
-
-
-def _change_the_list() -> None:
+@on_ranks(2)
+def test_a_list_that_changes_after_shard_is_the_modules_own() -> None:
     twin = Twin(lambda: Net(Keeping), _loss, "zero3", SHAPE)
     for model in (twin.plain, twin.sharded):
         blocks: Any = model.blocks
@@ -251,11 +242,8 @@ def _share_memory(label: str) -> list[str]:
     return [_error(ShardError, lambda p=pair: towpath.shard(Ends(*p), label, topology=SHAPE)) for pair in pairs]
 
 
-def test_parameters_beside_each_other_in_one_memory_train_exactly(world: Worlds) -> None:
-    world(2).run(_train_neighbours)
-
-
-def _train_neighbours() -> None:
+@on_ranks(2)
+def test_parameters_beside_each_other_in_one_memory_train_exactly() -> None:
     for cut in (lambda w: w.chunk(2, dim=0), lambda w: w.chunk(2, dim=1)):
         whole = torch.randn(12, 12, generator=torch.Generator().manual_seed(3)).double()
         parts = [part if part.shape == (6, 12) else part[:6] for part in cut(whole)]
@@ -302,11 +290,8 @@ COMING = [_another_block, _another_layer, _one_more_block, _a_parameter_in_a_uni
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_parameters_that_come_after_shard_are_refused_by_name(world: Worlds, label: str) -> None:
-    world(2).run(_add_later, label)
-
-
-def _add_later(label: str) -> None:
+@on_ranks(2)
+def test_parameters_that_come_after_shard_are_refused_by_name(label: str) -> None:
     for change in COMING:
         twin = Twin(Net, _loss, label, SHAPE)
         twin.train(1)
@@ -315,11 +300,8 @@ def _add_later(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_modules_without_parameters_of_their_own_may_come_later(world: Worlds, label: str) -> None:
-    world(2).run(_wrap_later, label)
-
-
-def _wrap_later(label: str) -> None:
+@on_ranks(2)
+def test_modules_without_parameters_of_their_own_may_come_later(label: str) -> None:
     twin = Twin(Net, _loss, label, SHAPE)
     twin.train(1)
     for model in (twin.plain, twin.sharded):

@@ -17,7 +17,7 @@ from torch import nn
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from tests.workspace import workspace
 from towpath.codecs.kernels import reference
@@ -338,11 +338,8 @@ def _overflow() -> None:
     assert torch.allclose(region, torch.full((elements,), 4.0), atol=1e-5)
 
 
-def test_after_their_share_of_the_run_gradients_travel_as_they_are(world: Worlds) -> None:
-    world(4).run(_change)
-
-
-def _change() -> None:
+@on_ranks(4)
+def test_after_their_share_of_the_run_gradients_travel_as_they_are() -> None:
     """Two steps are encoded. Before and after them, gradients are those of a strategy that encodes none."""
     shape, entry = Topology(2, 2), MODELS["gpt"]
     plain: Any = towpath.shard(entry.make(torch.float32), towpath.strategy("zero++", shape, gradients="none"))
@@ -363,10 +360,6 @@ def _change() -> None:
         model.zero_grad()
 
 
-def test_weights_that_travel_in_bits_from_some_step_on_are_those_that_did_so_before(world: Worlds) -> None:
-    world(4).run(_weights_change)
-
-
 class _TwoDtypes(nn.Linear):
     """Its gathers travel as one message while they travel as they are."""
 
@@ -378,7 +371,8 @@ class _TwoDtypes(nn.Linear):
         return super().forward(input) * self.gain.float()
 
 
-def _weights_change() -> None:
+@on_ranks(4)
+def test_weights_that_travel_in_bits_from_some_step_on_are_those_that_did_so_before() -> None:
     outputs: list[torch.Tensor] = []
     x = torch.ones(2, 8)
     for after in (0, 2):
@@ -401,13 +395,8 @@ def _weights_change() -> None:
 
 
 @pytest.mark.parametrize("served", [{"after": 1}, {"until": 2}, seldom({})])
-def test_what_the_optimizer_works_on_is_never_rounded_by_what_it_publishes(
-    world: Worlds, served: dict[str, int]
-) -> None:
-    world(4).run(_published, served)
-
-
-def _published(served: dict[str, int]) -> None:
+@on_ranks(4)
+def test_what_the_optimizer_works_on_is_never_rounded_by_what_it_publishes(served: dict[str, int]) -> None:
     shape, entry = Topology(2, 2), MODELS["gpt"]
     strategy = replace(towpath.strategy("zero1", shape), param_sync=Transport(codec="int8", **served))
     model: Any = towpath.shard(entry.make(torch.float32), strategy)
@@ -423,11 +412,8 @@ def _published(served: dict[str, int]) -> None:
     assert held["master"] == planned["master"] > 0
 
 
-def test_looking_at_whole_weights_leaves_their_precision(world: Worlds) -> None:
-    world(4).run(_look)
-
-
-def _look() -> None:
+@on_ranks(4)
+def test_looking_at_whole_weights_leaves_their_precision() -> None:
     """What gathers round, the optimizer's own weights are not; but what the user writes meanwhile counts."""
     shape, entry = Topology(2, 2), MODELS["gpt"]
     for name, options in (("qwz", {}), ("zero++", {}), ("paro-nig", {"weights": "int8"})):

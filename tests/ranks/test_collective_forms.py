@@ -15,7 +15,7 @@ import towpath
 from tests.forms import in_form
 from tests.ranks import reference, test_parity
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_parity import TOLERANCE, Case, Distance
 from tests.ranks.test_schedule_is_executed import MIXED, Mixed, _backend_calls, _train
@@ -88,11 +88,8 @@ def test_collectives_are_those_of_the_schedule(world: Worlds, label: str) -> Non
 
 
 @pytest.mark.parametrize("label", ["zero3@hierarchical", "paro-ggg"])
-def test_with_many_nodes_they_are_fewer(world: Worlds, label: str) -> None:
-    world(4).run(_compare_many_nodes, label)
-
-
-def _compare_many_nodes(label: str) -> None:
+@on_ranks(4)
+def test_with_many_nodes_they_are_fewer(label: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routes, "MOST_ROW_CALLS", 1)
         _compare(label)
@@ -128,11 +125,8 @@ def _calls(transfer: Any) -> float:
 
 
 @pytest.mark.parametrize("label", [seldom("zero3"), "zero3@ho-ring", seldom("paro-igg"), "paro-iig"])
-def test_small_gathers_and_reductions_are_launched_together(world: Worlds, label: str) -> None:
-    world(4).run(_together, label)
-
-
-def _together(label: str) -> None:
+@on_ranks(4)
+def test_small_gathers_and_reductions_are_launched_together(label: str) -> None:
     strategy = replace(strategy_of(label, SHAPE), frozen="as-trained")
     torch.manual_seed(0)
     plain = Mixed()
@@ -157,11 +151,8 @@ def _together(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", ["zero3@ho-ring", seldom("paro-igg")])
-def test_narrow_dtypes_and_memory_in_collectives(world: Worlds, label: str) -> None:
-    world(4).run(_narrow, label)
-
-
-def _narrow(label: str) -> None:
+@on_ranks(4)
+def test_narrow_dtypes_and_memory_in_collectives(label: str) -> None:
     with in_form(Form.COLLECTIVES):
         model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of(label, SHAPE), precision=MIXED)
         entry = MODELS["gpt"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import towpath
 from tests.forms import in_form
-from tests.ranks.server import RankError, World, run_ranks
+from tests.ranks.server import RankError, World, on_ranks, run_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import Twin
 from towpath.core.routes import Form
@@ -234,11 +234,8 @@ def _differ_in_evaluation() -> str:
     return _error(lambda: _loss(model, [1]).backward())
 
 
-def test_replicas_may_run_different_units(world: Worlds) -> None:
-    world(4).run(_replicas_differ)
-
-
-def _replicas_differ() -> None:
+@on_ranks(4)
+def test_replicas_may_run_different_units() -> None:
     """Each node of `mics` and `paro-iig` is a replica of the parameters; of `ddp` and `zero1` each rank."""
     for label in ("mics", "paro-iig", "ddp", "zero1"):
         twin = Twin(
@@ -248,11 +245,8 @@ def _replicas_differ() -> None:
         twin.check_gradients()
 
 
-def test_what_differs_inside_one_unit_trains_exactly(world: Worlds) -> None:
-    world(4).run(_differ_inside_a_unit)
-
-
-def _differ_inside_a_unit() -> None:
+@on_ranks(4)
+def test_what_differs_inside_one_unit_trains_exactly() -> None:
     """The way out that the error names: all experts are gathered, whichever of them a rank uses."""
 
     def loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
@@ -313,11 +307,8 @@ def _fragile_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_pass_that_fails_on_all_ranks_leaves_nothing_behind(world: Worlds, when: str) -> None:
-    world(2).run(_all_fail, when)
-
-
-def _all_fail(when: str) -> None:
+@on_ranks(2)
+def test_a_pass_that_fails_on_all_ranks_leaves_nothing_behind(when: str) -> None:
     shape = towpath.Topology(2, 1)
     for label in ("zero3", "zero1", "mics", "paro-iig"):
         twin = Twin(Fragile, _fragile_loss, label, shape, units=[Fails])

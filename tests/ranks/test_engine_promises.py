@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import towpath
 from tests.ranks.models import MODELS, SEQUENCE, VOCABULARY, GPTBlock, TiedGPT
 from tests.ranks.reference import optimizer_for
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import Twin, loss_on, mean_of_all_ranks
 from towpath import Extent, Topology, errors
@@ -101,11 +101,8 @@ def _noise(rank: int, micro: int, step: int, width: int) -> Tensor:
 
 
 @kinds
-def test_a_frozen_base_keeps_its_values_and_gets_no_gradient(world: Worlds, label: str) -> None:
-    world(4).run(_train_lora, label)
-
-
-def _train_lora(label: str) -> None:
+@on_ranks(4)
+def test_a_frozen_base_keeps_its_values_and_gets_no_gradient(label: str) -> None:
     twin = Twin(_lora, _lora_loss, label, SHAPE)
     twin.backward(micro_steps=2)
     assert all(p.grad is None for p in twin.sharded.parameters() if not p.requires_grad)
@@ -141,11 +138,8 @@ def test_no_gradient_of_a_frozen_base_is_in_the_schedule(label: str) -> None:
 
 
 @kinds
-def test_gradients_accumulate_over_three_micro_steps(world: Worlds, label: str) -> None:
-    world(4).run(_accumulate_micro_steps, label)
-
-
-def _accumulate_micro_steps(label: str) -> None:
+@on_ranks(4)
+def test_gradients_accumulate_over_three_micro_steps(label: str) -> None:
     twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
     for step in range(3):
         twin.backward(step, micro_steps=3)
@@ -155,11 +149,8 @@ def _accumulate_micro_steps(label: str) -> None:
 
 
 @kinds
-def test_between_micro_steps_grad_stays_untouched(world: Worlds, label: str) -> None:
-    world(4).run(_look_at_grad_between_micro_steps, label)
-
-
-def _look_at_grad_between_micro_steps(label: str) -> None:
+@on_ranks(4)
+def test_between_micro_steps_grad_stays_untouched(label: str) -> None:
     twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
     with twin.sharded.no_sync():
         _gpt_loss(twin.sharded, dist.get_rank(), 0, 0).backward()
@@ -167,11 +158,8 @@ def _look_at_grad_between_micro_steps(label: str) -> None:
 
 
 @kinds
-def test_gradients_accumulate_over_two_boundaries_without_zero_grad(world: Worlds, label: str) -> None:
-    world(4).run(_accumulate_boundaries, label)
-
-
-def _accumulate_boundaries(label: str) -> None:
+@on_ranks(4)
+def test_gradients_accumulate_over_two_boundaries_without_zero_grad(label: str) -> None:
     twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
     for step in (0, 2):
         twin.backward(step)
@@ -182,11 +170,8 @@ def _accumulate_boundaries(label: str) -> None:
 
 
 @kinds
-def test_zero_grad_may_set_to_zero_instead_of_none(world: Worlds, label: str) -> None:
-    world(4).run(_train_with_zeroed_gradients, label)
-
-
-def _train_with_zeroed_gradients(label: str) -> None:
+@on_ranks(4)
+def test_zero_grad_may_set_to_zero_instead_of_none(label: str) -> None:
     twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
     for step in range(3):
         twin.backward(step, micro_steps=2)
@@ -308,11 +293,8 @@ def _branching_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tenso
 
 @kinds
 @pytest.mark.parametrize("micro_steps", [1, 2])
-def test_a_gradient_is_none_only_where_no_rank_used_the_parameter(world: Worlds, label: str, micro_steps: int) -> None:
-    world(4).run(_train_branches, label, micro_steps)
-
-
-def _train_branches(label: str, micro_steps: int) -> None:
+@on_ranks(4)
+def test_a_gradient_is_none_only_where_no_rank_used_the_parameter(label: str, micro_steps: int) -> None:
     twin = Twin(Branching, _branching_loss, label, SHAPE)
     for step in range(4):
         twin.backward(step, micro_steps)
@@ -355,11 +337,8 @@ def _layer_drop_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tens
 
 @kinds
 @pytest.mark.parametrize("spare", [False, True], ids=["complete", "spare"])
-def test_whole_units_may_be_left_out_or_swapped_by_all_ranks_alike(world: Worlds, label: str, spare: bool) -> None:
-    world(4).run(_train_layer_drop, label, spare)
-
-
-def _train_layer_drop(label: str, spare: bool) -> None:
+@on_ranks(4)
+def test_whole_units_may_be_left_out_or_swapped_by_all_ranks_alike(label: str, spare: bool) -> None:
     twin = Twin(lambda: LayerDrop(spare), _layer_drop_loss, label, SHAPE)
     for step in range(len(ORDERS)):
         twin.backward(step, micro_steps=2)
@@ -405,11 +384,10 @@ INPUTS = {
 @pytest.mark.parametrize(
     "named", [seldom(names) if key in ("a-unit", "root") else names for key, names in INPUTS.items()], ids=INPUTS
 )
-def test_backward_with_inputs_gives_gradients_to_these_parameters_only(world: Worlds, label: str, named: Any) -> None:
-    world(4).run(_backward_with_inputs, label, named)
-
-
-def _backward_with_inputs(label: str, named: tuple[tuple[str, ...], ...]) -> None:
+@on_ranks(4)
+def test_backward_with_inputs_gives_gradients_to_these_parameters_only(
+    label: str, named: tuple[tuple[str, ...], ...]
+) -> None:
     """Two micro-steps, each for the parameters whose names begin so; and then a step as usual."""
     twin = Twin(Towers, lambda *_: torch.zeros(()), label, SHAPE, units=[Link])
 
@@ -433,12 +411,9 @@ def _backward_with_inputs(label: str, named: tuple[tuple[str, ...], ...]) -> Non
 
 
 @kinds
-def test_backward_with_inputs_may_pass_through_another_sharded_model(world: Worlds, label: str) -> None:
+@on_ranks(4)
+def test_backward_with_inputs_may_pass_through_another_sharded_model(label: str) -> None:
     """As a generator is trained by its critic, which gets no gradient then."""
-    world(4).run(_backward_through_a_critic, label)
-
-
-def _backward_through_a_critic(label: str) -> None:
     generator, critic = (Twin(Towers, lambda *_: torch.zeros(()), label, SHAPE, units=[Link]) for _ in range(2))
 
     def backward(made_by: nn.Module, judged_by: nn.Module, step: int) -> None:
@@ -458,16 +433,13 @@ def _backward_through_a_critic(label: str) -> None:
 # --- models that use their units in other ways -----------------------------------------------------------------------
 
 
-@kinds
-def test_a_deep_model_whose_units_share_memory_trains_exactly(world: Worlds, label: str) -> None:
-    world(4).run(_train_deep, label)
-
-
 def _deep() -> nn.Module:
     return TiedGPT(layers=9)
 
 
-def _train_deep(label: str) -> None:
+@kinds
+@on_ranks(4)
+def test_a_deep_model_whose_units_share_memory_trains_exactly(label: str) -> None:
     twin = Twin(_deep, _gpt_loss, label, SHAPE)
     twin.train(steps=3, micro_steps=2)
     twin.check_parameters()
@@ -491,11 +463,8 @@ class Recurrent(nn.Module):
 
 
 @kinds
-def test_a_unit_may_run_twice_in_a_forward(world: Worlds, label: str) -> None:
-    world(4).run(_train_recurrent, label)
-
-
-def _train_recurrent(label: str) -> None:
+@on_ranks(4)
+def test_a_unit_may_run_twice_in_a_forward(label: str) -> None:
     twin = Twin(Recurrent, _gpt_loss, label, SHAPE)
     twin.train(steps=3, micro_steps=2)
     twin.check_parameters()
@@ -506,11 +475,8 @@ def _two_forwards_loss(model: nn.Module, rank: int, micro: int, step: int) -> Te
 
 
 @kinds
-def test_two_forwards_may_come_before_a_backward(world: Worlds, label: str) -> None:
-    world(4).run(_train_two_forwards, label)
-
-
-def _train_two_forwards(label: str) -> None:
+@on_ranks(4)
+def test_two_forwards_may_come_before_a_backward(label: str) -> None:
     twin = Twin(TiedGPT, _two_forwards_loss, label, SHAPE)
     twin.train(steps=3)
     twin.check_parameters()
@@ -529,22 +495,16 @@ def _checkpointed() -> nn.Module:
 
 
 @kinds
-def test_activation_checkpointing_changes_nothing(world: Worlds, label: str) -> None:
-    world(4).run(_train_checkpointed, label)
-
-
-def _train_checkpointed(label: str) -> None:
+@on_ranks(4)
+def test_activation_checkpointing_changes_nothing(label: str) -> None:
     twin = Twin(_checkpointed, _gpt_loss, label, SHAPE)
     twin.train(steps=3, micro_steps=2)
     twin.check_parameters()
 
 
 @kinds
-def test_evaluation_between_steps_changes_nothing_and_sees_the_newest_parameters(world: Worlds, label: str) -> None:
-    world(4).run(_train_and_evaluate, label)
-
-
-def _train_and_evaluate(label: str) -> None:
+@on_ranks(4)
+def test_evaluation_between_steps_changes_nothing_and_sees_the_newest_parameters(label: str) -> None:
     twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
     for step in range(3):
         twin.backward(step, micro_steps=2)
@@ -556,11 +516,8 @@ def _train_and_evaluate(label: str) -> None:
 
 
 @kinds
-def test_full_parameters_gives_the_whole_model(world: Worlds, label: str) -> None:
-    world(4).run(_look_at_full_parameters, label)
-
-
-def _look_at_full_parameters(label: str) -> None:
+@on_ranks(4)
+def test_full_parameters_gives_the_whole_model(label: str) -> None:
     twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
     twin.train(steps=1)
     expected = twin.plain.state_dict()
@@ -583,11 +540,8 @@ def _shard_different_buffers() -> float:
     return sharded[1].running_mean.max().item()
 
 
-def test_the_users_own_units_train_exactly(world: Worlds) -> None:
-    world(4).run(_train_own_units)
-
-
-def _train_own_units() -> None:
+@on_ranks(4)
+def test_the_users_own_units_train_exactly() -> None:
     twin = Twin(TiedGPT, _gpt_loss, "zero3", SHAPE, units=[nn.LayerNorm, GPTBlock])
     twin.train(steps=3, micro_steps=2)
     twin.check_parameters()
@@ -597,11 +551,8 @@ def _train_own_units() -> None:
 
 
 @kinds
-def test_an_optimizer_made_before_shard_trains(world: Worlds, label: str) -> None:
-    world(4).run(_train_with_an_optimizer_made_before, label)
-
-
-def _train_with_an_optimizer_made_before(label: str) -> None:
+@on_ranks(4)
+def test_an_optimizer_made_before_shard_trains(label: str) -> None:
     twin = Twin(TiedGPT, _gpt_loss, label, SHAPE, optimizer_first=True)
     twin.train(steps=3)
     twin.check_parameters()
@@ -614,19 +565,16 @@ STEPPED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("kind", STEPPED)
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-def test_optimizers_that_stepped_before_shard_are_refused(world: Worlds, strategy: str, kind: str) -> None:
-    world(2).run(_step_before, strategy, kind)
-
-
 def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def _step_before(strategy: str, kind: str) -> None:
+@pytest.mark.parametrize("kind", STEPPED)
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@on_ranks(2)
+def test_optimizers_that_stepped_before_shard_are_refused(strategy: str, kind: str) -> None:
     model: Any = nn.Linear(5, 3)
     optimizer = STEPPED[kind](model.parameters())
     _stepped(model, optimizer)
@@ -643,11 +591,8 @@ def _step_before(strategy: str, kind: str) -> None:
     _stepped(model, STEPPED[kind](model.parameters()))
 
 
-def test_an_optimizer_without_states_may_step_before_shard(world: Worlds) -> None:
-    world(2).run(_step_without_states)
-
-
-def _step_without_states() -> None:
+@on_ranks(2)
+def test_an_optimizer_without_states_may_step_before_shard() -> None:
     torch.manual_seed(7)
     plain = nn.Linear(5, 3)
     model = copy.deepcopy(plain)
@@ -661,12 +606,9 @@ def _step_without_states() -> None:
         assert torch.equal(found.full_tensor(), expected)
 
 
-def test_two_models_of_one_optimizer_made_before_train(world: Worlds) -> None:
+@on_ranks(2)
+def test_two_models_of_one_optimizer_made_before_train() -> None:
     """The optimizer steps one of them sharded and the other one not yet; then that one is sharded, and is refused."""
-    world(2).run(_share_an_optimizer)
-
-
-def _share_an_optimizer() -> None:
     first, second = nn.Linear(5, 3), nn.Linear(5, 3)
     optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
     towpath.shard(first, "zero3", topology=Topology(2, 1))
@@ -694,11 +636,8 @@ class OfOneElement(nn.Linear):
         return super().forward(x) * self.scale
 
 
-def test_states_of_parameters_with_one_element_are_found(world: Worlds) -> None:
-    world(2).run(_step_one_element_before)
-
-
-def _step_one_element_before() -> None:
+@on_ranks(2)
+def test_states_of_parameters_with_one_element_are_found() -> None:
     for how in ({"foreach": True}, {"foreach": False}, {"fused": True}):
         model: Any = OfOneElement()
         stepped = torch.optim.SGD([model.scale], lr=0.1, momentum=0.9, **how)
@@ -877,11 +816,8 @@ def _shard_different_strategies() -> str:
     return str(caught.value)
 
 
-def test_ranks_with_different_topologies_all_fail_with_what_differs(world: Worlds) -> None:
-    world(4).run(_shard_different_topologies)
-
-
-def _shard_different_topologies() -> None:
+@on_ranks(4)
+def test_ranks_with_different_topologies_all_fail_with_what_differs() -> None:
     topology = Topology(4, 1) if dist.get_rank() == 3 else SHAPE
     with pytest.raises(errors.MismatchError):
         towpath.shard(nn.Linear(4, 4), "zero3", topology=topology)

@@ -37,7 +37,7 @@ from transformers.utils import ModelOutput
 import towpath
 from tests.ranks.models import DEVICE
 from tests.ranks.reference import optimizer_for
-from tests.ranks.server import World, run_ranks
+from tests.ranks.server import World, on_ranks, run_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import TOLERANCE, Loss, Twin, distance
 from towpath import Topology, errors
@@ -239,11 +239,8 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.parity  # to compile takes longer than all else here
 @pytest.mark.compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_blocks_compiled_to_machine_code_train_exactly(world: Worlds) -> None:
-    world(2).run(_train_by_inductor, timeout=600)
-
-
-def _train_by_inductor() -> None:
+@on_ranks(2, timeout=600)
+def test_blocks_compiled_to_machine_code_train_exactly() -> None:
     """Without vectors: to find out which the processor has, it would compile a program for each kind first."""
     with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
         _train_compiled("forward", "zero3", "inductor")
@@ -256,14 +253,9 @@ EVALUATIONS: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inferenc
 
 @labels
 @pytest.mark.parametrize("mode", EVALUATIONS)
-def test_evaluation_at_any_time_sees_the_newest_parameters_and_changes_nothing(
-    world: Worlds, mode: str, label: str
-) -> None:
+@on_ranks(4)
+def test_evaluation_at_any_time_sees_the_newest_parameters_and_changes_nothing(mode: str, label: str) -> None:
     """Before the first step, between micro-steps, between a forward and its backward, between steps."""
-    world(4).run(_train_and_evaluate, mode, label)
-
-
-def _train_and_evaluate(mode: str, label: str) -> None:
     twin = Twin(_chain, _loss, label, SHAPE)
 
     def evaluate(step: int, training: bool) -> None:
@@ -292,12 +284,9 @@ def _train_and_evaluate(mode: str, label: str) -> None:
 
 
 @labels
-def test_memory_first_touched_in_inference_mode_serves_training(world: Worlds, label: str) -> None:
+@on_ranks(4)
+def test_memory_first_touched_in_inference_mode_serves_training(label: str) -> None:
     """Units inside a unit need memory of their own, which is made when they first run."""
-    world(4).run(_evaluate_first, label)
-
-
-def _evaluate_first(label: str) -> None:
     twin = Twin(_chain, _loss, label, SHAPE, units=[Block, nn.Linear])
     with torch.inference_mode():
         _loss(twin.sharded, 0, 0, 0)
@@ -320,11 +309,8 @@ def test_two_forwards_then_one_backward(world: Worlds, label: str) -> None:
 @labels
 @pytest.mark.parametrize("accumulate", [seldom(False), True], ids=["two boundaries", "one boundary"])
 @pytest.mark.parametrize("last_first", [seldom(False), True], ids=["in order", "last first"])
-def test_two_forwards_then_two_backwards(world: Worlds, label: str, accumulate: bool, last_first: bool) -> None:
-    world(4).run(_train_interleaved, label, accumulate, last_first)
-
-
-def _train_interleaved(label: str, accumulate: bool, last_first: bool) -> None:
+@on_ranks(4)
+def test_two_forwards_then_two_backwards(label: str, accumulate: bool, last_first: bool) -> None:
     twin = Twin(_chain, _loss, label, SHAPE)
     for step in range(3):
         losses = [_loss(twin.sharded, dist.get_rank(), micro, step) for micro in range(2)]
@@ -345,11 +331,8 @@ def _summed_micro_steps(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 @labels
-def test_one_forward_then_two_backwards_over_its_graph(world: Worlds, label: str) -> None:
-    world(4).run(_train_retained, label)
-
-
-def _train_retained(label: str) -> None:
+@on_ranks(4)
+def test_one_forward_then_two_backwards_over_its_graph(label: str) -> None:
     twin = Twin(_chain, _loss, label, SHAPE)
     for step in range(2):
         loss = _loss(twin.sharded, dist.get_rank(), 0, step)
@@ -380,11 +363,8 @@ class Siamese(nn.Module):
 
 @labels
 @pytest.mark.parametrize("how", [seldom("plain"), seldom("reentrant"), "non-reentrant"])
-def test_a_unit_may_run_on_two_inputs_side_by_side(world: Worlds, label: str, how: str) -> None:
-    world(4).run(_train_siamese, label, how)
-
-
-def _train_siamese(label: str, how: str) -> None:
+@on_ranks(4)
+def test_a_unit_may_run_on_two_inputs_side_by_side(label: str, how: str) -> None:
     _train(lambda: Siamese(CHECKPOINTS.get(how)), label, lambda *of: _loss_with_grad_inputs(*of))
 
 
@@ -459,11 +439,8 @@ class Buffered(nn.Module):
             block[1].num_batches_tracked.fill_(fill)  # pyright: ignore[reportIndexIssue]
 
 
-def test_every_buffer_is_the_first_ranks_at_the_start_and_stays_the_same_tensor(world: Worlds) -> None:
-    world(4).run(_shard_different_buffers)
-
-
-def _shard_different_buffers() -> None:
+@on_ranks(4)
+def test_every_buffer_is_the_first_ranks_at_the_start_and_stays_the_same_tensor() -> None:
     model = Buffered(dist.get_rank())
     before = dict(model.named_buffers())
     towpath.shard(model, "zero3", topology=SHAPE)
@@ -487,11 +464,8 @@ def _shard_buffer_with_gaps() -> float:
 
 
 @labels
-def test_running_statistics_are_each_ranks_own_and_as_without_sharding(world: Worlds, label: str) -> None:
-    world(4).run(_compare_statistics, label)
-
-
-def _compare_statistics(label: str) -> None:
+@on_ranks(4)
+def test_running_statistics_are_each_ranks_own_and_as_without_sharding(label: str) -> None:
     torch.manual_seed(7)
     plain = Convolutions().double()
     sharded: Any = towpath.shard(copy.deepcopy(plain), strategy_of(label, SHAPE), topology=SHAPE)
@@ -609,11 +583,8 @@ ORDERS = ((0, 1, 2, 3), (3, 2, 1, 0), (0, 2), (1, 1, 3), (3, 0, 3, 1, 2), (0, 1,
 
 @labels
 @pytest.mark.parametrize("how", [seldom("plain"), seldom("reentrant"), "non-reentrant"])
-def test_later_steps_may_run_in_another_order(world: Worlds, label: str, how: str) -> None:
-    world(4).run(_train_in_other_orders, label, how)
-
-
-def _train_in_other_orders(label: str, how: str) -> None:
+@on_ranks(4)
+def test_later_steps_may_run_in_another_order(label: str, how: str) -> None:
     """Both micro-steps of a step differ as well, and so does an evaluation between."""
     twin = Twin(lambda: Chain([Block() for _ in range(4)], CHECKPOINTS.get(how)), _ordered_loss, label, SHAPE)
     for step in range(len(ORDERS)):
@@ -682,11 +653,8 @@ def _uneven(how: str = "none") -> nn.Module:
 
 @labels
 @pytest.mark.parametrize("how", ["none", *map(seldom, CHECKPOINTS)])
-def test_small_neighbours_travel_together_and_train_exactly(world: Worlds, label: str, how: str) -> None:
-    world(4).run(_train_uneven, label, how)
-
-
-def _train_uneven(label: str, how: str) -> None:
+@on_ranks(4)
+def test_small_neighbours_travel_together_and_train_exactly(label: str, how: str) -> None:
     twin = _trained(lambda: _uneven(how), label)
     units = [u.name for u in twin.sharded.towpath_engine.units]
     assert units == ["", "blocks.0..blocks.2", "blocks.3", "blocks.4..blocks.5"]
@@ -748,23 +716,15 @@ class SharedBetweenLists(Lists):
     ],
     ids=["lists", "dicts", "lists of both", "one module in all lists"],
 )
-def test_the_units_of_lists_in_lists_are_the_modules_that_run(
-    world: Worlds, build: Callable[[], nn.Module], units: list[str]
-) -> None:
-    world(4).run(_train_lists, build, units)
-
-
-def _train_lists(build: Callable[[], nn.Module], units: list[str]) -> None:
+@on_ranks(4)
+def test_the_units_of_lists_in_lists_are_the_modules_that_run(build: Callable[[], nn.Module], units: list[str]) -> None:
     twin = _trained(build, "zero3")
     assert [u.name for u in twin.sharded.towpath_engine.units] == ["", *units]
 
 
-def test_a_unit_of_several_modules_may_be_left_in_the_middle(world: Worlds) -> None:
+@on_ranks(4)
+def test_a_unit_of_several_modules_may_be_left_in_the_middle() -> None:
     """The second of its modules runs after another unit has taken the memory, and one of them not at all."""
-    world(4).run(_leave_in_the_middle)
-
-
-def _leave_in_the_middle() -> None:
     twin = Twin(_uneven, _loss, "zero3", SHAPE)
     for step, order in enumerate(([0, 3, 1, 4, 2, 5], [0, 1, 2, 3, 4, 5], [5, 0, 3, 4, 2], [2, 4, 3, 3, 0])):
         for model in (twin.plain, twin.sharded):
@@ -876,11 +836,8 @@ def test_an_optimizer_made_before_a_tensor_parallel_model_is_sharded_stays_valid
 
 
 @pytest.mark.parametrize("before", [seldom("nothing"), "a step", "a state dict"])
-def test_replaced_parameters_lead_an_optimizer_to_new_ones(world: Worlds, before: str) -> None:
-    world(4).run(_lead_to_new_ones, before)
-
-
-def _lead_to_new_ones(before: str) -> None:
+@on_ranks(4)
+def test_replaced_parameters_lead_an_optimizer_to_new_ones(before: str) -> None:
     mesh = _mesh()
     model = _tensor_parallel(ParallelModel().double(), mesh, SPLIT_MATRICES)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -914,11 +871,8 @@ def _lead_to_new_ones(before: str) -> None:
     assert all(p in optimizer.state for p in parameters)
 
 
-def test_a_replaced_parameter_loses_no_write_and_can_be_frozen(world: Worlds) -> None:
-    world(4).run(_use_replaced)
-
-
-def _use_replaced() -> None:
+@on_ranks(4)
+def test_a_replaced_parameter_loses_no_write_and_can_be_frozen() -> None:
     mesh = _mesh()
     model = _tensor_parallel(ParallelModel().double(), mesh, SPLIT_MATRICES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -939,11 +893,8 @@ def _use_replaced() -> None:
         optimizer.step()
 
 
-def test_whole_values_are_loaded_into_split_parameters(world: Worlds) -> None:
-    world(4).run(_load_into_tensor_parallel)
-
-
-def _load_into_tensor_parallel() -> None:
+@on_ranks(4)
+def test_whole_values_are_loaded_into_split_parameters() -> None:
     mesh = _mesh()
     torch.manual_seed(7)
     other = ParallelModel()
@@ -958,11 +909,8 @@ def _load_into_tensor_parallel() -> None:
             assert torch.equal(whole, expected)
 
 
-def test_a_tensor_parallel_model_from_the_meta_device_is_the_one_built_at_once(world: Worlds) -> None:
-    world(4).run(_tensor_parallel_from_meta)
-
-
-def _tensor_parallel_from_meta() -> None:
+@on_ranks(4)
+def test_a_tensor_parallel_model_from_the_meta_device_is_the_one_built_at_once() -> None:
     mesh = _mesh()
     plan = {"": ColwiseParallel()}
     with torch.device("meta"):
@@ -982,22 +930,16 @@ class DeterministicMatrix(nn.Linear):
         nn.init.constant_(self.weight, 0.5)
 
 
-def test_a_mesh_that_is_data_parallel_too_is_refused(world: Worlds) -> None:
-    world(4).run(_refuse_overlapping_meshes)
-
-
-def _refuse_overlapping_meshes() -> None:
+@on_ranks(4)
+def test_a_mesh_that_is_data_parallel_too_is_refused() -> None:
     mesh = _mesh()
     model = _tensor_parallel(ParallelModel(), mesh, SPLIT_MATRICES)
     with pytest.raises(errors.ShardError, match=r"Pass group=, the data-parallel process group"):
         towpath.shard(model, "zero3", topology=SHAPE)  # all four ranks, as if nothing were split
 
 
-def test_codecs_on_a_tensor_parallel_mesh_are_refused(world: Worlds) -> None:
-    world(4).run(_refuse_codecs)
-
-
-def _refuse_codecs() -> None:
+@on_ranks(4)
+def test_codecs_on_a_tensor_parallel_mesh_are_refused() -> None:
     mesh = _mesh()
     model = _tensor_parallel(ParallelModel(), mesh, SPLIT_MATRICES)
     with pytest.raises(errors.ShardError, match=r"zero\+\+ has codecs, and the model is on a tensor-parallel mesh"):
@@ -1077,14 +1019,9 @@ def _random_table() -> list[float]:
 
 @labels
 @pytest.mark.parametrize("how", ["frozen", "shared"])
-def test_a_module_on_the_meta_device_may_have_its_parameters_in_different_buffers(
-    world: Worlds, how: str, label: str
-) -> None:
+@on_ranks(4)
+def test_a_module_on_the_meta_device_may_have_its_parameters_in_different_buffers(how: str, label: str) -> None:
     """A matrix that does not train, and a bias that does; a matrix that another unit has too, and a bias of its own."""
-    world(4).run(_shard_divided_from_meta, how, label)
-
-
-def _shard_divided_from_meta(how: str, label: str) -> None:
     model: Any = _meta_model()
     if how == "frozen":
         for block in model.blocks:
@@ -1099,11 +1036,8 @@ def _shard_divided_from_meta(how: str, label: str) -> None:
 
 
 @labels
-def test_a_model_on_the_meta_device_is_initialised_by_its_modules_and_trains_exactly(world: Worlds, label: str) -> None:
-    world(4).run(_train_from_meta, label)
-
-
-def _train_from_meta(label: str) -> None:
+@on_ranks(4)
+def test_a_model_on_the_meta_device_is_initialised_by_its_modules_and_trains_exactly(label: str) -> None:
     torch.manual_seed(dist.get_rank())  # each rank draws other values; the first rank's count
     sharded: Any = towpath.shard(_meta_model(), strategy_of(label, SHAPE), topology=SHAPE)
     plain: Any = Chain([MetaBlock() for _ in range(3)]).double()

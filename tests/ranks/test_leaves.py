@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
@@ -169,11 +169,8 @@ def _twin(label: str, use: str, loss: Any = _loss, **options: Any) -> Twin:
 
 
 @in_turn(LABELS, 1)
-def test_leaves_train_exactly_however_they_are_used(world: Worlds, label: str) -> None:
-    world(2).run(_train, label)
-
-
-def _train(label: str) -> None:
+@on_ranks(2)
+def test_leaves_train_exactly_however_they_are_used(label: str) -> None:
     for use in USES:
         twin = _twin(label, use)
         made = twin.sharded.towpath_engine.weights.made
@@ -188,11 +185,8 @@ def _train(label: str) -> None:
         assert all(isinstance(p, ShardTensor) for p in twin.sharded.parameters())
 
 
-def test_leaves_are_entries_and_have_the_compute_dtype(world: Worlds) -> None:
-    world(2).run(_entries)
-
-
-def _entries() -> None:
+@on_ranks(2)
+def test_leaves_are_entries_and_have_the_compute_dtype() -> None:
     def loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
         return model.head(model.hidden(_ids(rank, micro, step))).square().mean()
 
@@ -209,11 +203,8 @@ def _entries() -> None:
     assert model.head.weight.dtype is torch.float32
 
 
-def test_leaves_may_be_returned_and_read_without_gradients(world: Worlds) -> None:
-    world(2).run(_returned)
-
-
-def _returned() -> None:
+@on_ranks(2)
+def test_leaves_may_be_returned_and_read_without_gradients() -> None:
     USES["returned"] = lambda model, h: (model.head(h), model.head.weight)  # pyright: ignore[reportArgumentType]
 
     def loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
@@ -230,11 +221,8 @@ def _returned() -> None:
             assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
-def test_a_write_to_a_leaf_in_the_forward_of_the_root_is_named(world: Worlds) -> None:
-    world(2).run(_write)
-
-
-def _write() -> None:
+@on_ranks(2)
+def test_a_write_to_a_leaf_in_the_forward_of_the_root_is_named() -> None:
     with _small_leaves():
         model: Any = towpath.shard(GPT(), "zero3", topology=SHAPE)
 
@@ -248,11 +236,8 @@ def _write() -> None:
     handle.remove()
 
 
-def test_full_parameters_of_the_root_have_its_leaves(world: Worlds) -> None:
-    world(2).run(_whole)
-
-
-def _whole() -> None:
+@on_ranks(2)
+def test_full_parameters_of_the_root_have_its_leaves() -> None:
     with _small_leaves():
         model: Any = towpath.shard(GPT("reads"), "zero3", topology=SHAPE)
     expected = model(_ids(0, 0, 0)).detach()
@@ -265,11 +250,8 @@ def _whole() -> None:
     dist.barrier()
 
 
-def test_a_compiled_model_may_read_its_leaves(world: Worlds) -> None:
-    world(2).run(_compiled)
-
-
-def _compiled() -> None:
+@on_ranks(2)
+def test_a_compiled_model_may_read_its_leaves() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo reads .grad of tensors that have none
         torch._dynamo.reset()
@@ -279,11 +261,8 @@ def _compiled() -> None:
         twin.check_parameters()
 
 
-def test_backward_to_a_leaf_and_addresses_of_its_memory(world: Worlds) -> None:
-    world(2).run(_named_inputs)
-
-
-def _named_inputs() -> None:
+@on_ranks(2)
+def test_backward_to_a_leaf_and_addresses_of_its_memory() -> None:
     for use in ("", "reads", "given to a fused loss"):
         model: Any = _twin("zero3", use).sharded
         model(_ids(0, 0, 0)).square().mean().backward(inputs=[model.head.weight])
@@ -300,11 +279,8 @@ def _named_inputs() -> None:
         loss.backward()
 
 
-def test_generation_and_checkpointing_of_an_untied_llama(world: Worlds) -> None:
-    world(2).run(_llama)
-
-
-def _llama() -> None:
+@on_ranks(2)
+def test_generation_and_checkpointing_of_an_untied_llama() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -321,11 +297,8 @@ def _llama() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_leaves_may_be_split_on_a_tensor_parallel_mesh(world: Worlds) -> None:
-    world(4).run(_on_a_mesh)
-
-
-def _on_a_mesh() -> None:
+@on_ranks(4)
+def test_leaves_may_be_split_on_a_tensor_parallel_mesh() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

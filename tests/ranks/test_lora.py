@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import TOLERANCE, Twin
 from towpath import checkpoint
@@ -83,13 +83,8 @@ def _refuse_adapters_on_meta() -> str:
 @pytest.mark.parametrize(
     "label, options", [("qgz", {"frozen": "as-trained"}), seldom("mics", {"gradients": "int4:64"})]
 )
-def test_what_is_frozen_is_not_laid_out_for_the_codecs_of_gradients(
-    world: Worlds, label: str, options: dict[str, str]
-) -> None:
-    world(4).run(_gradients_in_codecs, label, options)
-
-
-def _gradients_in_codecs(label: str, options: dict[str, str]) -> None:
+@on_ranks(4)
+def test_what_is_frozen_is_not_laid_out_for_the_codecs_of_gradients(label: str, options: dict[str, str]) -> None:
     torch.manual_seed(0)
     model: Any = towpath.shard(_adapted(), towpath.strategy(label, SHAPE, **options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -14,7 +14,7 @@ import torch
 from torch import optim
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.test_owner_stepped import OneStepSize
@@ -173,11 +173,8 @@ def _refuse_plain_states() -> str:
     return str(caught.value)
 
 
-def test_stats_count_the_states_of_combined_optimizers_once(world: Worlds) -> None:
-    world(2).run(_count_once)
-
-
-def _count_once() -> None:
+@on_ranks(2)
+def test_stats_count_the_states_of_combined_optimizers_once() -> None:
     twin = _twin("zero3", lambda ps: optim.SGD(ps, lr=0.1, momentum=0.9))
     assert towpath.stats(twin.sharded).memory_bytes["optimizer"] == 0
     first, *others = twin.sharded.parameters()

@@ -25,7 +25,7 @@ from tests.forms import in_form
 from tests.ranks.checkpoints import content, differing
 from tests.ranks.islands import Islands, fragments_of, mean_of
 from tests.ranks.models import DEVICE, MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_exact_features import Recomputed
 from tests.ranks.test_frozen import Model as Adapted
@@ -308,11 +308,8 @@ def _offloaded(label: str, offload: str, form: Form, precision: Precision) -> No
 
 
 @in_turn(("zero3", "paro-igg", "zero1", "ddp"), 1)
-def test_exact_transports_inside_islands_change_no_bit(label: str, world: Worlds) -> None:
-    world(4).run(_exactly, label)
-
-
-def _exactly(label: str) -> None:
+@on_ranks(4)
+def test_exact_transports_inside_islands_change_no_bit(label: str) -> None:
     outer = replace(STREAMING, islands=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "SMALLEST_BYTES", 1)
@@ -343,11 +340,8 @@ FIRST, SECOND = replace(STREAMING, islands=2), Outer(every=2, fragments=1, islan
 
 
 @pytest.mark.parametrize("second", [SECOND, seldom(replace(SECOND, islands=2)), seldom(None)])
-def test_models_with_other_outer_steps_train_as_alone(second: Outer | None, world: Worlds) -> None:
-    world(4).run(_two_models, second)
-
-
-def _two_models(second: Outer | None) -> None:
+@on_ranks(4)
+def test_models_with_other_outer_steps_train_as_alone(second: Outer | None) -> None:
     entry, kinds = MODELS["gpt"], (("paro-iig", FIRST), ("zero3", second))
     models = [towpath.shard(entry.make(torch.float32), strategy_of(n, LONG, outer=o)) for n, o in kinds]
     optimizers = [adamw(model) for model in models]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from towpath import Precision, Topology
 
@@ -114,11 +114,8 @@ def _both_ends(labels: Sequence[str]) -> None:
 
 
 @in_turn(KINDS, 1)
-def test_mixed_precision_trains_fp32_masters_on_the_exact_mean_of_bf16_gradients(world: Worlds, label: str) -> None:
-    world(4).run(_train_mixed, label)
-
-
-def _train_mixed(label: str) -> None:
+@on_ranks(4)
+def test_mixed_precision_trains_fp32_masters_on_the_exact_mean_of_bf16_gradients(label: str) -> None:
     """Each step has an exact twin: gradients of the bf16 model that the masters make, summed in fp32."""
     entry, dtype = MODELS["gpt"], torch.float32
     precision = Precision(params=torch.bfloat16, reduce=torch.float32)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, labels, seldom, strategy_of
 from towpath.core.collective_log import Call, scopes
 from towpath.errors import MismatchError, ShardError, StepError
@@ -188,11 +188,8 @@ def _other_micro_steps(label: str) -> str:
     return _error_of(step)
 
 
-def test_what_ranks_may_do_differently_stays_allowed(world: Worlds) -> None:
-    world(2).run(_allowed)
-
-
-def _allowed() -> None:
+@on_ranks(2)
+def test_what_ranks_may_do_differently_stays_allowed() -> None:
     """Norms of what a rank holds whole, other units, evaluation on one rank alone, numbers of batches under join()."""
     for label in ("ddp", "zero1", "zero2"):
         model = _net(label)
@@ -277,14 +274,9 @@ def _drift(label: str, write: Callable[[Tensor], None]) -> str:
 
 
 @pytest.mark.parametrize("precision", [None, *map(seldom, ("bf16",))])
-def test_copies_agree_to_the_bit_under_every_strategy_and_codec(
-    world: Worlds, precision: Any, whole_product: bool
-) -> None:
+@on_ranks(4)
+def test_copies_agree_to_the_bit_under_every_strategy_and_codec(precision: Any, whole_product: bool) -> None:
     """Else the comparison of values would refuse what trains as it should."""
-    world(4).run(_agree, precision, whole_product)
-
-
-def _agree(precision: Any, whole_product: bool) -> None:
     shape = towpath.Topology(2, 2)
     copies = [label for label in labels(shape) if _has_copies(label, shape)]
     coded = [f"{name} {codec}" for name in ("ddp", "mics", "paro-iii") for codec in CODECS]
@@ -324,11 +316,8 @@ class Wide(nn.Module):
         return x
 
 
-def test_values_are_not_compared_where_that_is_turned_off(world: Worlds) -> None:
-    world(2).run(_unchecked)
-
-
-def _unchecked() -> None:
+@on_ranks(2)
+def test_values_are_not_compared_where_that_is_turned_off() -> None:
     model = _net("ddp", check_every=0)
     if dist.get_rank() == 1:
         with torch.no_grad():

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.models import MODELS, TiedGPT
-from tests.ranks.server import World, run_ranks
+from tests.ranks.server import World, on_ranks, run_ranks
 from tests.ranks.strategies import seldom, strategy_of
 from towpath.core.collective_log import FOLD
 
@@ -66,17 +66,8 @@ class Checkpointed(TiedGPT):
         *(f"checkpointed, {how}, every strategy" for how in ("bf16 with fp32 masters", "three micro-steps")),
     ],
 )
+@on_ranks(SHAPE.world)
 def test_after_the_second_step_no_buffer_is_made(
-    world: Worlds,
-    build: Callable[[], nn.Module],
-    micro_steps: int,
-    precision: towpath.Precision,
-    labels: tuple[str, ...],
-) -> None:
-    world(SHAPE.world).run(_count_buffers, build, micro_steps, precision, labels)
-
-
-def _count_buffers(
     build: Callable[[], nn.Module], micro_steps: int, precision: towpath.Precision, labels: tuple[str, ...]
 ) -> None:
     for label in labels:
@@ -151,11 +142,8 @@ def _engine_allocations() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("training", [seldom(False), True], ids=["eval", "train"])
-def test_any_number_of_forward_passes_without_a_graph_leaves_nothing_behind(world: Worlds, training: bool) -> None:
-    world(2).run(_infer, training)
-
-
-def _infer(training: bool) -> None:
+@on_ranks(2)
+def test_any_number_of_forward_passes_without_a_graph_leaves_nothing_behind(training: bool) -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = towpath.shard(nn.Sequential(blocks, nn.Linear(4, 2)), "zero3", topology=towpath.Topology(2, 1))

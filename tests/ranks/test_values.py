@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import towpath
 from tests.ranks.models import MODELS, GPTBlock, TiedGPT
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from towpath import Topology, errors
 
@@ -60,13 +60,8 @@ def _from(device: str) -> nn.Module:
 
 @labels
 @pytest.mark.parametrize("device, params", [("meta", torch.bfloat16), ("cpu", None)], ids=["meta-bf16", "cpu"])
-def test_the_model_has_the_values_and_computes_with_them(
-    world: Worlds, device: str, params: torch.dtype | None, label: str
-) -> None:
-    world(4).run(_compare_with_the_whole, device, params, label)
-
-
-def _compare_with_the_whole(device: str, params: torch.dtype | None, label: str) -> None:
+@on_ranks(4)
+def test_the_model_has_the_values_and_computes_with_them(device: str, params: torch.dtype | None, label: str) -> None:
     precision, entry = towpath.Precision(params=params), MODELS["gpt"]
     strategy = strategy_of(label, SHAPE)
     asked = Asked()
@@ -294,11 +289,8 @@ class Bare(TiedGPT):
 
 
 @labels
-def test_ranks_on_the_meta_device_take_rank_0s_values(world: Worlds, label: str) -> None:
-    world(4).run(_take_rank_0s, label)
-
-
-def _take_rank_0s(label: str) -> None:
+@on_ranks(4)
+def test_ranks_on_the_meta_device_take_rank_0s_values(label: str) -> None:
     torch.manual_seed(3)
     whole = Bare()
     torch.manual_seed(3)
