@@ -11,7 +11,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import towpath
 import towpath.checkpoint
 from tests.ranks.models import TiedGPT
 from tests.ranks.server import World, on_ranks
-from tests.ranks.strategies import in_turn, seldom
+from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
 from towpath.engine.hooks import KNOWN_METHODS
@@ -267,31 +267,6 @@ def _whisper() -> Any:
     model = WhisperForConditionalGeneration(WhisperConfig(vocab_size=60, d_model=16, **halves, **tokens, **lengths))
     model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
     return model
-
-
-@on_ranks(2)
-def test_clips_features_train_exactly_without_its_forward() -> None:
-    twin = Twin(_clip, _clip_loss, "zero3", SHAPE)
-    twin.backward()
-    twin.check_gradients()
-    assert sum(p.grad is not None for p in twin.sharded.parameters()) > 60
-
-
-def _clip() -> Any:
-    from transformers import CLIPConfig, CLIPModel
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**sizes, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
-    config = CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=8)
-    return CLIPModel(config)
-
-
-def _clip_loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
-    ids = torch.arange(6)[None] + rank
-    pixels = torch.linspace(-1, 1 + rank, 192, dtype=torch.float64).view(1, 3, 8, 8)
-    outputs = (model.get_text_features(ids), model.get_image_features(pixels))
-    text, image = (output if isinstance(output, Tensor) else output.pooler_output for output in outputs)
-    return (text * image).sum()
 
 
 class Conditioned(nn.Module):
@@ -688,72 +663,6 @@ def _normed(norm: Callable[[nn.Module], Any]) -> nn.Module:
     for linear in [m for m in model.modules() if isinstance(m, nn.Linear)]:
         norm(linear)
     return model
-
-
-# --- torch.compile ---------------------------------------------------------------------------------------------------
-
-WAYS: dict[str, Callable[[Any, Any], Any]] = {
-    "the whole, wrapped": lambda model, options: torch.compile(model, **options),
-    "the whole, in place": lambda model, options: _then(model, model.compile(**options)),
-    "blocks, wrapped": lambda model, options: _wrap_blocks(model, options),
-    "a part, wrapped": lambda model, options: _wrap_inner(model, options),
-    "a step": lambda model, options: model,
-}
-
-
-RARER = ("the whole, wrapped", "the whole, in place", "a part, wrapped", "a step")  # nearly as others
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("way", [seldom(way) if way in RARER else way for way in WAYS])
-@on_ranks(2)
-def test_compiling_after_shard_changes_nothing(way: str) -> None:
-    options = {"backend": "aot_eager"}
-    with _fresh_compiler():
-        plain, sharded = (_seeded(lambda: Nested(TiedGPT())) for _ in range(2))
-        towpath.shard(sharded, "zero3", topology=SHAPE, units=list(sharded.inner.blocks))
-        compiled = WAYS[way](sharded, options)
-        ids = torch.arange(12).view(2, 6)
-
-        def step(model: Any) -> None:
-            model(ids).square().mean().backward()
-
-        run = torch.compile(step, **options) if way == "a step" else step
-        for _ in range(2):
-            run(compiled)
-            step(plain)
-        for (name, expected), found in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-            assert (found.grad.full_tensor() - expected.grad).abs().max() < 1e-10, name
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-def _then(model: Any, _: None) -> Any:
-    return model
-
-
-def _wrap_blocks(model: Any, options: Any) -> Any:
-    blocks = model.inner.blocks
-    for i, block in enumerate(list(blocks)):
-        blocks[i] = torch.compile(block, **options)
-    return model
-
-
-def _wrap_inner(model: Any, options: Any) -> Any:
-    model.inner = torch.compile(model.inner, **options)
-    return model
-
-
-@contextmanager
-def _fresh_compiler() -> Iterator[None]:
-    """Without the graphs of the tests before, and with the warnings of the compiler itself."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch._dynamo.reset()
 
 
 # --- units that are small --------------------------------------------------------------------------------------------

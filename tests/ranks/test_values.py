@@ -16,8 +16,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -221,60 +219,6 @@ def _only_first_has_values() -> str:
     return str(caught.value)
 
 
-SPLIT = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-
-
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_of_split_parameters_a_rank_asks_for_its_part_only(world: Worlds, device: str) -> None:
-    asked: Counter[str] = sum(world(4).run(_split, device), Counter[str]())
-    assert asked["0.weight"] == asked["1.weight"] == 6 * 8  # each element once
-    assert asked["1.bias"] == 2 * 6  # once on each rank of the mesh
-
-
-def _split(device: str) -> Counter[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    values = {"0.weight": (8, 6), "0.bias": (8,), "1.weight": (6, 8), "1.bias": (6,)}
-    whole = {name: torch.randn(shape, generator=torch.Generator().manual_seed(7)) for name, shape in values.items()}
-    counts = Counter[str]()
-
-    def asked(name: str, start: int, end: int) -> Tensor:
-        counts[name] += end - start
-        return whole[name].reshape(-1)[start:end]
-
-    with torch.device(device):
-        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
-    model = parallelize_module(model, mesh["tp"], SPLIT)
-    towpath.shard(model, "zero3", topology=Topology(1, 2), group=mesh["dp"].get_group(), values=asked)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.full_tensor(), whole[name]), name
-    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
-    expected = nn.functional.linear(nn.functional.linear(x, whole["0.weight"], whole["0.bias"]), whole["1.weight"])
-    assert torch.allclose(model(x), expected + whole["1.bias"], atol=1e-5)
-    return counts
-
-
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_a_tensor_parallel_model_begins_alike_on_its_mesh_whatever_its_ranks_have_drawn(
-    world: Worlds, device: str
-) -> None:
-    """Halves of a matrix are not alike, and what is replicated is."""
-    for seeds in ([0, 1, 2, 3], [5, 5, 5, 5]):
-        drawn = world(4).run(_drawn, device, seeds)
-        assert all(torch.equal(one, other) for found in drawn for one, other in zip(drawn[0], found, strict=True))
-        for matrix, dim in zip(drawn[0][:4:2], (0, 1), strict=True):
-            assert not torch.equal(*matrix.chunk(2, dim))
-
-
-def _drawn(device: str, seeds: list[int]) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(seeds[dist.get_rank()])
-    with torch.device(device):
-        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 3))  # of the last one all is on each
-    model = parallelize_module(model, mesh["tp"], SPLIT)
-    towpath.shard(model, "zero3", topology=Topology(1, 2), group=mesh["dp"].get_group())
-    return [parameter.full_tensor().detach() for parameter in model.parameters()]
-
-
 # --- a model that only rank 0 holds -----------------------------------------------------------------------------------
 
 
@@ -332,7 +276,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= nbytes
 
 
-@pytest.mark.parametrize("how", ["rank 0", "folder"])
+@pytest.mark.parametrize("how", ["rank 0", "folder", "modules"])
 def test_no_rank_holds_more_than_a_unit_beyond_its_shards(world: Worlds, tmp_path: Path, how: str) -> None:
     """Memory for gradients and for unsharded units counts, too. What rank 0 has loaded is freed unit by unit."""
     for rank, (most, shards, unit, whole) in enumerate(world(2).run(_watch_loading, how, tmp_path)):
@@ -352,7 +296,7 @@ def _watch_loading(how: str, folder: Path) -> tuple[int, int, int, int]:
     live = LiveBytes()
     with live:
         values = folder if how == "folder" else None
-        with torch.device("meta" if values or dist.get_rank() else "cpu"):
+        with torch.device("meta" if how != "rank 0" or dist.get_rank() else "cpu"):
             model = make()
         sharded: Any = towpath.shard(model, "zero3", topology=Topology(1, 2), units=[GPTBlock], values=values)
     unit = max(4 * sum(bucket.plan.numel for bucket in unit.buckets) for unit in sharded.towpath_engine.units)
