@@ -176,7 +176,7 @@ OTHER = _files(
     """,
     unit="""
         api_reference bench benchmarks commands
-        config data data_prepare docs extending features help json_lines metrics mixture mutants output package parquet
+        config data data_prepare docs extending features help json_lines metrics mixture output package parquet
         plots progress public session stopping summary train_command train_models typing
     """,
 )

@@ -128,15 +128,12 @@ class Bounded(nn.Module):
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_a_norm_that_an_embedding_bounds_in_its_forward_is_refused_at_shard(world: Worlds, label: str) -> None:
-    for texts in world(2).run(_bound_norms, label):
-        for text in texts:
-            assert "'tokens'" in text and "max_norm=0.5" in text and "torch.renorm" in text
-
-
-def _bound_norms(label: str) -> list[str]:
+@on_ranks(2)
+def test_a_norm_that_an_embedding_bounds_in_its_forward_is_refused_at_shard(label: str) -> None:
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return [_error(ShardError, lambda k=kind: towpath.shard(Bounded(k), label, topology=SHAPE)) for kind in kinds]
+    texts = [_error(ShardError, lambda k=kind: towpath.shard(Bounded(k), label, topology=SHAPE)) for kind in kinds]
+    for text in texts:
+        assert "'tokens'" in text and "max_norm=0.5" in text and "torch.renorm" in text
 
 
 # --- parameters that are kept elsewhere, too -------------------------------------------------------------------------
@@ -205,25 +202,15 @@ def _alias_as_a_buffer(block: Any) -> None:
 
 
 @pytest.mark.parametrize("keep", [_alias_in_a_list, _view_in_an_attribute, _alias_as_a_buffer])
-def test_what_would_keep_the_old_values_is_refused_at_shard(world: Worlds, keep: Callable[[Any], None]) -> None:
-    for text in world(2).run(_shard_kept, keep):
-        assert "blocks.1.kept" in text and "'blocks.1.a.weight'" in text
-
-
-def _shard_kept(keep: Callable[[Any], None]) -> str:
+@on_ranks(2)
+def test_what_would_keep_the_old_values_is_refused_at_shard(keep: Callable[[Any], None]) -> None:
     model = Net()
     keep(model.blocks[1])
-    return _error(ShardError, lambda: towpath.shard(model, "ddp", topology=SHAPE))
+    text = _error(ShardError, lambda: towpath.shard(model, "ddp", topology=SHAPE))
+    assert "blocks.1.kept" in text and "'blocks.1.a.weight'" in text
 
 
 # --- parameters that share memory ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_parameters_on_the_same_memory_are_refused_at_shard(world: Worlds, label: str) -> None:
-    for texts in world(2).run(_share_memory, label):
-        for text in texts:
-            assert "'first.weight'" in text and "'last.weight'" in text and "tie" in text
 
 
 class Ends(nn.Module):
@@ -236,10 +223,14 @@ class Ends(nn.Module):
         return self.last(self.first(x))
 
 
-def _share_memory(label: str) -> list[str]:
+@pytest.mark.parametrize("label", ["zero3", "ddp"])
+@on_ranks(2)
+def test_parameters_on_the_same_memory_are_refused_at_shard(label: str) -> None:
     whole = torch.randn(6, 12)
     pairs = [(whole[:, :6], whole[:, 3:9]), (whole[:, :6], whole[:, :6]), (whole[:, :6], whole[:, :6].t())]
-    return [_error(ShardError, lambda p=pair: towpath.shard(Ends(*p), label, topology=SHAPE)) for pair in pairs]
+    texts = [_error(ShardError, lambda p=pair: towpath.shard(Ends(*p), label, topology=SHAPE)) for pair in pairs]
+    for text in texts:
+        assert "'first.weight'" in text and "'last.weight'" in text and "tie" in text
 
 
 @on_ranks(2)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import towpath
 from tests.forms import in_form
@@ -18,7 +17,7 @@ from tests.ranks.models import MODELS
 from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_parity import TOLERANCE, Case, Distance
-from tests.ranks.test_schedule_is_executed import MIXED, Mixed, _backend_calls, _train
+from tests.ranks.test_schedule_is_executed import Mixed, _backend_calls, _train
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.collectives.columns_and_rows import Reordered
 from towpath.core import routes
@@ -148,19 +147,6 @@ def test_small_gathers_and_reductions_are_launched_together(label: str) -> None:
     together = [plan.together(TransferKind.REDUCE) for plan in made.plans]
     assert any(together) == (label in ("zero3", "paro-iig"))
     assert towpath.stats(model).memory_bytes["wire"] == made.buffer_bytes()["wire"]
-
-
-@pytest.mark.parametrize("label", ["zero3@ho-ring", seldom("paro-igg")])
-@on_ranks(4)
-def test_narrow_dtypes_and_memory_in_collectives(label: str) -> None:
-    with in_form(Form.COLLECTIVES):
-        model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of(label, SHAPE), precision=MIXED)
-        entry = MODELS["gpt"]
-        for _ in range(2):
-            entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
-        made = towpath.schedule(strategy_of(label, SHAPE), model, 1)
-    memory = towpath.stats(model).memory_bytes
-    assert {kind: memory[kind] for kind in made.buffer_bytes()} == made.buffer_bytes()
 
 
 class _OfMembers(Collective):

@@ -423,18 +423,15 @@ def _step_before_on_rank_0() -> tuple[str, str]:
     return refused, str(caught.value)
 
 
-def test_a_live_graph_is_refused_with_the_reason(world: Worlds) -> None:
-    for message in world(2).run(_shard_under_a_live_graph):
-        assert "graph" in message or "backward" in message
-
-
-def _shard_under_a_live_graph() -> str:
+@on_ranks(2)
+def test_a_live_graph_is_refused_with_the_reason() -> None:
     model: Any = nn.Linear(5, 3)
     loss = model(torch.ones(2, 5)).sum()
     with pytest.raises(errors.ShardError) as caught:
         towpath.shard(model, "zero3", topology=Topology(2, 1))
     assert loss.requires_grad
-    return str(caught.value)
+    message = str(caught.value)
+    assert "graph" in message or "backward" in message
 
 
 class Headed(nn.Module):
@@ -480,20 +477,17 @@ OTHER_BUFFERS: dict[str, tuple[Callable[[], dict[str, Tensor]], str]] = {
 
 
 @pytest.mark.parametrize("what", OTHER_BUFFERS)
-def test_ranks_with_different_buffers_all_fail_with_what_differs(world: Worlds, what: str) -> None:
-    for message in world(2).run(_shard_other_buffers, what):
-        assert "rank 1" in message and "buffer" in message
-        assert OTHER_BUFFERS[what][1] in message
-
-
-def _shard_other_buffers(what: str) -> str:
+@on_ranks(2)
+def test_ranks_with_different_buffers_all_fail_with_what_differs(what: str) -> None:
     module = nn.Linear(4, 4)
     _register(
         module, **(OTHER_BUFFERS[what][0]() if dist.get_rank() else {"mean": torch.zeros(4), "scale": torch.ones(4)})
     )
     with pytest.raises(errors.MismatchError) as caught:
         towpath.shard(nn.Sequential(module), "ddp", topology=Topology(2, 1))
-    return str(caught.value)
+    message = str(caught.value)
+    assert "rank 1" in message and "buffer" in message
+    assert OTHER_BUFFERS[what][1] in message
 
 
 ODD_BUFFERS: dict[str, tuple[Callable[[], Tensor], str]] = {
@@ -504,19 +498,16 @@ ODD_BUFFERS: dict[str, tuple[Callable[[], Tensor], str]] = {
 
 
 @pytest.mark.parametrize("kind", ODD_BUFFERS)
-def test_buffers_without_memory_of_their_own_are_refused_by_name(world: Worlds, kind: str) -> None:
-    for text in world(2).run(_odd_buffer, kind):
-        assert "buffer 'odd'" in text and ODD_BUFFERS[kind][1] in text, text
-
-
-def _odd_buffer(kind: str) -> str:
+@on_ranks(2)
+def test_buffers_without_memory_of_their_own_are_refused_by_name(kind: str) -> None:
     model = nn.Linear(4, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.register_buffer("odd", ODD_BUFFERS[kind][0]())
     with pytest.raises(errors.ShardError) as caught:
         towpath.shard(model, "zero3", topology=towpath.Topology(2, 1))
-    return str(caught.value)
+    text = str(caught.value)
+    assert "buffer 'odd'" in text and ODD_BUFFERS[kind][1] in text, text
 
 
 def test_a_rank_may_build_its_buffers_on_the_meta_device(world: Worlds) -> None:
@@ -544,16 +535,13 @@ def test_an_unknown_strategy_lists_the_known_ones_and_the_closest(shard: bool) -
         assert name in str(caught.value)
 
 
-def test_a_world_that_does_not_fit_the_topology_is_refused(world: Worlds) -> None:
-    for message in world(3).run(_shard_uneven):
-        assert "3" in message
-        assert "4" in message
-
-
-def _shard_uneven() -> str:
+@on_ranks(3)
+def test_a_world_that_does_not_fit_the_topology_is_refused() -> None:
     with pytest.raises(errors.ConfigError) as caught:
         towpath.shard(nn.Linear(4, 4), "zero3", topology=SHAPE)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "3" in message
+    assert "4" in message
 
 
 def test_without_a_process_group_it_is_a_world_of_one() -> None:
@@ -572,12 +560,8 @@ def test_without_a_process_group_it_is_a_world_of_one() -> None:
 
 
 @pytest.mark.parametrize("operation", ["matmul", "reshape", "index", "numpy"])
-def test_an_operation_that_needs_the_whole_tensor_says_how_to_get_it(world: Worlds, operation: str) -> None:
-    for message in world(2).run(_use_a_slice, operation):
-        assert "full_tensor" in message or "full_parameters" in message
-
-
-def _use_a_slice(operation: str) -> str:
+@on_ranks(2)
+def test_an_operation_that_needs_the_whole_tensor_says_how_to_get_it(operation: str) -> None:
     model: Any = towpath.shard(nn.Linear(5, 3), "zero3", topology=Topology(2, 1))
     weight = model.weight
     operations: dict[str, Callable[[], object]] = {
@@ -588,7 +572,8 @@ def _use_a_slice(operation: str) -> str:
     }
     with pytest.raises(errors.ShardError) as caught:
         operations[operation]()
-    return str(caught.value)
+    message = str(caught.value)
+    assert "full_tensor" in message or "full_parameters" in message
 
 
 @kinds

@@ -317,11 +317,9 @@ def _check_alike(plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module
 # --- saving ----------------------------------------------------------------------------------------------------------
 
 
-def test_saving_in_other_ways_says_how_to_or_saves_the_whole(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_save, tmp_path)
-
-
-def _save(folder: Path) -> None:
+@on_ranks(2)
+def test_saving_in_other_ways_says_how_to_or_saves_the_whole(tmp_path: Path) -> None:
+    folder = tmp_path
     sharded = [towpath.shard(_seeded(build), "zero3", topology=SHAPE) for build in (_llama, _peft)]
     for name, model in zip(("llama", "peft"), sharded, strict=True):
         model.save_pretrained(folder / name / "bare")
@@ -354,11 +352,9 @@ class Saver(Coder):
         torch.save(self.state_dict(), folder)
 
 
-def test_any_models_save_pretrained_saves_the_whole_and_fails_on_every_rank(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_save_without_a_dict, tmp_path)
-
-
-def _save_without_a_dict(folder: Path) -> None:
+@on_ranks(2)
+def test_any_models_save_pretrained_saves_the_whole_and_fails_on_every_rank(tmp_path: Path) -> None:
+    folder = tmp_path
     model: Any = towpath.shard(_seeded(Saver), "zero3", topology=SHAPE)
     model.save_pretrained(folder / "model.pt")
     found, expected = torch.load(folder / "model.pt"), _seeded(Saver).state_dict()

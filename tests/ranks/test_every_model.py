@@ -139,14 +139,8 @@ def _train_checkpointed(how: str, where: str, label: str) -> None:
 
 
 @pytest.mark.parametrize("how", [seldom("reentrant"), "non-reentrant"])
-def test_a_recomputation_gathers_from_the_backward_copy_not_across_nodes(world: Worlds, how: str) -> None:
-    for plain, checkpointed in world(4).run(_inter_bytes_of_gathers, how):
-        assert plain == checkpointed
-        assert checkpointed[TransferKind.GATHER] > 0
-        assert checkpointed[TransferKind.BACKWARD_GATHER] == 0
-
-
-def _inter_bytes_of_gathers(how: str) -> list[dict[TransferKind, int]]:
+@on_ranks(4)
+def test_a_recomputation_gathers_from_the_backward_copy_not_across_nodes(how: str) -> None:
     sent: list[dict[TransferKind, int]] = []
     for call in (None, CHECKPOINTS[how]):
         twin = Twin(lambda call=call: _chain(outer=call), _loss, "hpz", SHAPE)
@@ -154,7 +148,10 @@ def _inter_bytes_of_gathers(how: str) -> list[dict[TransferKind, int]]:
         last = towpath.stats(twin.sharded).last_step
         kinds = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
         sent.append({kind: sum(t.inter_bytes for t in last if t.kind is kind) for kind in kinds})
-    return sent
+    (plain, checkpointed) = sent
+    assert plain == checkpointed
+    assert checkpointed[TransferKind.GATHER] > 0
+    assert checkpointed[TransferKind.BACKWARD_GATHER] == 0
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,11 +209,9 @@ def rounded(values: Tensor, codec: Codec) -> Tensor:
 
 
 @in_turn(["1x1", "2x1", "2x2"], 1, "frozen")
-def test_what_rests_encoded_is_what_the_oracle_rounds_to(world: Worlds, frozen: str, whole_product: bool) -> None:
-    world(4).run(_rounds_once, frozen, CODECS if whole_product else CODECS[::3])
-
-
-def _rounds_once(frozen: str, codecs: Sequence[str]) -> None:
+@on_ranks(4)
+def test_what_rests_encoded_is_what_the_oracle_rounds_to(frozen: str, whole_product: bool) -> None:
+    codecs = CODECS if whole_product else CODECS[::3]
     for codec in codecs:
         strategy = _strategy("zero3", frozen, frozen_codec=codec)
         torch.manual_seed(0)
@@ -305,11 +303,9 @@ def test_writes_to_what_rests_encoded_encode_or_are_refused() -> None:
 SAVED = [("zero3", {"frozen": "2x1"}), ("hpz", {"frozen": "2x2"}), ("ddp", {"frozen": "1x1"})]
 
 
-def test_a_checkpoint_goes_on_under_another_placement(world: Worlds, tmp_path: Path) -> None:
-    world(4).run(_checkpointed, str(tmp_path))
-
-
-def _checkpointed(folder: str) -> None:
+@on_ranks(4)
+def test_a_checkpoint_goes_on_under_another_placement(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from towpath import checkpoint
 
     previous: Path | None = None

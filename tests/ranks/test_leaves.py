@@ -21,15 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
 from towpath import checkpoint as checkpoints
 from towpath.engine import layout
 from towpath.errors import ShardError, StepError
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 1)
 WORDS, WIDTH = 50, 8
@@ -280,53 +278,8 @@ def test_backward_to_a_leaf_and_addresses_of_its_memory() -> None:
 
 
 @on_ranks(2)
-def test_generation_and_checkpointing_of_an_untied_llama() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, tie_word_embeddings=False, **sizes))
-    ids, greedy = torch.arange(12).view(2, 6), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(ids, **greedy)
-    with _small_leaves():
-        model = towpath.shard(model, "zero3", topology=SHAPE)
-    assert [u.name for u in model.towpath_engine.leaves] == ["model.embed_tokens", "lm_head"]
-    assert torch.equal(model.generate(ids, **greedy), expected)
-    embedded = model.get_input_embeddings()(ids)
-    model(inputs_embeds=embedded, labels=ids).loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@on_ranks(4)
-def test_leaves_may_be_split_on_a_tensor_parallel_mesh() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("shard", "tensor"))
-    torch.manual_seed(0)
-    twin, model = GPT().to(DEVICE), GPT().to(DEVICE)
-    model.load_state_dict(twin.state_dict())
-    styles: Any = {
-        "embed": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh["tensor"], styles)
-    with _small_leaves():
-        sharded: Any = towpath.shard(model, "zero3", mesh=mesh["shard"])
-    assert [u.name for u in sharded.towpath_engine.leaves] == ["embed", "head"]
-    _loss(sharded, dist.get_rank() // 2, 0, 0).backward()
-    sum(_loss(twin, rank, 0, 0) / 2 for rank in range(2)).backward()
-    for name, parameter in sharded.named_parameters():
-        expected = twin.get_parameter(name).grad
-        assert torch.allclose(towpath.full_tensor(parameter.grad), expected, atol=1e-6), name
-
-
-def test_checkpoints_do_not_depend_on_leaves(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_saved_and_loaded, tmp_path)
-
-
-def _saved_and_loaded(folder: Path) -> None:
+def test_checkpoints_do_not_depend_on_leaves(tmp_path: Path) -> None:
+    folder = tmp_path
     for number, units in enumerate(([Block], None)):
         runs: list[checkpoints.State] = []
         for each in (units, None if units else [Block]):

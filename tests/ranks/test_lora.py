@@ -66,18 +66,15 @@ def _train(label: str) -> None:
         assert torch.equal(twin.sharded.get_parameter(name).full_tensor(), value), name
 
 
-def test_adapters_on_the_meta_device_are_refused_on_all_ranks(world: Worlds) -> None:
+@on_ranks(2)
+def test_adapters_on_the_meta_device_are_refused_on_all_ranks() -> None:
     """Their modules would initialize them with random values, where PEFT begins at zero."""
-    for message in world(2).run(_refuse_adapters_on_meta):
-        assert "lora_A" in message and "PEFT" in message
-
-
-def _refuse_adapters_on_meta() -> str:
     with torch.device("meta"):
         model = _adapted()
     with pytest.raises(towpath.errors.ShardError) as caught:
         towpath.shard(model, "zero3", topology=towpath.Topology(1, 2))
-    return str(caught.value)
+    message = str(caught.value)
+    assert "lora_A" in message and "PEFT" in message
 
 
 @pytest.mark.parametrize(

@@ -136,16 +136,13 @@ def test_a_model_on_the_meta_device_is_initialised_by_its_modules_and_trains_exa
         assert distance(found, expected[1].detach()) <= TOLERANCE, name
 
 
-def test_a_module_that_cannot_initialise_itself_is_named(world: Worlds) -> None:
-    for message in world(4).run(_shard_without_reset):
-        assert "blocks.1" in message
-        assert "reset_parameters" in message
-
-
-def _shard_without_reset() -> str:
+@on_ranks(4)
+def test_a_module_that_cannot_initialise_itself_is_named() -> None:
     model: Any = _meta_model()
     with torch.device("meta"):
         model.blocks[1].bare = nn.ParameterList([torch.empty(3, dtype=torch.float64)])
     with pytest.raises(errors.ShardError) as caught:
         towpath.shard(model, "zero3", topology=SHAPE)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "blocks.1" in message
+    assert "reset_parameters" in message

@@ -157,11 +157,9 @@ def test_in_mixed_precision_the_masters_are_stepped() -> None:
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
-def test_its_transfers_are_the_schedules_and_so_is_what_reaches_the_backend(world: Worlds, whole_product: bool) -> None:
-    world(4).run(_compare_transfers, LABELS if whole_product else ("ddp", "mics", "paro-iig"))
-
-
-def _compare_transfers(labels: Sequence[str]) -> None:
+@on_ranks(4)
+def test_its_transfers_are_the_schedules_and_so_is_what_reaches_the_backend(whole_product: bool) -> None:
+    labels = LABELS if whole_product else ("ddp", "mics", "paro-iig")
     for label in labels:
         strategy = strategy_of(label, SHAPE)
         model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy)
@@ -293,12 +291,8 @@ def test_what_cannot_be_is_refused_when_it_is_made() -> None:
         optimizer.add_param_group({"params": _others(model)})
 
 
-def test_ranks_that_step_other_matrices_all_learn_it(world: Worlds) -> None:
-    for text in world(2).run(_differ):
-        assert "the ranks ran different units" in text and "matrix_gradients of unit" in text, text
-
-
-def _differ() -> str:
+@on_ranks(2)
+def test_ranks_that_step_other_matrices_all_learn_it() -> None:
     model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
     optimizer = owner_stepped(optim.Muon(_matrices(model)))
     model(torch.ones(2, 6)).sum().backward()
@@ -307,7 +301,8 @@ def _differ() -> str:
     optimizer.step()
     with pytest.raises(StepError) as caught:
         model(torch.ones(2, 6)).sum().backward()
-    return str(caught.value)
+    text = str(caught.value)
+    assert "the ranks ran different units" in text and "matrix_gradients of unit" in text, text
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -605,13 +600,9 @@ class Averaged(Iterated):
 
 
 @in_turn(["wrapped", "as it is", "chain"], 1, "wrap")
-def test_schedule_free_optimizers_train_and_evaluate_as_in_one_process(
-    world: Worlds, wrap: str, whole_product: bool
-) -> None:
-    world(4).run(_schedule_free, wrap, ("zero3", "paro-iig", *(("mics", "ddp") if whole_product else ())))
-
-
-def _schedule_free(wrap: str, labels: Sequence[str]) -> None:
+@on_ranks(4)
+def test_schedule_free_optimizers_train_and_evaluate_as_in_one_process(wrap: str, whole_product: bool) -> None:
+    labels = ("zero3", "paro-iig", *(("mics", "ddp") if whole_product else ()))
     for label in labels:
         twin = Twin(Net, _loss, label, SHAPE)
         twin.optimizer, twin.plain_optimizer = _averaged(twin.sharded, wrap), _averaged(twin.plain, wrap, _as_it_is)
@@ -687,13 +678,9 @@ class Compiled(optim.Optimizer):
                 compiled(p.detach(), p.grad, state["sums"].a)
 
 
-def test_an_optimizer_that_compiles_its_step_works_wrapped_and_is_refused_otherwise(
-    world: Worlds, tmp_path: Path
-) -> None:
-    world(2).run(_compile, tmp_path)
-
-
-def _compile(root: Path) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_compiles_its_step_works_wrapped_and_is_refused_otherwise(tmp_path: Path) -> None:
+    root = tmp_path
     sharded: Any = towpath.shard(MODELS["gpt"].make(torch.float32), "zero3", topology=towpath.Topology(2, 1))
     plain = MODELS["gpt"].make(torch.float32)
     _backward(sharded)

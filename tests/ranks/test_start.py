@@ -52,15 +52,12 @@ def _model(device: str) -> nn.Module:
 # --- what shard() refuses ---------------------------------------------------------------------------------------------
 
 
-def test_init_takes_the_group_that_is_there(world: Worlds) -> None:
-    assert world(2).run(_init) == [torch.device("cpu")] * 2
-
-
-def _init() -> torch.device:
+@on_ranks(2)
+def test_init_takes_the_group_that_is_there() -> None:
     group = dist.group.WORLD
     device = towpath.init()
     assert dist.group.WORLD is group
-    return device
+    assert device == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,8 @@ class Normed(nn.Module):
         return self.norm(x)
 
 
-def test_persistent_buffers_come_from_the_same_source_if_it_knows_them(world: Worlds) -> None:
-    for mean, variance, tracked in world(4).run(_buffers_from_values):
-        assert (mean, variance, tracked) == ([5.0] * 6, [1.0] * 6, 7)
-
-
-def _buffers_from_values() -> tuple[list[float], list[float], int]:
+@on_ranks(4)
+def test_persistent_buffers_come_from_the_same_source_if_it_knows_them() -> None:
     known = {
         "norm.weight": torch.ones(6),
         "norm.bias": torch.zeros(6),
@@ -113,7 +109,8 @@ def _buffers_from_values() -> tuple[list[float], list[float], int]:
         model = Normed()
     sharded: Any = towpath.shard(model, "zero3", topology=SHAPE, values=lambda n, start, end: known[n][start:end])
     norm = sharded.norm
-    return norm.running_mean.tolist(), norm.running_var.tolist(), norm.num_batches_tracked.item()
+    (mean, variance, tracked) = norm.running_mean.tolist(), norm.running_var.tolist(), norm.num_batches_tracked.item()
+    assert (mean, variance, tracked) == ([5.0] * 6, [1.0] * 6, 7)
 
 
 class Rotary(nn.Module):
@@ -145,21 +142,16 @@ class Gain(nn.Module):
 
 
 @pytest.mark.parametrize("make, name", [(Rotary, "angles"), (Gain, "gain")])
-def test_meta_tensors_on_rank_0_alone_are_refused_on_all(
-    world: Worlds, make: Callable[[], nn.Module], name: str
-) -> None:
-    for message in world(2).run(_only_first_on_meta, make):
-        assert f"{name} is on the meta device" in message
-        assert f".{name}" not in message
-
-
-def _only_first_on_meta(make: Callable[[], nn.Module]) -> str:
+@on_ranks(2)
+def test_meta_tensors_on_rank_0_alone_are_refused_on_all(make: Callable[[], nn.Module], name: str) -> None:
     with torch.device("cpu" if dist.get_rank() else "meta"):
         model = make()
     with pytest.raises(errors.TowpathError) as caught:
         towpath.shard(model, "zero3", topology=Topology(1, 2))
     dist.barrier()  # a rank that still waits in shard() would meet this
-    return str(caught.value)
+    message = str(caught.value)
+    assert f"{name} is on the meta device" in message
+    assert f".{name}" not in message
 
 
 def _unknown(name: str, start: int, end: int) -> Tensor:
@@ -208,15 +200,12 @@ def _fail(fault: Callable[..., Tensor], *ranks: int) -> str:
     return str(caught.value)
 
 
-def test_values_on_some_ranks_only_are_refused(world: Worlds) -> None:
-    for message in world(4).run(_only_first_has_values):
-        assert "values=" in message
-
-
-def _only_first_has_values() -> str:
+@on_ranks(4)
+def test_values_on_some_ranks_only_are_refused() -> None:
     with pytest.raises(errors.MismatchError) as caught:
         towpath.shard(_from("cpu"), "zero3", topology=SHAPE, values=Asked() if dist.get_rank() == 0 else None)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "values=" in message
 
 
 # --- a model that only rank 0 holds -----------------------------------------------------------------------------------
