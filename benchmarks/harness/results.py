@@ -46,6 +46,8 @@ _RENAMED = {
     '"oracle decodes"': '"reference decodes"',
     "code/oracle": "code/reference",
     '"whole_matrices': '"owner_stepped',
+    '"halves": false, ': "",  # of the schedules that split a backward pass, which are gone
+    ', "at_once": false': "",
 }
 _CASE_NAME = re.compile(r"(\d+x\d+)-regime([\d.]+)-")
 

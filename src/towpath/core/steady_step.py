@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from towpath.core.pipeline import PassKind, StagePass
 from towpath.core.step import StepMachine
-from towpath.core.step_state import Action, AgreeOnSizes, ForwardPass, PlannedUnit, Submit, Task, in_backward_order
+from towpath.core.step_state import Action, AgreeOnSizes, ForwardPass, PlannedUnit, Submit, Task
 
 # How many steps the machine runs before a steady one. In the first, it learns in which order units run in each pass.
 STEPS_BEFORE = 2
@@ -28,9 +28,6 @@ class Part(StrEnum):
     FORWARD_END = "forward end"
     BACKWARD = "backward"
     BACKWARD_END = "backward end"
-    # The two halves of a split backward pass, for any unit.
-    INPUT_GRADIENTS = "input gradients"
-    WEIGHT_GRADIENTS = "weight gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +99,18 @@ class SteadyStage:
         self.machine.staged = True
         self._plans = plans
         self._micro_batches = sum(each.kind is PassKind.FORWARD for each in passes)
-        self._passes: dict[int, list[ForwardPass]] = {}  # by micro-batch, the passes without all their gradients yet
+        self._passes: dict[int, list[ForwardPass]] = {}  # by micro-batch, the passes whose backward is still to come
         self.micro_step = 0  # how many backward passes of this step have ended
 
     def walk(self, each: StagePass) -> Iterator[Action | Compute]:
         """Yield the computations of one pass of the stage, and the actions of the machine around them."""
-        match each.kind:
-            case PassKind.FORWARD:
-                passes = self._passes[each.micro_batch] = []
-                yield from _forward(self.machine, self._plans, passes)
-                return
-            case PassKind.INPUT_GRADIENTS:
-                yield from _input_gradients(self.machine, self._passes[each.micro_batch])
-                return
-            case PassKind.BACKWARD:
-                rest = _backward
-            case PassKind.WEIGHT_GRADIENTS:
-                rest = _weight_gradients
+        if each.kind is PassKind.FORWARD:
+            passes = self._passes[each.micro_batch] = []
+            yield from _forward(self.machine, self._plans, passes)
+            return
         last = self.micro_step == self._micro_batches - 1
         self.machine.boundary = last
-        yield from rest(self.machine, self._plans, self._passes.pop(each.micro_batch))
+        yield from _backward(self.machine, self._plans, self._passes.pop(each.micro_batch))
         if not last:
             self.machine.micro_step_ended()
             self.micro_step += 1
@@ -182,31 +171,6 @@ def _backward(
         yield from machine.input_gradients_done(passed)
         yield from machine.weight_gradients_done(passed)
     yield Compute(first.unit, Part.BACKWARD_END)
-    yield from machine.backward_pass_ended()
-
-
-def _input_gradients(machine: StepMachine, passes: Sequence[ForwardPass]) -> Iterator[Action | Compute]:
-    first, *rest = passes
-    machine.more_passes = True
-    yield from machine.backward_begins(first)
-    yield Compute(first.unit, Part.INPUT_GRADIENTS)
-    for passed in reversed(rest):
-        yield from machine.backward_begins(passed)
-        yield Compute(passed.unit, Part.INPUT_GRADIENTS)
-        yield from machine.input_gradients_done(passed)
-    yield from machine.backward_pass_ended()
-    machine.more_passes = False
-
-
-def _weight_gradients(
-    machine: StepMachine, plans: Sequence[PlannedUnit], passes: Sequence[ForwardPass]
-) -> Iterator[Action | Compute]:
-    yield from machine.weight_gradients_begin(passes)
-    for passed in in_backward_order(passes):
-        yield Compute(passed.unit, Part.WEIGHT_GRADIENTS)
-        yield from _gradients(machine, plans, passed.unit)
-        yield from machine.weight_gradients_done(passed)
-    yield from machine.weight_gradients_end(passes)
     yield from machine.backward_pass_ended()
 
 
