@@ -49,7 +49,7 @@ FEATURES = (
     Feature(
         "codec kernels",
         _files(
-            unit="codecs native_codecs registered_codecs top_k triton_codecs",
+            unit="codecs native_codecs registered_codecs triton_codecs",
         ),
     ),
     Feature(

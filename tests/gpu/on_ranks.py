@@ -84,7 +84,7 @@ ON_FOUR = [
             delay,
             codec,
         )
-        for codec in ("int4:64", "top-k:64", "float32")
+        for codec in ("int4:64", "float32")
         for delay in (1, 0)
     ),
     *(
@@ -228,10 +228,7 @@ ON_FEWER = [
         ranks=2,
         limit=150.0,
     ),
-    *(
-        _reused(f"what {codec} keeps and sends", OUTER, training.keeps_what_is_not_sent, codec, ranks=3)
-        for codec in ("int4:64", "top-k:64")
-    ),
+    _reused("what int4:64 keeps and sends", OUTER, training.keeps_what_is_not_sent, "int4:64", ranks=3),
 ]
 
 ON_ONE = [

@@ -252,7 +252,6 @@ ISLANDS = ("zero1 offload=optimizer", "zero3", "ddp", "paro-igg", "zero3 offload
 OUTER = {
     "float32": Outer(every=2, fragments=2, delay=1, blend=0.5),
     "int4": Outer(every=2, delay=1, transport=Transport("flat", "int4:64", feedback="all")),
-    "top-k": Outer(every=2, fragments=2, transport=Transport("flat", "top-k:64")),
 }
 
 

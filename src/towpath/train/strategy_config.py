@@ -40,7 +40,7 @@ class OuterConfig:
     lr: float = option(0.7, "of the outer optimizer")
     momentum: float = option(0.9, "of the outer optimizer (Nesterov)")
     blend: float = option(0.0, "the share of an island's weights that stays at an exchange")
-    codec: str = option("", "of exchanges: int8, int4, top-k:64+decay:0.95; empty: float32")
+    codec: str = option("", "of exchanges: int8, int4; empty: float32")
     islands: int = option(0, "groups of whole nodes; 0: each node is an island", FROM_0)
 
     def __post_init__(self) -> None:
