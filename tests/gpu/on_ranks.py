@@ -186,7 +186,7 @@ ON_FOUR = [
     ),
     *(
         _case(f"{label}, float64", STRATEGIES, training.trains_as_one_process, label)
-        for label in ("zero3@ring", "paro-nig", "mics:2x2", "mics sync_gradients=micro-step")
+        for label in ("zero3@ring", "paro-nig", "mics:2x2")
     ),
     _case("seconds of transfers", TRACES, running.seconds_of_transfers_are_counted),
     _case("inference keeps no events", TRACES, running.inference_keeps_no_events, needs=("cuda",)),

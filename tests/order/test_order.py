@@ -43,7 +43,6 @@ LABELS = (
     *("zero3@ring", "zero3@hierarchical", "zero3@ho-ring", "zero3@two-hop", "zero3@one-hop", "paro-iig@ring"),
     *("zero++", "qwz", "qgz", "mics gradients=int4:64 feedback=both", "zero3 weights=e4m3 gradients=int8:64+hadamard"),
     *("zero3@hierarchical weights=int8", "paro-iig weights=int8 gradients=int8", "ddp gradients=bf16"),
-    *("mics sync_gradients=micro-step", "paro-iig sync_gradients=micro-step"),
     *("zero3 offload=optimizer", "paro-iig offload=optimizer", "ddp offload=optimizer", "zero++ offload=optimizer"),
     *("paro-igg offload=params", "hpz offload=params", "zero1 offload=params", "zero++ offload=optimizer+params"),
 )

@@ -131,15 +131,6 @@ def test_what_pytorch_calls_a_placement_leads_to_the_preset_of_it(typed: str, me
         towpath.strategy(typed, TOPOLOGY)
 
 
-def test_two_hops_can_be_turned_off_where_there_are_two() -> None:
-    made = towpath.strategy("paro-iig", TOPOLOGY, sync_gradients="micro-step")
-    assert Strategy.from_toml(made.to_toml()) == made != towpath.strategy("paro-iig", TOPOLOGY)
-    with pytest.raises(ConfigError, match="zero3: sync_gradients='micro-step': G is sharded over all ranks"):
-        towpath.strategy("zero3", TOPOLOGY, sync_gradients="micro-step")
-    with pytest.raises(ConfigError, match="sync_gradients='never': expected 'step' or 'micro-step'"):
-        towpath.strategy("mics", TOPOLOGY, sync_gradients="never")
-
-
 def test_an_unknown_option_lists_those_of_the_strategy() -> None:
     with pytest.raises(
         ConfigError,

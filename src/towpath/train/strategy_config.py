@@ -11,17 +11,14 @@ from towpath.core import presets
 from towpath.core.formats import Codec
 from towpath.core.outer import Outer, outer_transport
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES
-from towpath.core.strategy import OFFLOADS, SYNC_GRADIENTS, Offload, Strategy
+from towpath.core.strategy import OFFLOADS, Offload, Strategy
 from towpath.errors import ConfigError
 from towpath.planner.request import OUTER
 from towpath.topology.cluster import Extent, Topology
 from towpath.train.options import FROM_0, check_limits, one_of, option, reason, refuse
 
 _EXTENTS = ("group", "params", "grads", "optimizer", "backward_params", "frozen")
-_PRESET_OPTIONS = (
-    *("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec"),
-    "sync_gradients",
-)
+_PRESET_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec")
 _AUTO_OPTIONS = ("allow", "memory", "profile", "exact_from", "pipelines", "tensors", "schedules", "compressions")
 
 
@@ -84,7 +81,6 @@ class StrategyConfig:
     interleaved: bool = option(False, "compressed gradients in the first half of train.steps only")
     offload: str = option("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     exact: bool | None = option(None, "fewer bytes, the same bits; empty: false, or auto decides")
-    sync_gradients: str = option("", "micro-step: no two-hop synchronization", one_of("", *SYNC_GRADIENTS))
     group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")
     params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the parameters")
     grads: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the gradients")
