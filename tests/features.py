@@ -110,7 +110,7 @@ FEATURES = (
     Feature(
         "checkpoints and resume",
         _files(
-            ranks="checkpoint old_checkpoints resume soak state_dicts stateful_loader",
+            ranks="checkpoint resume soak state_dicts stateful_loader",
             unit="checkpoint checkpoint_claims checkpoint_parts hostile_checkpoints",
         ),
     ),

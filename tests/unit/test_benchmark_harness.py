@@ -254,6 +254,7 @@ class TestCommitted:
             "contestants": {"whole_matrices": {}},
             "warnings": ["the regime was 2.30 in the race; asked 2"],
             "screened_in": "2x2-regime8-micro1-waiting",
+            "chosen": 'name = "x"\n[sync]\nroute = "flat"\n[publish]\n',
             "checks": [{"what": "mics: step / floor of perfect overlap"}, {"what": "encode/oracle"}],
         }
         file.write_text(json.dumps(recorded) + "\n")
@@ -264,6 +265,7 @@ class TestCommitted:
                 "candidates": {"owner_stepped": {}},
                 "warnings": ["the communication-to-computation ratio was 2.30; requested 2"],
                 "screened_in": "2x2-ratio8-micro1-waiting",
+                "chosen": 'name = "x"\n[grad_sync]\nroute = "flat"\n[param_sync]\n',
                 "checks": [{"what": "mics: step / lower bound with perfect overlap"}, {"what": "encode/reference"}],
             }
         ]

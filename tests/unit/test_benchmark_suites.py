@@ -375,10 +375,6 @@ class TestCommand:
                 if not CandidateSpec.parse(each.strategy).foreign:
                     assert parse_strategy(each.strategy, case.workload.topology)
 
-    def test_a_case_is_found_by_its_old_name(self) -> None:
-        [case] = suite.selected(STRATEGIES.cases, ["2x2-regime8-micro1"])
-        assert case.name == "2x2-ratio8-micro1"
-
     def test_an_unknown_name_with_spaces_is_in_quotes(self) -> None:
         with pytest.raises(ConfigError, match="no case 'state dcit'; there are loaded, drawn, 'state dict', limited"):
             command.main(["memory", "state dcit"])

@@ -175,10 +175,3 @@ def test_a_world_of_one_needs_no_process_group() -> None:
         import torch
 
         towpath.shard(torch.nn.Linear(2, 2), "zero3", topology=towpath.Topology(2, 2))
-
-
-def test_a_file_with_the_old_names_of_transfers_is_read() -> None:
-    made = towpath.strategy("zero++", towpath.Topology(2, 2), gradients="int4:64")
-    old = made.to_toml().replace("[grad_sync]", "[sync]").replace("[param_sync]", "[publish]")
-    assert old != made.to_toml()
-    assert Strategy.from_toml(old) == made

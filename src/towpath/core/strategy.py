@@ -102,9 +102,6 @@ BETWEEN_HOSTS = (TransferKind.UNUSED_PARAMS, TransferKind.MESSAGE_SIZES)
 OUTER_KINDS = (TransferKind.OUTER, TransferKind.SLOW_WEIGHTS, TransferKind.OUTER_GATHER)
 # The kinds whose result is the maximum over all ranks.
 BY_MAXIMUM = (*BETWEEN_HOSTS, TransferKind.SLOW_WEIGHTS)
-# The names of these kinds in checkpoints, and in strategy files of earlier versions. Checkpoints keep them, so that
-# codec state loads in both directions.
-SAVED_NAMES = {TransferKind.GRAD_SYNC: "sync", TransferKind.PARAM_SYNC: "publish"}
 WEIGHTS = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.PARAM_SYNC)
 GRADIENTS = (TransferKind.REDUCE, TransferKind.GRAD_SYNC)
 # The kinds that can be sent exactly. Receivers of a gather hold no earlier values.
@@ -373,7 +370,7 @@ class Strategy:
 
     @staticmethod
     def from_toml(text: str) -> Strategy:
-        """Return the strategy that `to_toml` wrote, in this or an older version.
+        """Return the strategy that `to_toml` wrote.
 
         Args:
             text: TOML text.
@@ -383,9 +380,6 @@ class Strategy:
         """
         try:
             table = tomllib.loads(text)
-            for kind, saved in SAVED_NAMES.items():
-                if saved in table:
-                    table.setdefault(kind.value, table.pop(saved))
             transports = {
                 kind.value: Transport(**table.pop(kind.value)) for kind in WITH_TRANSPORT if kind.value in table
             }
@@ -401,7 +395,7 @@ def _transport_lines(transport: Transport) -> list[str]:
     """Return the fields of a transport in TOML syntax, one in each line."""
     values = {each.name: getattr(transport, each.name) for each in fields(Transport)}
     told = {name: v if isinstance(v, (int, float)) else str(v) for name, v in values.items() if v is not None}
-    if not transport.exact:  # as earlier versions wrote it
+    if not transport.exact:  # the default
         del told["exact"]
     return [f"{name} = {written(value)}" for name, value in told.items()]
 
