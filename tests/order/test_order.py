@@ -33,7 +33,8 @@ from towpath.core.strategy import TransferKind
 from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
 from towpath.engine.saved_activations import DeviceCopies
-from towpath.engine.streams.streams import Handle, Job, Waiting
+from towpath.engine.streams.record import TransferWait
+from towpath.engine.streams.streams import Handle, Job
 
 Worlds = Callable[[int], World]
 
@@ -363,7 +364,7 @@ class Activations(LogicalStream):
         super().__init__(name, 1, checker)
         self.waited_for, self.copies = waited_for, 0
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         self.copies += 1
         handle = super().submit(job, after, waiting)
         return handle if self.waited_for else LogicalHandle(self._checker, {})

@@ -35,7 +35,6 @@ from towpath.core.step_state import (
     Gradients,
     InvalidateViews,
     OpenGradients,
-    PlannedUnit,
     SaveBackwardCopy,
     SetGrads,
     Slot,
@@ -76,7 +75,7 @@ class Planned:
 class Watched:
     """A machine, and one who does what it says."""
 
-    def __init__(self, plans: Sequence[PlannedUnit], draw: random.Random) -> None:
+    def __init__(self, plans: Sequence[Any], draw: random.Random) -> None:
         self.plans, self.draw = plans, draw
         self.machine = StepMachine(plans)
         self.versions = [0] * len(plans)

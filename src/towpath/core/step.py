@@ -18,7 +18,6 @@ from towpath.core.step_state import (
     Gradients,
     OpenGradients,
     ParamVersion,
-    PlannedUnit,
     SetGrads,
     Slot,
     Slots,
@@ -32,6 +31,7 @@ from towpath.core.step_state import (
     slot_groups,
 )
 from towpath.core.strategy import TransferKind
+from towpath.core.unit_plan import UnitPlan
 from towpath.errors import StepError
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class StepMachine:
     """
 
     def __init__(
-        self, plans: Sequence[PlannedUnit], writes: Sequence[ParamVersion] = (), modules: Sequence[int] = ()
+        self, plans: Sequence[UnitPlan], writes: Sequence[ParamVersion] = (), modules: Sequence[int] = ()
     ) -> None:
         assert plans and plans[0].root and not any(plan.root for plan in plans[1:])
         of_model = (writes[0].of if writes else None) or ParamVersion()
@@ -127,7 +127,7 @@ class StepMachine:
         self.staged = False
         self._forward_walk = self._walk = 0  # `ForwardPass.walk` of the running forward, and of the running backward
 
-    def use_plans(self, plans: Sequence[PlannedUnit]) -> None:
+    def use_plans(self, plans: Sequence[UnitPlan]) -> None:
         """Use the plans of a step in which transports have changed."""
         for unit, plan in zip(self._units, plans, strict=True):
             unit.plan = plan

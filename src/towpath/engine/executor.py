@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -53,13 +53,8 @@ from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
 
-
-class StepsMatrices(Protocol):
-    """Interface of objects that step full parameters of a model on their owners. It is that of `MatrixSteps`."""
-
-    @property
-    def nbytes(self) -> int: ...
-    def owns_parameter(self, parameter: torch.Tensor) -> bool: ...
+if TYPE_CHECKING:
+    from towpath.engine.parameters.matrix_steps import MatrixSteps
 
 
 # The units of all models that the running backward pass with `inputs=` has reached, and whether it goes on behind each,
@@ -113,7 +108,7 @@ class Engine:
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
         # Those of optimizers that need unsharded matrices.
-        self.matrix_steps: weakref.WeakSet[StepsMatrices] = weakref.WeakSet()
+        self.matrix_steps: weakref.WeakSet[MatrixSteps] = weakref.WeakSet()
         registrations.count()
         self._registrations = registrations.made  # the count at the last search of the model
         for parameter in (p for unit in units for p in unit.parameters):
