@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from itertools import count as count_up
 from typing import Any
@@ -42,7 +42,7 @@ from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ConfigError, ShardError, StepError, TowpathError
-from towpath.observing import Interval, Observable, Stats, Sums, Trace
+from towpath.observing import Interval, Observable, Stats, Sums, Trace, traced
 from towpath.pipeline.agreement import (
     ACCUMULATE,
     EVALUATE,
@@ -58,7 +58,7 @@ from towpath.pipeline.agreement import (
 )
 from towpath.pipeline.checkpoint_contents import contents_of, prefixes_of
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
-from towpath.pipeline.observed import StageTrace, StepCounter
+from towpath.pipeline.observed import StepCounter
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
 from towpath.pipeline.stage import TowpathStage
@@ -154,7 +154,7 @@ class Pipeline(Observable):
             self._target_rows = {t.shape[0] for t in (*self._example, *exchanged[-1]) if t.dim()}
             self._prefixes = prefixes_of(modules, count, group)
             ends = find_ends(tied, modules, self.owners, mesh)
-        self._stages, self._trace = list[TowpathStage](), StageTrace()
+        self._stages: list[TowpathStage] = []
         copies = mesh["dp"].get_group()
         with _fail_together(self._everyone):
             fused = self._compression.fused_embeddings
@@ -174,7 +174,6 @@ class Pipeline(Observable):
                     copies=mesh["dp"].size(),
                     compression=self._compression,
                     encoded=encoded_gradients(self.order, self._compression),
-                    trace=self._trace,
                 )
                 self._stages.append(stage)
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
@@ -385,7 +384,8 @@ class Pipeline(Observable):
         self._calls.agree(call, self._stages[0].engine.step, refusal)
         self._unfinished = f"Pipeline.{call} of step {self._stages[0].engine.step + 1}"
         losses: list[torch.Tensor] = []
-        with self._trace.walking():
+        trace = self.running_trace
+        with nullcontext() if trace is None else trace.phase("for neighbors", waiting=True):
             walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
         return losses
 
@@ -501,22 +501,25 @@ class Pipeline(Observable):
         """
         return self._counter.sums()
 
-    def trace(self) -> AbstractContextManager[Trace]:
+    @contextmanager
+    def trace(self) -> Generator[Trace]:
         """Record this rank's stages for the duration of a context. Every rank must trace the same steps.
 
         Raises:
             StepError: A trace of the pipeline is active already.
         """
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
-        messages, *_ = self._counter.planned()
-        leaves = {t.payload.unit: t.inter_bytes > 0 for t in messages if t.kind is TransferKind.ACTIVATION}
-        engines = [engine_of(module) for module in self._sharded_modules()]
-        return self._trace.recording(engines, meshes, lambda stage: leaves.get(f"stage {stage}", True))
+        transfers = self.schedule().transfers
+        leaves_node = {t.unit: t.inter_bytes > 0 for t in transfers if t.kind is TransferKind.ACTIVATION}
+        for stage in self._stages:
+            stage.leaves_node = leaves_node
+        with traced([engine_of(module) for module in self._sharded_modules()], meshes) as trace:
+            yield trace
 
     @property
     def running_trace(self) -> Trace | None:
         """The trace of the `trace` context that is active, or None."""
-        return self._trace.trace
+        return self._stages[0].trace
 
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
         """Return the intervals of all ranks' traces by rank, on the mesh's first rank. Every rank must call it.

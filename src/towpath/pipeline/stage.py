@@ -6,8 +6,8 @@ A stage tells its engines which backward pass of a step is the last one, and enc
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,7 +26,8 @@ from towpath.core.schedule import Shape, transport_for
 from towpath.core.transport import Transport, matrix_of
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import torch_dtype
-from towpath.pipeline.observed import StageTrace
+from towpath.observing import BETWEEN, INSIDE, Trace
+from towpath.pipeline.observed import trace_messages
 
 # --- encoded messages -------------------------------------------------------------------------------------------------
 #
@@ -169,10 +170,11 @@ class TowpathStage(PipelineStage):
         copies: int,
         compression: Compression,
         encoded: frozenset[tuple[int, int]],
-        trace: StageTrace,
     ) -> None:
         super().__init__(module, index, stages, device, inputs, outputs, group=group)
-        self._encoded, self._compression, self._trace = encoded, compression, trace
+        self._encoded, self._compression = encoded, compression
+        # For a trace: whether what a stage sends on goes to another node. Keys are names such as "stage 0".
+        self.leaves_node: Mapping[str, bool] = {}
         self.accumulating = False  # inside `Pipeline.no_sync`, where no backward pass syncs gradients
         self.seconds_computed = 0.0  # of the host, which on a GPU launches the work only
 
@@ -190,7 +192,8 @@ class TowpathStage(PipelineStage):
         self._output_senders = senders(self._outputs, "outputs")
         self._gradient_senders = senders(encodings(received, compression.activation_gradients), "gradients")
         self._arriving: dict[tuple[str, int, int], torch.Tensor] = {}  # messages, by kind, micro-batch and tensor
-        self.engines = engines_in(module)
+        # Parts that are sharded by themselves have their own.
+        self.engines = [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
         for engine in self.engines:
             engine.be_a_stage(copies * micro_batches)
         self.begin_walk()
@@ -199,6 +202,11 @@ class TowpathStage(PipelineStage):
     def engine(self) -> Engine:
         """The engine of the stage's module."""
         return engine_of(self.submod)
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace that is active, or None."""
+        return self.engine.comm.record.trace
 
     @property
     def output_shapes(self) -> tuple[Shape, ...]:
@@ -249,14 +257,14 @@ class TowpathStage(PipelineStage):
             self.fwd_cache[fwd_chunk_id] = _encoded(self._output_senders, outputs), inputs
         found = super().get_fwd_send_ops(fwd_chunk_id)
         self.fwd_cache[fwd_chunk_id] = outputs, inputs
-        return self._trace.messages(found, "output", self.stage_index, fwd_chunk_id)
+        return self._traced(found, "output", self.stage_index, fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the inputs of a micro-batch."""
         found = super().get_fwd_recv_ops(fwd_chunk_id)
         if self._encodes_outputs:
             self._receive_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
-        return self._trace.messages(found, "output", self.stage_index - 1, fwd_chunk_id)
+        return self._traced(found, "output", self.stage_index - 1, fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch on its decoded inputs."""
@@ -277,7 +285,7 @@ class TowpathStage(PipelineStage):
         if self.has_backward and self._gradient_senders and encodes:
             self.bwd_cache[bwd_chunk_id] = _encoded(self._gradient_senders, self.bwd_cache[bwd_chunk_id])
         found = super().get_bwd_send_ops(bwd_chunk_id)
-        return self._trace.messages(found, "gradient", self.stage_index - 1, bwd_chunk_id)
+        return self._traced(found, "gradient", self.stage_index - 1, bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the gradients of a micro-batch's outputs."""
@@ -285,7 +293,7 @@ class TowpathStage(PipelineStage):
         if found and self._encodes_gradient(self.stage_index + 1, bwd_chunk_id):
             infos = self.grad_recv_info[bwd_chunk_id]
             self._receive_messages("gradient", bwd_chunk_id, found, infos, self._output_gradients)
-        return self._trace.messages(found, "gradient", self.stage_index, bwd_chunk_id)
+        return self._traced(found, "gradient", self.stage_index, bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a micro-batch on its decoded gradients."""
@@ -306,10 +314,18 @@ class TowpathStage(PipelineStage):
     def _computing(self, work: str, micro_batch: int) -> Generator[None]:
         began = time.perf_counter()
         try:
-            with self._trace.computing(work, self.stage_index, micro_batch):
+            name = f"{work} of stage {self.stage_index}, micro-batch {micro_batch}"
+            with nullcontext() if self.trace is None else self.trace.phase(name):
                 yield
         finally:
             self.seconds_computed += time.perf_counter() - began
+
+    def _traced(self, found: list[dist.P2POp], kind: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
+        """Return the operations of messages between `stage` and the next one. If there is a trace, it shows them."""
+        if self.trace is not None:
+            track = BETWEEN if self.leaves_node.get(f"stage {stage}", True) else INSIDE
+            trace_messages(found, self.trace, track, kind, micro_batch)
+        return found
 
     def _receive_messages(
         self,
@@ -325,11 +341,6 @@ class TowpathStage(PipelineStage):
         for index, receive in zip(received, receives, strict=True):
             if encodings[index].used:
                 receive.tensor = self._arriving[kind, micro_batch, index] = encodings[index].message(self.device)
-
-
-def engines_in(module: nn.Module) -> list[Engine]:
-    """Return the engine of a stage's module, and those of its parts that are sharded by themselves."""
-    return [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
 
 
 def _encoded(senders: dict[int, Sender], tensors: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
