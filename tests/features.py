@@ -49,7 +49,7 @@ FEATURES = (
     Feature(
         "codec kernels",
         _files(
-            unit="codecs native_codecs registered_codecs top_k triton_codecs",
+            unit="codecs native_codecs registered_codecs triton_codecs",
         ),
     ),
     Feature(
@@ -110,7 +110,7 @@ FEATURES = (
     Feature(
         "checkpoints and resume",
         _files(
-            ranks="checkpoint old_checkpoints resume soak state_dicts stateful_loader",
+            ranks="checkpoint resume soak state_dicts stateful_loader",
             unit="checkpoint checkpoint_claims checkpoint_parts hostile_checkpoints",
         ),
     ),
