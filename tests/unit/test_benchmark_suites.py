@@ -20,14 +20,13 @@ from benchmarks import deepspeed_peer, environment, report, selection
 from benchmarks.environment import NodeLink, Rates, Screened, Screening, Trial, add_options, environments_of
 from benchmarks.harness import results, suite
 from benchmarks.harness.candidates import CaseError
-from benchmarks.harness.comparison import Comparison, Pool
+from benchmarks.harness.comparison import Comparison, Pool, reason_of
 from benchmarks.harness.suite import Settings
 from benchmarks.peers import OPTIONS, CandidateSpec, TrainStep
 from benchmarks.selection import LOW_RANK, POWERSGD, QUICK, Candidate, every_name, expanded, lossless
 from benchmarks.suites import planner, quality_pipeline, strategies
 from benchmarks.workload import Workload
 from lab import Rate
-from towpath.bench import reason_of
 from towpath.core.presets import parse_strategy
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
+from towpath.errors import ConfigError
+
 # --- help -------------------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +109,17 @@ def load_torch() -> None:
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
         with Console(stderr=True).status("Loading torch"):
             importlib.import_module("torch")
+
+
+def check_launched(command: str) -> None:
+    """Raise `ConfigError` if no launcher has started this process as a rank."""
+    from towpath.topology.groups import launched
+
+    if not launched():
+        raise ConfigError(
+            f"{command} measures between ranks, but no launcher started this process as a rank. Start it with torchrun "
+            f"… -m towpath {command} on every node."
+        )
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
