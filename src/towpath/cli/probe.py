@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.terminal import check_launched, load_torch, table_of
+from towpath.cli.terminal import check_launched, check_picture_file, load_torch, table_of
 from towpath.core.routes import Grid
 from towpath.files import check_output_file, write_output_file
 from towpath.planner.profile import BROADCAST, Profile, collective_of, collective_seconds, slowdowns
@@ -45,7 +45,7 @@ def probe(
     load_torch()
     check_launched("probe")
     check_output_file("--output", output)
-    check_output_file("--picture", picture)
+    check_picture_file("--picture", picture)
     profile = _measure(budget)
     if profile is None:
         return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import io
 import os
 import select
 import sys
 from collections.abc import Callable
 from math import isfinite
+from pathlib import Path
 from typing import Any, TextIO, final
 
 import typer
@@ -17,6 +19,7 @@ from rich.table import Table
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from towpath.errors import ConfigError
+from towpath.files import check_output_file
 
 # --- help -------------------------------------------------------------------------------------------------------------
 
@@ -120,6 +123,16 @@ def check_launched(command: str) -> None:
             f"{command} measures between ranks, but no launcher started this process as a rank. Start it with torchrun "
             f"… -m towpath {command} on every node."
         )
+
+
+def check_picture_file(option: str, path: Path | None) -> None:
+    """Raise `ConfigError` if the option names a file of pictures that cannot be drawn or written."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{option} {path}: pictures are drawn by matplotlib, which is not installed. Run pip install matplotlib, or "
+            "pip install 'towpath[plot]'."
+        )
+    check_output_file(option, path)
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
