@@ -129,8 +129,8 @@ def check_picture_file(option: str, path: Path | None) -> None:
     """Raise `ConfigError` if the option names a file of pictures that cannot be drawn or written."""
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"{option} {path}: pictures are drawn by matplotlib, which is not installed. Run pip install matplotlib, or "
-            "pip install 'towpath[plot]'."
+            f"{option} {path}: pictures are drawn by matplotlib, which is not installed. Run pip install matplotlib "
+            "(the extra towpath[plot])."
         )
     check_output_file(option, path)
 
