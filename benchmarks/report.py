@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.environment import UNSHAPED
 from benchmarks.harness import results
 from benchmarks.harness.figures import against_limit, verdict
+from towpath.cli.plots import color
 from towpath.errors import ConfigError
 from towpath.train.progress import size
-from towpath.train.report import color
 
 Line = Mapping[str, Any]
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import lab
 import towpath
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.islands import AVERAGED, PRESET, OuterSpec
@@ -41,7 +42,7 @@ from benchmarks.suites.quality import (
     spread_of,
     train_under,
 )
-from towpath import Topology, lab
+from towpath import Topology
 from towpath.optim import chain, owner_stepped
 
 STEPS, QUICK_STEPS = 1200, 4

@@ -171,7 +171,7 @@ ON_FOUR = [
         for how, label in (("non-reentrant", "zero3"), ("reentrant", "paro-iig"))
     ),
     *(
-        _reused(f"tensor parallelism, {label}", TENSORS, "test_every_model:_train_tensor_parallel", label, PAIR)
+        _reused(f"tensor parallelism, {label}", TENSORS, "test_tensor_parallel:_train_tensor_parallel", label, PAIR)
         for label in ("zero3", "paro-iig")
     ),
     _reused("islands that diverge raise", OUTER, training.diverging_islands_raise, "zero1"),
@@ -222,7 +222,7 @@ ON_FEWER = [
     _reused(
         "blocks are compiled, zero3",
         COMPILE,
-        "test_every_model:_train_compiled",
+        "test_compiled:_train_compiled",
         "in place, after shard()",
         "zero3",
         ranks=2,

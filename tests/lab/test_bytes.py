@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import towpath
 from benchmarks import gpt
+from lab import Lab, link_counters
 from tests.ranks.strategies import ROUNDING, seldom, strategy_of
 from towpath.core.transfer import Matrices
-from towpath.lab import Lab, link_counters
 from towpath.optim import owner_stepped
 
 MICRO_STEPS = 2
