@@ -30,10 +30,8 @@ if TYPE_CHECKING:
         full_tensor,
         join,
         no_sync,
-        reshard,
         schedule,
         shard,
-        unshard,
     )
     from towpath.core.formats import Precision
     from towpath.core.outer import Outer
@@ -73,13 +71,11 @@ __all__ = [
     "no_sync",
     "offload_activations",
     "register_forward_method",
-    "reshard",
     "schedule",
     "shard",
     "stats",
     "strategies",
     "strategy",
-    "unshard",
 ]
 
 # Modules that are attributes after `import towpath` alone.

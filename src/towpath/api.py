@@ -12,8 +12,9 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Never, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Never, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import nn
 from towpath.checkpoint.weights import Safetensors
 from towpath.collectives.rank_transfer import form_for
 from towpath.core import presets
+from towpath.core.collective_log import Call
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.outer import Outer
 from towpath.core.owner_stepped import OwnedParameter
@@ -47,10 +49,10 @@ from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import CHECK_EVERY
-from towpath.errors import ShardError, StrategyError, TopologyError
+from towpath.errors import ShardError, StepError, StrategyError, TopologyError
 from towpath.logs import logger
 from towpath.planner.request import Workload
-from towpath.sharded_module import Batch, ShardedModule, attach_api, check_class
+from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology, counted
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 from towpath.topology.init import check_devices
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Model = TypeVar("Model", bound=nn.Module)
+Batch = TypeVar("Batch")
 
 _LOG = logger("shard")
 
@@ -412,9 +415,6 @@ def full_parameters(
         whole.reshard(engine, modifier_rank, made)
 
 
-# These are functions, because a type checker sees the model's own class, without the methods that `shard` adds.
-
-
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context for the micro-steps before the last one of an optimizer step.
 
@@ -428,14 +428,18 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     Raises:
         ShardError: The model is not sharded.
     """
-    return _sharded(model).no_sync()
+    return engine_of(model).no_sync()
+
+
+# What a rank has to train on, when the ranks compare it in `join`.
+_NONE, _LAST_AGAIN, _ONE = 0, 1, 2
 
 
 def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield as many batches on every rank as the rank with the most has. Use it where data ends sooner on some ranks.
+    """Yield as many batches on each rank as the rank with the most has: `for batch in towpath.join(model, loader)`.
 
-    A rank whose data has ended gets its last batch again, and takes part in the transfers of the others. Its gradients
-    then count as zero, while the mean is still taken over all ranks.
+    Use it for data that ends sooner on some ranks. A rank whose data has ended gets its last batch again, and takes
+    part in the transfers of the others. Its gradients then count as zero, and the mean is still over all ranks.
 
     Args:
         model: A model that `shard` returned.
@@ -445,35 +449,28 @@ def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
         ShardError: The model is not sharded.
         StepError: A rank has no batch at all.
     """
-    return _sharded(model).join(batches)
-
-
-def unshard(model: nn.Module) -> None:
-    """Gather all parameters, which stay unsharded until `reshard`. Every rank must call it.
-
-    Prefer `full_parameters`, a context that also reshards after an exception.
-
-    Args:
-        model: A model that `shard` returned.
-
-    Raises:
-        ShardError: The model is not sharded.
-    """
-    _sharded(model).unshard()
-
-
-def reshard(model: nn.Module, *, modifier_rank: int | None = None) -> None:
-    """Undo `unshard`, and keep the writes to the unsharded parameters. Every rank must call it.
-
-    Args:
-        model: A model that `shard` returned.
-        modifier_rank: The rank whose writes are kept. By default, all ranks must have written the same values.
-
-    Raises:
-        ShardError: The model is not sharded.
-        StepError: Ranks wrote different values.
-    """
-    _sharded(model).reshard(modifier_rank=modifier_rank)
+    engine, source = engine_of(model), iter(batches)
+    # Islands exchange weights by the number of steps, so that all of them must make equally many.
+    groups, program = engine.comm.job, engine.comm.program
+    last: list[Batch] = []
+    while True:
+        found = list(islice(source, 1))
+        mine = _ONE if found else _LAST_AGAIN if last else _NONE
+        last = found or last
+        with program.shared("join()", Call.PROGRAM):
+            everyones = groups.gather_rows(torch.tensor([mine]), program.wait).flatten().tolist()
+        if _ONE not in everyones:
+            return
+        if _NONE in everyones:
+            raise StepError(
+                f"rank {groups.rank}: rank {everyones.index(_NONE)} has no batch at all, and cannot repeat its "
+                "last one while the others train. Give every rank at least one batch."
+            )
+        engine.muted = mine == _LAST_AGAIN
+        try:
+            yield last[0]
+        finally:
+            engine.muted = False
 
 
 def broadcast_buffers(model: nn.Module, rank: int = 0) -> None:
@@ -490,7 +487,9 @@ def broadcast_buffers(model: nn.Module, rank: int = 0) -> None:
     Raises:
         ShardError: The model is not sharded.
     """
-    _sharded(model).broadcast_buffers(rank)
+    groups = engine_of(model).comm.groups
+    for buffer in model.buffers():
+        groups.broadcast(buffer, rank)
 
 
 def average_islands(model: nn.Module) -> None:
@@ -544,11 +543,6 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
             "are unsharded: use them as they are."
         )
     return parameter.full_tensor()
-
-
-def _sharded(model: nn.Module) -> ShardedModule:
-    engine_of(model)
-    return cast(ShardedModule, model)  # or the module that torch.compile() returns, which forwards method calls
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

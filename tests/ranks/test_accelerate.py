@@ -331,7 +331,7 @@ def _refused() -> None:
         model = Net()
         with pytest.raises(ShardError, match=r"Pass towpath.optim.owner_stepped\(Adafactor\(…\)\) instead"):
             accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
-        with pytest.raises(ShardError, match=r"model.join\(loader\)"):
+        with pytest.raises(ShardError, match=r"towpath.join\(model, loader\)"):
             accelerator.join_uneven_inputs([model], even_batches=False)
     dist.barrier()
 

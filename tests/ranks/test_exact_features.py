@@ -343,7 +343,7 @@ def _two_models(run: Training) -> None:
 def _ranks_with_less_data(run: Training) -> None:
     model, optimizer = run.gpt()
     count = run.steps - dist.get_rank() % 2
-    for step, batch in enumerate(model.join(range(count))):
+    for step, batch in enumerate(towpath.join(model, range(count))):
         run.train(model, optimizer, [step], lambda m, micro, _, batch=batch: run.loss(m, micro, batch))
     run.end(model, optimizer)
 

@@ -206,7 +206,7 @@ def test_buffers_are_broadcast_inside_an_island(world: Worlds) -> None:
 def _broadcast_buffers() -> float:
     model = towpath.shard(_build(_normed), strategy_of("ddp", SHAPE, outer=STREAMING))
     _loss_of_rows(model, dist.get_rank(), 0, 0)
-    model.broadcast_buffers()
+    towpath.broadcast_buffers(model)
     return model[0].norm.running_mean.sum().item()
 
 
@@ -222,7 +222,7 @@ def _join(batches: tuple[int, ...]) -> tuple[int, float]:
     model = towpath.shard(model, strategy_of("zero3", SHAPE, outer=STREAMING))
     islands, optimizer = Islands(plain, STREAMING, 2, fragments_of(model, STREAMING), adamw), adamw(model)
     means = mean_of(lambda copy, r, micro, step: (step < batches[r]) * loss(copy, r, micro, min(step, batches[r] - 1)))
-    for step in model.join(range(batches[rank])):
+    for step in towpath.join(model, range(batches[rank])):
         loss(model, rank, 0, step).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -435,7 +435,7 @@ def _state_dicts() -> tuple[int, str | None, list[str]]:
         model(_rows(dist.get_rank(), 0, step).float()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.broadcast_buffers()
+    towpath.broadcast_buffers(model)
     first: list[Any] = [content(model, optimizer)]
     dist.broadcast_object_list(first)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -206,7 +206,7 @@ def _allowed() -> None:
             _loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-        for batch in model.join([1, 2, 3][: 3 - dist.get_rank()]):
+        for batch in towpath.join(model, [1, 2, 3][: 3 - dist.get_rank()]):
             _loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()

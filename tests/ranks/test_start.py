@@ -254,7 +254,7 @@ def _same_buffers() -> None:
     if dist.get_rank() == 1:
         for name, buffer in model.named_buffers():
             buffer.copy_(other[name])
-    model.broadcast_buffers(1)
+    towpath.broadcast_buffers(model, 1)
     for name, buffer in model.named_buffers():
         assert torch.equal(_bytes(buffer), _bytes(other[name])), name
 

@@ -72,8 +72,6 @@ with towpath.no_sync(model):
     model(1)
 for batch in towpath.join(model, [torch.ones(1)]):
     assert_type(batch, Tensor)
-towpath.unshard(model)
-towpath.reshard(model, modifier_rank=0)
 towpath.broadcast_buffers(model)
 assert_type(towpath.full_tensor(weight), Tensor)
 assert_type(towpath.strategy("mics", four, gradients="int4:64", feedback="both", route="two-hop"), towpath.Strategy)

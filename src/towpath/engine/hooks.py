@@ -99,7 +99,7 @@ _COMMUNICATION = (
 _MEAN = "Gradients are the mean over all ranks. Multiply the loss by a factor for another scale."
 _BUFFERS = "Leave the call out: the engine allocates no buffer after the second step."
 _PARTS = (
-    "Use towpath.unshard(model) and towpath.reshard(model) for the whole model, or `with "
+    "Use model.unshard() and model.reshard() for the whole model, or `with "
     "towpath.full_parameters(model, [part]):` for a part of it."
 )
 

@@ -214,7 +214,7 @@ class Accelerator(accelerate.Accelerator):
         if even_batches is False:
             raise ShardError(
                 "join_uneven_inputs(even_batches=False) only works with DistributedDataParallel: write "
-                "`for batch in model.join(loader)`, or leave even_batches as it is."
+                "`for batch in towpath.join(model, loader)`, or leave even_batches as it is."
             )
         return super().join_uneven_inputs([], even_batches)
 
