@@ -87,7 +87,7 @@ class ShardedModule(nn.Module):
             raise ShardError(
                 f"to_empty(device={str(wanted)!r}): the sharded model is on {own}, and cannot be moved. Build it on "
                 "the meta device, call torch.cuda.set_device() or towpath.init(), and then shard(): parameters are "
-                "made on this rank's device. For shards in host memory pass offload= to shard()."
+                "made on this rank's device. For shards in host memory take towpath.strategy(name, offload=…)."
             )
         return self
 

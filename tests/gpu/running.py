@@ -85,7 +85,7 @@ def _cycles_of(seconds: float) -> int:
 def no_call_waits_for_the_device(offload: Any) -> None:
     """Under PyTorch's own check, which finds `.item()` and copies from memory that is not pinned."""
     entry = MODELS["gpt"]
-    model: Any = towpath.shard(entry.make(torch.float32), "zero3", topology=SHAPE, offload=offload)
+    model: Any = towpath.shard(entry.make(torch.float32), strategy_of("zero3", SHAPE, offload=offload))
     optimizer = optimizer_for(model)
     inputs = entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)
     try:

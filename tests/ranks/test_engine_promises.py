@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import towpath
@@ -887,6 +888,18 @@ def _shard_different_topologies() -> None:
         towpath.shard(nn.Linear(4, 4), "zero3", topology=topology)
 
 
+def test_a_strategy_without_a_topology_gets_that_of_the_mesh(world: Worlds) -> None:
+    """One host would be one node."""
+    found = world(4).run(_strategy_on_a_mesh)
+    assert found == [towpath.strategy("mics", Topology(2, 2), exact=True)] * 4
+
+
+def _strategy_on_a_mesh() -> towpath.Strategy:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = towpath.shard(nn.Linear(8, 8), towpath.strategy("mics", exact=True), mesh=mesh)
+    return model.towpath_engine.strategy
+
+
 def test_outer_steps_on_one_rank_only_are_named(world: Worlds) -> None:
     for message in world(2).run(_shard_with_outer_on_one_rank):
         assert "outer = None" in message
@@ -896,7 +909,7 @@ def test_outer_steps_on_one_rank_only_are_named(world: Worlds) -> None:
 def _shard_with_outer_on_one_rank() -> str:
     outer = towpath.Outer(every=2) if dist.get_rank() == 0 else None
     with pytest.raises(errors.MismatchError) as caught:
-        towpath.shard(nn.Linear(4, 4), "zero3", topology=Topology(2, 1), outer=outer)
+        towpath.shard(nn.Linear(4, 4), towpath.strategy("zero3", outer=outer), topology=Topology(2, 1))
     return str(caught.value)
 
 
@@ -1059,7 +1072,7 @@ def _share_of_states() -> float:
 
 
 def test_a_strategy_is_a_value() -> None:
-    strategy = towpath.strategy("lins", SHAPE, params=Extent(1), grads=Extent(2), optimizer=Extent(2, 2))
+    strategy = towpath.strategy(towpath.Placement(Extent(1), Extent(2), Extent(2, 2)), SHAPE)
 
     assert copy.deepcopy(strategy) == strategy
     assert towpath.Strategy.from_toml(strategy.to_toml()) == strategy

@@ -152,7 +152,7 @@ def _islands_beside_ddp(folder: Path) -> float:
         return torch.optim.SGD(module.parameters(), lr=1e-2)
 
     outer = towpath.Outer(every=1, lr=1.0, momentum=0.0)
-    sharding = Sharding("zero3", topology=towpath.Topology(2, 1), outer=outer)
+    sharding = Sharding(towpath.strategy("zero3", outer=outer), topology=towpath.Topology(2, 1))
     with launched():
         plain, ours = _module(sgd), _module(sgd)
         for strategy, module in (("ddp", plain), (TowpathStrategy(sharding), ours)):

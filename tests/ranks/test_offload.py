@@ -80,7 +80,7 @@ def _twin(label: str, offload: str, micro_steps: int) -> None:
     form = Form.COLLECTIVES if offload == "params" else Form.MESSAGES
     build = partial(MODELS["gpt"].make, torch.float64)
     with in_form(form):
-        twin = Twin(build, loss_on("gpt"), label, SHAPE, optimizer_first=True, offload=offload)
+        twin = Twin(build, loss_on("gpt"), f"{label} offload={offload}", SHAPE, optimizer_first=True)
     for step in range(3):
         twin.backward(step, micro_steps=micro_steps)
         twin.check_gradients()
@@ -268,7 +268,7 @@ def _meshes() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["tp"], {"0": ColwiseParallel()})
     with pytest.raises(ShardError, match="tensor-parallel mesh"):
-        towpath.shard(model, "zero2", topology=Topology(2, 1), group=mesh["dp"].get_group(), offload="optimizer")
+        towpath.shard(model, strategy_of("zero2 offload=optimizer", Topology(2, 1)), group=mesh["dp"].get_group())
 
 
 def test_the_choice_is_a_part_of_the_strategy() -> None:

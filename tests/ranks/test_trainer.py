@@ -136,7 +136,7 @@ def _islands_beside_ddp(folder: Path) -> tuple[float, float]:
     shape = towpath.Topology(2, 1)
 
     def islands(outer: towpath.Outer) -> Sharding:
-        return Sharding("zero1", topology=shape, outer=outer)
+        return Sharding(towpath.strategy("zero1", outer=outer), topology=shape)
 
     with launched() as rank:
         options = {"optim": "sgd", "max_grad_norm": 0.0}  # a norm would be that of an island

@@ -52,7 +52,7 @@ def test_frozen_parameters_need_no_more(name: str) -> None:
 
 
 def test_placements_of_lins_need_at_most_six_without_a_copy() -> None:
-    placed = towpath.strategy("lins", SHAPES[2], params=Extent(4), grads=Extent(8), optimizer=Extent(8, 8))
+    placed = towpath.strategy(towpath.Placement(Extent(4), Extent(8), Extent(8, 8)), SHAPES[2])
     assert len(needed(placed, frozen=False)) <= 6
 
 
@@ -118,7 +118,7 @@ def test_shared_communicators_lengthen_no_step(
     cluster = replace(cluster, hardware=replace(cluster.hardware, inter=link))
     request = planning.Request(batch=64 * micro_steps, memory=cluster.memory)
     solver = planning.Solver(planning.describe_model("llama-7b", length=4096), cluster, request)
-    made = [towpath.strategy(name, cluster.topology) for name in towpath.strategies() if name not in ("lins", "mics")]
+    made = [towpath.strategy(name, cluster.topology) for name in towpath.strategies() if name != "mics"]
     batching = planning.Batching(1, micro_steps)
     shared = [solver.predict(strategy, batching).seconds for strategy in made]
     monkeypatch.setattr("towpath.sim.engine._called", lambda *of: ())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,6 +86,6 @@ def test_only_exchanges_between_islands_have_it() -> None:
     import towpath
 
     with pytest.raises(ConfigError, match="between islands"):
-        towpath.strategy("zero1", towpath.Topology(2, 2), grad_sync=Transport("flat", "top-k:64"))
+        replace(towpath.strategy("zero1", towpath.Topology(2, 2)), grad_sync=Transport("flat", "top-k:64"))
     with pytest.raises(ConfigError, match="feedback"):
         Transport("flat", "top-k:64", feedback="first")

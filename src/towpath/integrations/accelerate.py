@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from towpath.checkpoint.state_dicts import get_model_state_dict
+from towpath.core.presets import NamedStrategy
 from towpath.core.strategy import Strategy
 from towpath.engine.build import agree
 from towpath.errors import CheckpointError, ConfigError, ShardError
@@ -64,7 +65,7 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         *args: Arguments of `accelerate.Accelerator`.
-        strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+        strategy: A preset's name, what `towpath.strategy()` returns, or a `Sharding`.
         **kwargs: Arguments of `accelerate.Accelerator`.
 
     Raises:
@@ -72,17 +73,19 @@ class Accelerator(accelerate.Accelerator):
         ConfigError: Accelerate counts other ranks than the launcher started.
     """
 
-    def __init__(self, *args: Any, strategy: str | Strategy | Sharding, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, strategy: str | NamedStrategy | Strategy | Sharding, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._begin(Sharding.of(strategy))
 
     @classmethod
-    def adopt(cls, accelerator: accelerate.Accelerator, strategy: str | Strategy | Sharding) -> Accelerator:
+    def adopt(
+        cls, accelerator: accelerate.Accelerator, strategy: str | NamedStrategy | Strategy | Sharding
+    ) -> Accelerator:
         """Turn an Accelerator that a framework made into one that shards. It must not have prepared anything.
 
         Args:
             accelerator: The Accelerator, which is changed in place.
-            strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+            strategy: A preset's name, what `towpath.strategy()` returns, or a `Sharding`.
 
         Returns:
             The same Accelerator.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -21,9 +21,8 @@ from towpath.checkpoint.folders import step_of
 from towpath.checkpoint.rank_contents import described
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
-from towpath.core.outer import Outer
-from towpath.core.presets import Preset
-from towpath.core.strategy import Offload, Strategy
+from towpath.core.presets import NamedStrategy, Preset
+from towpath.core.strategy import Strategy
 from towpath.engine.checks.optimizers import adopt
 from towpath.engine.executor import engine_of, engine_with
 from towpath.engine.layout import UnitChoice
@@ -49,10 +48,10 @@ _FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The arguments with which an integration calls `towpath.shard()`.
+    """The arguments with which an integration calls `towpath.shard()`, which explains them.
 
     Attributes:
-        strategy: A preset's name, a `towpath.Strategy`, or "auto".
+        strategy: A preset's name, what `towpath.strategy()` returns, or "auto".
         topology: The nodes and ranks. Detected by default.
         units: Module classes or modules to gather separately.
         precision: The dtype to compute in. By default, the framework's own setting.
@@ -60,27 +59,19 @@ class Sharding:
         values: A folder or file of safetensors with the initial values, or a function. Use it if the model is on the
             meta device on every rank. By default, rank 0's model has them.
         workload: What a step computes. Required by "auto".
-        offload: "optimizer" keeps the optimizer's states in the host's memory, "params" the shards of the weights, and
-            "optimizer+params" both.
-        exact: True sends updated parameters, and over gloo gradients, in fewer bytes between nodes. Every bit stays the
-            same. By default, the strategy's own setting, and "auto" uses it where it expects a faster step.
-        outer: Islands of nodes train on their own, and synchronize only now and then (`towpath.Outer`).
         check_every: The number of optimizer steps between two comparisons of parameters.
 
     Raises:
         ShardError: The strategy is "auto", and there is no `workload`.
     """
 
-    strategy: Preset | Literal["auto"] | str | Strategy
+    strategy: Preset | Literal["auto"] | str | NamedStrategy | Strategy
     topology: Topology | None = None
     units: UnitChoice | None = None
     precision: Precision | Dtype | MixedPrecisionPolicy | None = None
     mesh: DeviceMesh | None = None
     values: Values | str | Path | None = None
     workload: Workload | None = None
-    offload: Offload | None = None
-    exact: bool | None = None
-    outer: Outer | None = None
     check_every: int = CHECK_EVERY
 
     def __post_init__(self) -> None:
@@ -92,12 +83,8 @@ class Sharding:
             )
 
     @staticmethod
-    def of(strategy: str | Strategy | Sharding) -> Sharding:
-        """Return `strategy` as a `Sharding`.
-
-        Args:
-            strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
-        """
+    def of(strategy: str | NamedStrategy | Strategy | Sharding) -> Sharding:
+        """Return `strategy`, as users pass it to an integration, as a `Sharding`."""
         return strategy if isinstance(strategy, Sharding) else Sharding(strategy)
 
     def apply(self, model: nn.Module, mixed: str = "no", device: torch.device | None = None) -> None:
@@ -119,21 +106,9 @@ class Sharding:
                     "Sharding(…, precision=towpath.Precision(…))."
                 )
             precision = Precision(params=_MIXED[mixed], reduce=torch.float32)
-        shard(
-            model,
-            self.strategy,
-            topology=self.topology,
-            units=self.units,
-            precision=precision,
-            mesh=self.mesh,
-            device=device,
-            values=self.values,
-            workload=self.workload,
-            offload=self.offload,
-            exact=self.exact,
-            outer=self.outer,
-            check_every=self.check_every,
-        )
+        arguments: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        arguments["precision"] = precision
+        shard(model, **arguments, device=device)
 
 
 def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> None:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from towpath.api import average_islands
 from towpath.checkpoint.state_dicts import get_model_state_dict, get_optimizer_state_dict
 from towpath.core import presets
+from towpath.core.presets import NamedStrategy
 from towpath.core.strategy import Strategy
 from towpath.errors import CheckpointError, ShardError
 from towpath.integrations.common import (
@@ -55,7 +56,7 @@ class TowpathStrategy(DDPStrategy):
     """A Lightning strategy that shards the module.
 
     Args:
-        sharding: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+        sharding: A preset's name, what `towpath.strategy()` returns, or a `Sharding`.
         single_file: Whether checkpoints are files that Lightning's own strategies read, gathered on rank 0. By default,
             they are folders to which each rank writes its part.
         **kwargs: Arguments of Lightning's DDPStrategy, except those for DDP itself.
@@ -67,7 +68,7 @@ class TowpathStrategy(DDPStrategy):
     strategy_name = "towpath"
 
     def __init__(
-        self, sharding: str | Strategy | Sharding = "zero3", *, single_file: bool = False, **kwargs: Any
+        self, sharding: str | NamedStrategy | Strategy | Sharding = "zero3", *, single_file: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         if self._ddp_kwargs or self._ddp_comm_hook is not None:

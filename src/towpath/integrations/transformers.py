@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from towpath.api import average_islands
+from towpath.core.presets import NamedStrategy
 from towpath.core.strategy import Strategy
 from towpath.errors import ShardError
 from towpath.integrations.accelerate import Accelerator
@@ -55,7 +56,7 @@ class ShardedTrainer(_Base):
 
     Args:
         *args: Arguments of the Trainer.
-        strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+        strategy: A preset's name, what `towpath.strategy()` returns, or a `Sharding`.
         **kwargs: Arguments of the Trainer.
 
     Raises:
@@ -68,7 +69,7 @@ class ShardedTrainer(_Base):
     lr_scheduler: Any
     state: Any
 
-    def __init__(self, *args: Any, strategy: str | Strategy | Sharding, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, strategy: str | NamedStrategy | Strategy | Sharding, **kwargs: Any) -> None:
         self._sharding = Sharding.of(strategy)
         super().__init__(*args, **kwargs)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
@@ -213,7 +214,7 @@ def _check_named(optim: str) -> None:
             "Pass Trainer(optimizers=(towpath.optim.owner_stepped(optimizer), None)), with an optimizer that handles "
             "each parameter by itself. Or take an elementwise one: optim= takes adamw_torch, adamw_torch_fused, sgd, "
             "adagrad, rmsprop, schedule_free_… and adafactor. To keep the optimizer's states off the device, pass "
-            'strategy=Sharding(…, offload="optimizer").'
+            'strategy=towpath.strategy(name, offload="optimizer").'
         )
 
 
