@@ -386,7 +386,7 @@ def _trace() -> dict[int, set[str]]:
             entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = tracing.intervals_of_ranks(model, trace)
+    found = observing.intervals_of_ranks(model, trace)
     return {rank: {each.name for each in intervals} for rank, intervals in found.items()}
 
 

@@ -27,11 +27,9 @@ from towpath.observing import (
     INSIDE,
     WAITING,
     Interval,
-    intervals_of_ranks,
     running_trace,
     sums,
 )
-from towpath.tracing import write_trace
 
 Worlds = Callable[[int], World]
 
@@ -190,10 +188,7 @@ def _write(path: Path) -> tuple[int, int]:
         before = towpath.stats(model)
         _train(model, optimizer, steps=1)
         done = towpath.stats(model).since(before)
-    found = intervals_of_ranks(model, trace)
-    assert bool(found) == (dist.get_rank() == 0)
-    if found:
-        write_trace(path, found)
+    tracing.write_trace(path, model, trace)
     return done.inter_bytes, done.intra_bytes
 
 
