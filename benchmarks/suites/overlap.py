@@ -32,7 +32,8 @@ from towpath import lab
 from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.steady_step import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
-from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval, intervals_of_ranks
+from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, Interval
+from towpath.observing import intervals_of_ranks
 from towpath.tracing import write_intervals
 
 # A step against its parts ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from towpath.core import presets
 from towpath.core.collective_log import Call
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
-from towpath.core.presets import NamedStrategy, Preset
+from towpath.core.presets import NamedStrategy, StrategyLike
 from towpath.core.schedule import Schedule, decided, depends_on_memory
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy
@@ -83,7 +83,7 @@ def _lost_peers_named() -> Generator[None]:
 @_lost_peers_named()
 def shard(
     model: Model,
-    strategy: Preset | Literal["auto"] | str | NamedStrategy | Strategy,
+    strategy: Literal["auto"] | StrategyLike,
     *,
     topology: Topology | None = None,
     units: UnitChoice | None = None,
@@ -259,7 +259,7 @@ def _of_mesh(
 
 
 def _resolve(
-    strategy: str | NamedStrategy | Strategy, topology: Topology | None, workload: Workload | None, world: int
+    strategy: StrategyLike, topology: Topology | None, workload: Workload | None, world: int
 ) -> Strategy | None:
     """Return the strategy that the user named, or None for "auto"."""
     chosen: Strategy | None = None
@@ -270,7 +270,8 @@ def _resolve(
     elif workload is None:
         raise ShardError(
             'strategy="auto" has to know what a step computes: pass workload=towpath.Workload(tokens=…), the '
-            "tokens of a rank's forward pass, with micro_steps=, optimizer= and memory= as they are."
+            "tokens of a rank's forward pass, with micro_steps=, optimizer= and memory= as they are. In a framework, "
+            'pass it in strategy=towpath.integrations.Sharding("auto", workload=…).'
         )
     job = topology if chosen is None or topology is not None else chosen.job
     assert job is not None
@@ -489,7 +490,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def schedule(
-    strategy: Preset | str | NamedStrategy | Strategy,
+    strategy: StrategyLike,
     model_or_numels: nn.Module | Sequence[int] | Mapping[str, int],
     micro_steps: int = 1,
     precision: Precision | Dtype | MixedPrecisionPolicy | None = None,

@@ -19,28 +19,9 @@ from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams.record import Sums, TransferStats
-from towpath.engine.streams.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Interval, Trace
+from towpath.engine.streams.trace import Interval, Trace
 from towpath.errors import StepError
 from towpath.topology.groups import Groups
-
-__all__ = [
-    "BETWEEN",
-    "CODEC",
-    "COMPUTE",
-    "INSIDE",
-    "WAITING",
-    "Interval",
-    "Observable",
-    "Stats",
-    "Sums",
-    "Trace",
-    "TransferStats",
-    "intervals_of_ranks",
-    "running_trace",
-    "stats",
-    "sums",
-    "trace",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,17 +23,8 @@ from typing import Any
 
 from torch import nn
 
-from towpath.observing import (
-    BETWEEN,
-    COMPUTE,
-    INSIDE,
-    WAITING,
-    Interval,
-    Observable,
-    Trace,
-    intervals_of_ranks,
-    trace,
-)
+from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
+from towpath.observing import Observable, Trace, intervals_of_ranks, trace
 from towpath.sim.timeline import Event
 
 __all__ = ["Trace", "trace", "write_trace"]

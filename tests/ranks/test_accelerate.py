@@ -349,7 +349,7 @@ def _plugin() -> None:
         Accelerator(strategy="zero3", cpu=True, fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
 
 
-def test_auto_is_refused_before_a_model_is_prepared_unless_the_workload_is_given(world: Worlds) -> None:
+def test_auto_is_refused_unless_the_workload_is_given(world: Worlds) -> None:
     world(1).run(_auto)
 
 
@@ -357,7 +357,7 @@ def _auto() -> None:
     from towpath.integrations.accelerate import Accelerator
 
     with launched(), pytest.raises(ShardError, match=r'Sharding\("auto", workload='):
-        Accelerator(strategy="auto", cpu=True)
+        Accelerator(strategy="auto", cpu=True).prepare(torch.nn.Linear(2, 2))
 
 
 # --- the world as Accelerate counts it --------------------------------------------------------------------------------

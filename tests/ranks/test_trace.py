@@ -20,16 +20,9 @@ from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, strategy_of
 from towpath import tracing
+from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.errors import StepError
-from towpath.observing import (
-    BETWEEN,
-    COMPUTE,
-    INSIDE,
-    WAITING,
-    Interval,
-    running_trace,
-    sums,
-)
+from towpath.observing import running_trace, sums
 
 Worlds = Callable[[int], World]
 

@@ -461,8 +461,6 @@ def test_what_it_cannot_do_it_says_when_it_is_made(world: Worlds, tmp_path: Path
 
 
 def _refused(folder: Path) -> None:
-    with launched(), pytest.raises(ShardError, match=r'Sharding\("auto", workload='):
-        _trainer("auto", folder)
     with launched(ACCELERATE_USE_CPU="false"), pytest.raises(ConfigError, match=r"1 process.*2 ranks.*use_cpu=True"):
         _trainer("mics", folder, use_cpu=False)
 

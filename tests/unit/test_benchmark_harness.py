@@ -26,9 +26,9 @@ from towpath.bench import CONFIDENCE, interleave, interval_of_median
 from towpath.core.presets import strategy
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import TransferKind
+from towpath.engine.streams.trace import BETWEEN, INSIDE, Interval
 from towpath.errors import ConfigError
 from towpath.lab import LinkBytes, Rate
-from towpath.observing import BETWEEN, INSIDE, Interval
 from towpath.sim.timeline import Event
 from towpath.topology.cluster import Topology
 

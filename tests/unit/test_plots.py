@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from towpath.cli import plan_report
-from towpath.observing import COMPUTE, Interval
+from towpath.engine.streams.trace import COMPUTE, Interval
 from towpath.train.report import COLORS, Outcome, draw_timelines, rows_of, standalone_svg, svg, write_report
 
 

@@ -273,6 +273,10 @@ class NamedStrategy:
         return transports
 
 
+# How users name a strategy.
+StrategyLike = Preset | str | NamedStrategy | Strategy
+
+
 def _islands(outer: Outer | None, topology: Topology) -> tuple[Outer | None, Topology]:
     """Return the outer steps with their number of islands, and the topology of one island."""
     if outer is None:

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from towpath.api import average_islands
-from towpath.core.presets import NamedStrategy
-from towpath.core.strategy import Strategy
+from towpath.core.presets import StrategyLike
 from towpath.errors import ShardError
 from towpath.integrations.accelerate import Accelerator
 from towpath.integrations.common import (
@@ -28,7 +27,6 @@ from towpath.integrations.common import (
     load_full,
     needs_owner_stepped,
     not_installed,
-    read_on_cpu,
     save_into,
 )
 from towpath.optim import owner_stepped
@@ -69,7 +67,7 @@ class ShardedTrainer(_Base):
     lr_scheduler: Any
     state: Any
 
-    def __init__(self, *args: Any, strategy: str | NamedStrategy | Strategy | Sharding, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, strategy: StrategyLike | Sharding, **kwargs: Any) -> None:
         self._sharding = Sharding.of(strategy)
         super().__init__(*args, **kwargs)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
@@ -150,7 +148,8 @@ class ShardedTrainer(_Base):
             load_from(folder / FOLDER, self._sharded_model(), _bare(self.optimizer))
         elif (folder / OPTIMIZER_NAME).is_file():
             model, optimizer = self._sharded_model(), _bare(self.optimizer)
-            load_full(model, None, optimizer, lambda: read_on_cpu(folder / OPTIMIZER_NAME))
+            states = folder / OPTIMIZER_NAME
+            load_full(model, None, optimizer, lambda: torch.load(states, map_location="cpu", weights_only=True))
         if (folder / SCHEDULER_NAME).is_file():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 

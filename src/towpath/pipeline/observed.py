@@ -20,7 +20,8 @@ from towpath.core.schedule import JobSchedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine
-from towpath.observing import BETWEEN, INSIDE, Stats, Sums, Trace, TransferStats, stats, sums, traced
+from towpath.engine.streams.trace import BETWEEN, INSIDE
+from towpath.observing import Stats, Sums, Trace, TransferStats, stats, sums, traced
 from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
