@@ -15,7 +15,7 @@ from itertools import combinations_with_replacement
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from towpath.core.outer import Outer
-from towpath.core.placement import GroupCollective, Placement
+from towpath.core.placement import Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
 from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, SyncGradients, TransferKind
 from towpath.core.transport import LOW_RANK, Feedback, Transport
@@ -198,15 +198,12 @@ class NamedStrategy:
                 'strategy() got "auto", which is no preset: pass it to shard() itself. Its options are those of '
                 "towpath.Workload."
             )
-        if isinstance(self.name, Placement):
-            extents: list[str] = []
-        elif self.name in _PLACERS:
-            parameters = inspect.signature(_PLACERS[self.name]).parameters
-            extents = [name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
-        else:
+        placer = None if isinstance(self.name, Placement) else _PLACERS.get(self.name)
+        if placer is None and not isinstance(self.name, Placement):
             known = ", ".join(strategies())
             raise ConfigError(f"unknown strategy {self.name!r}; did you mean {closest(self.name)!r}? Known: {known}.")
-        known = (*extents, *(option for option in Options.__annotations__ if option != "group"))
+        takes_group = placer is not None and "group" in inspect.signature(placer).parameters
+        known = [option for option in Options.__annotations__ if option != "group" or takes_group]
         if unknown := set(self.options) - set(known):
             raise ConfigError(
                 f"strategy {self.label!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."
@@ -236,13 +233,22 @@ class NamedStrategy:
         return replace(made, **self._transports(made)).with_exact_transports(options.get("exact", False))
 
     def _transports(self, made: Strategy) -> dict[str, Transport]:
-        """Return the transports of the kinds that do not keep the default one."""
-        route = self.options.get("route")
-        chosen = _default_transports(made) if route is None else {k.value: Transport(route) for k in WITH_TRANSPORT}
-        for kind, transport in self._encoded().items():
-            if _crosses(getattr(made.moves, kind.value), made.topology):
-                taken = chosen.get(kind.value, Transport()).route
-                chosen[kind.value] = _routed(kind, transport, taken, is_named=route is not None)
+        """Return the transport of each kind.
+
+        By default, a kind with groups of several nodes and several members in each takes the best route. The plain
+        presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
+        """
+        named, encoded = self.options.get("route"), self._encoded()
+        chosen: dict[str, Transport] = {}
+        for kind in WITH_TRANSPORT:
+            groups = (group for move in getattr(made.moves, kind.value) for group in move.groups)
+            grids = [Grid.of([made.topology.node_of(rank) for rank in group.ranks]) for group in groups]
+            gains = made.name not in _PLAIN and not all(grid.plain for grid in grids)
+            route: Route = named or (BEST_ROUTE if gains else "flat")
+            transport = Transport(route)
+            if kind in encoded and any(grid.nodes > 1 for grid in grids):
+                transport = _routed(kind, encoded[kind], route, is_named=named is not None)
+            chosen[kind.value] = transport
         return chosen
 
     def _encoded(self) -> dict[TransferKind, Transport]:
@@ -368,22 +374,3 @@ def _routed(kind: TransferKind, transport: Transport, taken: Route, is_named: bo
         return replace(transport, route=taken if is_named or taken != "flat" else BEST_ROUTE)
     encoded: Route = taken if taken in ALL_TO_ALL else "two-hop"
     return replace(transport, route=encoded, plain_route=taken if transport.changes and taken != encoded else None)
-
-
-def _crosses(moves: tuple[GroupCollective, ...], topology: Topology) -> bool:
-    return any(len(set(map(topology.node_of, g.ranks))) > 1 for move in moves for g in move.groups)
-
-
-def _default_transports(made: Strategy) -> dict[str, Transport]:
-    """Return transports with the best route for each kind with a group of several nodes and several members in each.
-
-    The plain presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
-    """
-    if made.name in _PLAIN:
-        return {}
-    topology = made.topology
-
-    def gains(moves: tuple[GroupCollective, ...]) -> bool:
-        return any(not Grid.of([topology.node_of(r) for r in g.ranks]).plain for m in moves for g in m.groups)
-
-    return {k.value: Transport(BEST_ROUTE) for k in WITH_TRANSPORT if gains(getattr(made.moves, k.value))}
