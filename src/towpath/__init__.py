@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from towpath import codecs as codecs
     from towpath import errors as errors
     from towpath import integrations as integrations
-    from towpath import lab as lab
     from towpath import optim as optim
     from towpath import pipeline as pipeline
     from towpath import planning as planning
@@ -79,7 +78,7 @@ __all__ = [
 ]
 
 # Modules that are attributes after `import towpath` alone.
-_MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "pipeline", "planning", "tracing")
+_MODULES = ("checkpoint", "codecs", "errors", "integrations", "optim", "pipeline", "planning", "tracing")
 
 _HOMES = {
     "Extent": "topology.cluster",

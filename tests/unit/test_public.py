@@ -105,7 +105,7 @@ def test_submodules_work_after_a_plain_import() -> None:
     program = """
 import towpath
 towpath.checkpoint.get_model_state_dict, towpath.checkpoint.set_optimizer_state_dict, towpath.checkpoint.save
-towpath.codecs.register, towpath.errors.ShardError, towpath.lab.Lab, towpath.pipeline.Compression
+towpath.codecs.register, towpath.errors.ShardError, towpath.pipeline.Compression
 towpath.integrations.accelerate.Accelerator
 towpath.optim.owner_stepped, towpath.optim.chain
 """

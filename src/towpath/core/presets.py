@@ -17,7 +17,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from towpath.core.outer import Outer
 from towpath.core.placement import Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
-from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, SyncGradients, TransferKind
+from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
 from towpath.core.transport import LOW_RANK, Feedback, Transport
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology
@@ -59,7 +59,6 @@ class Options(TypedDict, total=False):
     frozen: Extent | Literal["as-trained"] | None
     frozen_codec: str
     offload: Offload | None
-    sync_gradients: SyncGradients
     exact: bool
     outer: Outer | None
 
@@ -112,7 +111,7 @@ _CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", 
 
 
 # The options that become fields of the Strategy unchanged.
-_FIELDS = ("frozen", "frozen_codec", "offload", "sync_gradients")
+_FIELDS = ("frozen", "frozen_codec", "offload")
 # The name of strategies whose placement is no preset's.
 CUSTOM = "custom"
 
@@ -162,8 +161,6 @@ def strategy(
               memory, and steps on the CPU. Use it if the states do not fit on the GPU. 'params' keeps each rank's shard
               of the weights there, and copies it to the GPU for each gather. Use it if one copy of the weights in each
               node does not fit. 'optimizer+params' does both.
-            - `sync_gradients`: 'micro-step' turns the two-hop synchronization of gradients off (MiCS, section 3.4). Use
-              it only to measure what two hops save.
             - `exact`: True sends the parameter sync in fewer bytes, and over gloo gradients too, without losing a bit.
             - `outer`: An `Outer`, with which islands of nodes synchronize only now and then. Everything else is then
               that of one island. Use it on links below 1 Gbit/s. It changes the algorithm.
