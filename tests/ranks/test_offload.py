@@ -79,7 +79,7 @@ def _twin(label: str, offload: str, micro_steps: int) -> None:
     form = Form.COLLECTIVES if offload == "params" else Form.MESSAGES
     build = partial(MODELS["gpt"].make, torch.float64)
     with in_form(form):
-        twin = Twin(build, loss_on("gpt"), label, SHAPE, optimizer_first=True, offload=offload)
+        twin = Twin(build, loss_on("gpt"), f"{label} offload={offload}", SHAPE, optimizer_first=True)
     for step in range(3):
         twin.backward(step, micro_steps=micro_steps)
         twin.check_gradients()

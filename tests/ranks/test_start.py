@@ -232,7 +232,7 @@ def test_buffers_become_those_of_rank_0_and_stay_the_same_tensors() -> None:
     if dist.get_rank() == 1:
         for name, buffer in model.named_buffers():
             buffer.copy_(other[name])
-    model.broadcast_buffers(1)
+    towpath.broadcast_buffers(model, 1)
     for name, buffer in model.named_buffers():
         assert torch.equal(_bytes(buffer), _bytes(other[name])), name
 
