@@ -47,7 +47,7 @@ from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import CHECK_EVERY
-from towpath.errors import ShardError, StrategyError, TopologyError
+from towpath.errors import ConfigError, ShardError
 from towpath.logs import logger
 from towpath.planner.request import Workload
 from towpath.sharded_module import Batch, ShardedModule, attach_api, check_class
@@ -128,10 +128,10 @@ def shard(
     Raises:
         ShardError: The model cannot be sharded, or an argument is invalid or one of FSDP's.
         MismatchError: The ranks passed different models or arguments.
-        StrategyError: The strategy is unknown, or does not fit the model or the precision.
-        TopologyError: The topology does not fit the process group, or the group cannot use the model's device.
+        ConfigError: The strategy is unknown, or does not fit the model or the precision. Or the topology does not fit
+            the process group, or the group cannot use the model's device. Or the files of `values` are of another
+            model.
         PlanError: No strategy fits `workload` (with "auto").
-        ConfigError: The files of `values` are of another model.
         CheckpointError: The files of `values` are damaged.
         TypeError: An argument does not exist.
     """
@@ -293,7 +293,7 @@ def _of_mesh(
         )
     said = Topology(*mesh.shape)
     if topology is not None and topology != said:
-        raise TopologyError(f"the mesh has {said} ranks (replicate × shard), but topology={topology} was passed.")
+        raise ConfigError(f"the mesh has {said} ranks (replicate × shard), but topology={topology} was passed.")
     ranks = mesh.mesh.flatten().tolist()
     whole = None if ranks == list(range(dist.get_world_size())) else mesh._flatten().get_group()  # pyright: ignore
     if whole is not None and dist.get_process_group_ranks(whole) != ranks:
@@ -361,7 +361,7 @@ def _environment(groups: Groups, check_every: int) -> list[str]:
 def _check_is_strategy(caller: str, strategy: object) -> None:
     if not isinstance(strategy, Strategy):
         meant = f" Did you mean {presets.closest(strategy)!r}?" if isinstance(strategy, Enum) else ""
-        raise StrategyError(
+        raise ConfigError(
             f"{caller}: expected a preset's name, or a Strategy as towpath.strategy() makes it; got {strategy!r}."
             f"{meant}"
         )
@@ -369,14 +369,14 @@ def _check_is_strategy(caller: str, strategy: object) -> None:
 
 def _check_topology(strategy: Strategy, topology: Topology | None) -> None:
     if topology is not None and topology != strategy.job:
-        raise TopologyError(
+        raise ConfigError(
             f"the strategy was made for {strategy.topology} (nodes × ranks), but topology={topology} was passed."
         )
 
 
 def _check_world(topology: Topology, world: int) -> None:
     if topology.world != world:
-        raise TopologyError(
+        raise ConfigError(
             f"{topology.words}: expected {counted(topology.world, 'rank')} in the process group, which has {world}. "
             f"Start {topology.world}, or pass the topology that is running."
         )
@@ -587,8 +587,8 @@ def schedule(
         The schedule of a steady step, which the engine follows.
 
     Raises:
-        StrategyError: The strategy is unknown or invalid, or a name in `owner_stepped` is not a trainable parameter.
-        TopologyError: `topology` differs from that of the strategy.
+        ConfigError: The strategy is unknown or invalid, or a name in `owner_stepped` is not a trainable parameter. Or
+            `topology` differs from that of the strategy.
     """
     if isinstance(strategy, str):
         if topology is None and isinstance(model_or_numels, ShardedModule):
@@ -627,7 +627,7 @@ def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> It
                     wanted.difference_update(place.names)
                     yield OwnedParameter(place.names[0], tuple(place.shape), unit, number, index)
     if wanted:
-        raise StrategyError(
+        raise ConfigError(
             f"schedule: owner_stepped has {', '.join(sorted(wanted))}; expected names of the model's trainable "
             "parameters."
         )

@@ -34,7 +34,7 @@ from towpath.auto.probe import device_of_job
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.presets import parse_strategy
 from towpath.core.strategy import WITH_TRANSPORT, Strategy
-from towpath.errors import ConfigError, TowpathError, TrainError
+from towpath.errors import ConfigError, StepError, TowpathError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 from towpath.topology.init import first_line
@@ -355,7 +355,7 @@ def measure_in_job(
     for it in a collective, nothing can wake these. Then every rank calls `report_end` with the error, and exits.
 
     Raises:
-        TrainError: The candidate failed on some rank, and no rank waits for it. Every rank raises it.
+        StepError: The candidate failed on some rank, and no rank waits for it. Every rank raises it.
     """
     status = groups.shared("status of bench", lambda: StatusStore(f"{groups.name}/bench", groups.rank, groups.world))
     number: int = next(groups.shared("measurements of bench", count))
@@ -383,7 +383,7 @@ def measure_in_job(
     if error is not None:
         _end(status, error, report_end)
     if failed:
-        raise TrainError(f"rank {min(failed)}: {failed[min(failed)]}")
+        raise StepError(f"rank {min(failed)}: {failed[min(failed)]}")
     held = [memory for _, _, memory in answers.values() if memory is not None]
     return Sample(answers[0][1], None, max(held, default=None))
 

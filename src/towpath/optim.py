@@ -75,7 +75,7 @@ def owner_stepped(optimizer: Optimizer, *, gradients: str | Transport = "none") 
     Raises:
         ShardError: The optimizer couples its parameters, has stepped already, or has parameters that are not sharded.
         MismatchError: Ranks passed different optimizers.
-        StrategyError: The codec does not fit the parameters.
+        ConfigError: The codec does not fit the parameters.
     """
     transport = gradients if isinstance(gradients, Transport) else Transport(codec=gradients)
     if not any(isinstance(p, ShardTensor) for p in _parameters(optimizer)):

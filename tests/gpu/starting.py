@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import towpath
 from tests.gpu.case import BOTH, FOLDER, Case, join
 from tests.ranks.models import DEVICE
-from towpath.errors import StepError, TopologyError, TowpathError
+from towpath.errors import ConfigError, StepError, TowpathError
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
 
@@ -178,13 +178,13 @@ def probes(folder: Path, bound: bool) -> dict[str, Any]:
 
 def sharing_is_refused(folder: Path, backend: str) -> None:
     join(folder, backend, own_host=False)
-    raises(TopologyError, "ranks 0 and 1 share a GPU", lambda: towpath.shard(nn.Linear(4, 4).cuda(), "zero3"))
+    raises(ConfigError, "ranks 0 and 1 share a GPU", lambda: towpath.shard(nn.Linear(4, 4).cuda(), "zero3"))
 
 
 def a_model_the_group_cannot_carry_is_refused(folder: Path, backend: str, device: str) -> None:
     join(folder, backend)
     raises(
-        TopologyError,
+        ConfigError,
         r"the model is on .*towpath\.init\(\)",
         lambda: towpath.shard(nn.Linear(4, 4).to(device), "zero3"),
     )

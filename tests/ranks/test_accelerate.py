@@ -25,7 +25,7 @@ import towpath.optim
 from tests.ranks.launched import forget, launched
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
-from towpath.errors import CheckpointError, MismatchError, ShardError, StrategyError, TopologyError
+from towpath.errors import CheckpointError, ConfigError, MismatchError, ShardError
 
 Worlds = Callable[[int], World]
 
@@ -317,7 +317,7 @@ def _refused() -> None:
             Accelerator.adopt(stock, "zero3")
     with launched():
         accelerator = Accelerator(strategy="no such", cpu=True)
-        with pytest.raises(StrategyError, match="no such"):
+        with pytest.raises(ConfigError, match="no such"):
             accelerator.prepare(Net())
     with launched():
         accelerator = Accelerator(strategy="zero3", cpu=True)
@@ -371,7 +371,7 @@ def test_ranks_that_accelerate_counts_as_one_process_each_are_refused(world: Wor
 def _uncounted() -> None:
     from towpath.integrations.accelerate import Accelerator
 
-    with launched(ACCELERATE_USE_CPU="false"), pytest.raises(TopologyError, match=r"1 process.*2 ranks.*cpu=True"):
+    with launched(ACCELERATE_USE_CPU="false"), pytest.raises(ConfigError, match=r"1 process.*2 ranks.*cpu=True"):
         Accelerator(strategy="mics")
 
 
@@ -387,7 +387,7 @@ def _made_later() -> None:
             del os.environ[name]
         with mock.patch.object(dist, "is_initialized", lambda: False):
             accelerator = Accelerator(strategy="mics")
-        with pytest.raises(TopologyError, match=r"1 process.*2 ranks"):
+        with pytest.raises(ConfigError, match=r"1 process.*2 ranks"):
             accelerator.prepare(Net())
 
 
@@ -401,7 +401,7 @@ def _miscounted() -> None:
     with launched() as rank:
         accelerator = Accelerator(strategy="mics")
         accelerator.state.process_index = 0
-        expected = MismatchError if rank == 0 else TopologyError
+        expected = MismatchError if rank == 0 else ConfigError
         with pytest.raises(expected, match=r"number 0, but it is rank 1 of 2 ranks"):
             accelerator.prepare(Net())
 
@@ -446,7 +446,7 @@ def test_the_one_process_that_accelerate_starts_for_several_on_cpus_is_refused(t
 
     with mock.patch.dict(os.environ, _started_by_accelerate(_MULTI_CPU, tmp_path), clear=True):
         forget()
-        with pytest.raises(TopologyError, match=r"one process.*torchrun --nproc-per-node.*cpu=True"):
+        with pytest.raises(ConfigError, match=r"one process.*torchrun --nproc-per-node.*cpu=True"):
             Accelerator(strategy="mics")
 
 
@@ -469,12 +469,12 @@ import os
 import torch
 from accelerate.state import AcceleratorState
 
-from towpath.errors import TopologyError
+from towpath.errors import ConfigError
 from towpath.integrations.accelerate import Accelerator
 
 try:
     Accelerator(strategy="mics")
-except TopologyError as error:
+except ConfigError as error:
     refused = str(error)
 AcceleratorState._reset_state(True)
 accelerator = Accelerator(strategy="mics", cpu=True)

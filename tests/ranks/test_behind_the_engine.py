@@ -18,7 +18,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from tests.ranks.test_never_silent import SHAPE, Block, Net, _batch, _loss
 from tests.ranks.twin import Twin
-from towpath.errors import ShardError, ShardTensorError, StepError, TowpathError
+from towpath.errors import ShardError, StepError, TowpathError
 
 Worlds = Callable[[int], World]
 
@@ -198,7 +198,7 @@ def _change_the_list() -> None:
     before = block.weights
     block.weights = list(before)  # another list, of which the engine does not know
     before.clear()
-    assert "'blocks.2.a.weight'" in _error(ShardTensorError, lambda: twin.sharded(_batch(0, 0, 0)))
+    assert "'blocks.2.a.weight'" in _error(ShardError, lambda: twin.sharded(_batch(0, 0, 0)))
 
 
 def _alias_in_a_list(block: Any) -> None:

@@ -787,7 +787,7 @@ def _refusals() -> list[str]:
     sent = ForkingPickler.loads(ForkingPickler.dumps(parameter))
     told: list[str] = []
     for refused in (parameter.data_ptr, lambda: parameter.new_empty(3), sent.sum):
-        with pytest.raises(towpath.errors.ShardTensorError) as error:
+        with pytest.raises(towpath.errors.ShardError) as error:
             refused()
         told.append(str(error.value))
     return told

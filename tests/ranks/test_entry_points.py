@@ -31,7 +31,7 @@ from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
 from towpath.engine.hooks import KNOWN_METHODS
-from towpath.errors import ShardError, ShardTensorError, StepError, TowpathError
+from towpath.errors import ShardError, StepError, TowpathError
 
 Worlds = Callable[[int], World]
 
@@ -331,7 +331,7 @@ def test_a_block_that_is_read_from_outside_is_named_and_trains_as_part_of_the_ro
 
 def _read_a_block() -> None:
     refused = towpath.shard(Conditioned().double(), "zero3", topology=SHAPE, units=[Block])
-    with pytest.raises(ShardTensorError, match=r"'blocks.0.norm.weight'.*in unit 'blocks.0'.*pass the other units as"):
+    with pytest.raises(ShardError, match=r"'blocks.0.norm.weight'.*in unit 'blocks.0'.*pass the other units as"):
         _loss(refused, 0, 0, 0)
     assert _rests(refused)
 
@@ -348,7 +348,7 @@ def test_a_parameter_of_the_root_read_outside_is_named_with_what_makes_it_whole(
 
 def _read_the_root() -> None:
     model: Any = towpath.shard(Coder().double(), "zero3", topology=SHAPE)
-    with pytest.raises(ShardTensorError, match=r"'scale'.*in unit 'root'.*register_forward_method\(model, name\)"):
+    with pytest.raises(ShardError, match=r"'scale'.*in unit 'root'.*register_forward_method\(model, name\)"):
         model.reconstruct(_noise(0, 0, 0))
 
 
@@ -451,7 +451,7 @@ def _save_by_pytorch(model: Any) -> None:
     for options in (StateDictOptions(full_state_dict=True), StateDictOptions(full_state_dict=True, cpu_offload=True)):
         sliced = get_model_state_dict(model, options=options)
         if sliced:  # on rank 1, PyTorch returns nothing with cpu_offload
-            with pytest.raises(ShardTensorError, match=r"every rank call towpath.checkpoint.get_model_state_dict"):
+            with pytest.raises(ShardError, match=r"every rank call towpath.checkpoint.get_model_state_dict"):
                 torch.save(sliced, io.BytesIO())
         with towpath.full_parameters(model):
             whole: Any = get_model_state_dict(model, options=options)
@@ -690,7 +690,7 @@ def _grad_of_parameters() -> None:
         twin = Twin(lambda: nn.Sequential(Block(), Block()), _loss, label, SHAPE)
         parameters = list(twin.sharded.parameters())
         for unused in (False, True):
-            with twin.sharded.no_sync(), pytest.raises(ShardTensorError, match=r"backward\(inputs=parameters"):
+            with twin.sharded.no_sync(), pytest.raises(ShardError, match=r"backward\(inputs=parameters"):
                 torch.autograd.grad(_loss(twin.sharded, 0, 0, 0), parameters, allow_unused=unused)
         penalty = sum(p.square().sum() for p in parameters)
         for p, gradient in zip(parameters, torch.autograd.grad(penalty, parameters), strict=True):

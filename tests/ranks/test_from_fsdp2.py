@@ -33,7 +33,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, strategy_of
 from towpath import checkpoint
 from towpath.engine.hooks import ARGUMENTS, COUNTERPARTS
-from towpath.errors import MismatchError, ShardError, StrategyError
+from towpath.errors import ConfigError, MismatchError, ShardError
 
 Worlds = Callable[[int], World]
 
@@ -197,12 +197,12 @@ def _refuse_precisions() -> None:
         ),
         (MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False), r"cast_forward_inputs=False.*casts its"),
     ):
-        with pytest.raises(StrategyError, match=words):
+        with pytest.raises(ConfigError, match=words):
             towpath.shard(_net(), "zero3", precision=given)
-        with pytest.raises(StrategyError, match=words):
+        with pytest.raises(ConfigError, match=words):
             towpath.schedule("zero3", _net(), 1, given, topology=SHAPE)
     wrong = "bf17" if dist.get_rank() else "bf16"  # on one rank alone it is an error on all
-    with pytest.raises((StrategyError, MismatchError), match="bf17"):
+    with pytest.raises((ConfigError, MismatchError), match="bf17"):
         towpath.shard(_net(), "zero3", precision=wrong)  # pyright: ignore[reportArgumentType]
 
 
@@ -243,10 +243,10 @@ def _name_sharding_strategies() -> None:
     for theirs in ShardingStrategy:
         ours = meant.get(theirs.name, "paro-nii")
         for given in (theirs, theirs.name):
-            with pytest.raises(StrategyError, match=rf"[Dd]id you mean '{ours}'\?"):
+            with pytest.raises(ConfigError, match=rf"[Dd]id you mean '{ours}'\?"):
                 towpath.shard(_net(), given)  # pyright: ignore[reportArgumentType]
     for given in (3, None, copy):
-        with pytest.raises(StrategyError, match=r"shard: expected a preset's name, or a Strategy"):
+        with pytest.raises(ConfigError, match=r"shard: expected a preset's name, or a Strategy"):
             towpath.shard(_net(), given)  # pyright: ignore[reportArgumentType]
 
 

@@ -21,7 +21,7 @@ from tests.ranks.twin import TOLERANCE, Twin
 from towpath.codecs.kernels import reference
 from towpath.core.formats import Codec
 from towpath.core.strategy import TransferKind
-from towpath.errors import ShardTensorError, StrategyError
+from towpath.errors import ConfigError, ShardError
 
 Worlds = Callable[[int], World]
 SHAPE = towpath.Topology(2, 2)
@@ -304,7 +304,7 @@ def _written() -> None:
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), before[name]), name
         for write in (torch.zero_, lambda w: w.add_(1), lambda w: torch._foreach_mul_([w], 2.0)):
-            with torch.no_grad(), pytest.raises(ShardTensorError, match="is stored in int8:64"):
+            with torch.no_grad(), pytest.raises(ShardError, match="is stored in int8:64"):
                 write(weight)
         assert torch.equal(weight.full_tensor(), expected)
         weight.requires_grad_(True)
@@ -354,12 +354,12 @@ def _checkpointed(folder: str) -> None:
 
 
 def test_what_cannot_be_is_refused_with_the_remedy() -> None:
-    with pytest.raises(towpath.errors.PlacementError, match="no legal extent"):
+    with pytest.raises(towpath.errors.ConfigError, match="no legal extent"):
         _strategy("zero3", "1x2")
-    with pytest.raises(StrategyError, match="frozen is an Extent, 'as-trained', or None"):
+    with pytest.raises(ConfigError, match="frozen is an Extent, 'as-trained', or None"):
         towpath.strategy("zero3", SHAPE, frozen="everywhere")
     for codec in ("int8:whole", "bf16", "int8+stochastic"):
-        with pytest.raises(StrategyError, match="are stored in a codec of blocks"):
+        with pytest.raises(ConfigError, match="are stored in a codec of blocks"):
             towpath.strategy("zero3", SHAPE, frozen_codec=codec)
-    with pytest.raises(StrategyError, match="float64"):
+    with pytest.raises(ConfigError, match="float64"):
         towpath.schedule(_strategy("zero3", "2x1", frozen_codec="int8"), Model().double(), 1)

@@ -27,7 +27,7 @@ from tests.ranks.twin import Twin
 from towpath import ShardTensor
 from towpath import checkpoint as checkpoints
 from towpath.engine import layout
-from towpath.errors import ShardTensorError, StepError
+from towpath.errors import ShardError, StepError
 
 Worlds = Callable[[int], World]
 
@@ -296,7 +296,7 @@ def _named_inputs() -> None:
     model.norm.register_forward_hook(lambda *_: weights.append(model.head.weight))
     loss = model(_ids(0, 0, 0)).square().mean()
     assert weights[0].data_ptr()
-    with pytest.raises(ShardTensorError, match="asks for the address"):
+    with pytest.raises(ShardError, match="asks for the address"):
         loss.backward()
 
 

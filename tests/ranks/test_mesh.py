@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import towpath
 from tests.ranks.server import World
 from towpath import Topology
-from towpath.errors import ShardError, TopologyError
+from towpath.errors import ConfigError, ShardError
 
 Worlds = Callable[[int], World]
 
@@ -59,7 +59,7 @@ def _refuse_meshes() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     with pytest.raises(ShardError, match="mesh= and group="):
         towpath.shard(_model(), "zero3", mesh=mesh, group=dist.group.WORLD)
-    with pytest.raises(TopologyError, match="the mesh has 2 × 2 ranks"):
+    with pytest.raises(ConfigError, match="the mesh has 2 × 2 ranks"):
         towpath.shard(_model(), "zero3", mesh=mesh, topology=Topology(4, 1))
     with pytest.raises(ShardError, match="expected one dim, or two"):
         towpath.shard(_model(), "zero3", mesh=init_device_mesh("cpu", (2, 2, 1)))

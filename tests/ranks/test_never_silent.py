@@ -16,7 +16,7 @@ from tests.ranks.models import DEVICE
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
-from towpath.errors import ShardError, ShardTensorError, StepError
+from towpath.errors import ShardError, StepError
 
 Worlds = Callable[[int], World]
 
@@ -127,8 +127,8 @@ def _refuse_all() -> None:
 
     twin = _twin("zero3")
     parameter = next(twin.sharded.parameters())
-    _refused(ShardTensorError, twin.sharded.float, "cannot be cast or moved. Do it before shard")
-    _refused(ShardTensorError, lambda: parameter.register_hook(print), "would never run")
+    _refused(ShardError, twin.sharded.float, "cannot be cast or moved. Do it before shard")
+    _refused(ShardError, lambda: parameter.register_hook(print), "would never run")
     _refused(ShardError, lambda: copy.deepcopy(twin.sharded), "_foreach_lerp_")
 
 

@@ -31,7 +31,7 @@ from towpath import Precision, Topology, checkpoint
 from towpath.core import exact
 from towpath.core.routes import Form
 from towpath.engine.executor import engine_of
-from towpath.errors import MismatchError, ShardError, StrategyError
+from towpath.errors import ConfigError, MismatchError, ShardError
 
 Worlds = Callable[[int], World]
 
@@ -250,7 +250,7 @@ def test_what_cannot_be_is_refused_on_every_rank(world: Worlds) -> None:
 
 
 def _refused() -> None:
-    with pytest.raises(StrategyError, match=r"offload='parameters': expected 'optimizer', 'params', .*, or None"):
+    with pytest.raises(ConfigError, match=r"offload='parameters': expected 'optimizer', 'params', .*, or None"):
         Run.of("zero3", Topology(1, 2), offload="parameters")
     mine = "optimizer" if dist.get_rank() else None
     with pytest.raises(MismatchError, match="given different things"):

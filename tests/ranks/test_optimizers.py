@@ -20,7 +20,7 @@ from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.test_owner_stepped import OneStepSize
 from tests.ranks.twin import Twin
 from towpath import checkpoint
-from towpath.errors import ShardTensorError
+from towpath.errors import ShardError
 
 Worlds = Callable[[int], World]
 Make = Callable[[Any], optim.Optimizer]
@@ -121,7 +121,7 @@ def _refuse() -> dict[str, str]:
         before = [p.to_local().clone() for p in twin.sharded.parameters()]
         twin.backward()
         optimizer = make(list(twin.sharded.parameters()))
-        with pytest.raises(ShardTensorError) as caught:
+        with pytest.raises(ShardError) as caught:
             optimizer.step(lambda: torch.zeros(())) if name == "LBFGS" else optimizer.step()
         texts[name] = str(caught.value)
         assert all(torch.equal(p.to_local(), b) for p, b in zip(twin.sharded.parameters(), before, strict=True)), name
@@ -139,7 +139,7 @@ def test_what_couples_parameters_is_not_sent_to_whole_matrices(world: Worlds) ->
 def _refuse_coupled() -> str:
     twin = _twin("zero3", lambda ps: optim.SGD(ps, lr=0.1))
     twin.backward()
-    with pytest.raises(ShardTensorError) as caught:
+    with pytest.raises(ShardError) as caught:
         OneStepSize(twin.sharded.parameters()).step()
     return str(caught.value)
 
@@ -168,7 +168,7 @@ def test_an_optimizer_with_plain_states_is_told_what_to_do(world: Worlds) -> Non
 def _refuse_plain_states() -> str:
     twin = _twin("zero3", lambda ps: optim.SGD(ps, lr=0.1))
     twin.backward()
-    with pytest.raises(ShardTensorError) as caught:
+    with pytest.raises(ShardError) as caught:
         KeepsPlainStates(twin.sharded.parameters()).step()
     return str(caught.value)
 

@@ -27,7 +27,7 @@ from tests.ranks.strategies import in_turn, seldom
 from towpath.core.pipeline import PassKind, messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
-from towpath.errors import ShardError, StepError, StrategyError, TopologyError
+from towpath.errors import ConfigError, ShardError, StepError
 from towpath.observing import intervals_of_ranks, sums
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
@@ -703,7 +703,7 @@ def _refused() -> None:
             "loss": _loss,
             "example": torch.empty(2, WIDTH).double(),
         }
-        with pytest.raises((ShardError, StrategyError, TopologyError), match=match):
+        with pytest.raises((ShardError, ConfigError), match=match):
             Pipeline(stages, **({"strategy": "zero1"} | keywords | options))
 
     refused("a mesh of dimensions 'pp' and 'dp' is needed.*got dp", mesh=plain)

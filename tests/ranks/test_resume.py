@@ -29,7 +29,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from towpath import checkpoint
 from towpath.checkpoint import dcp, safetensors
-from towpath.errors import TowpathError, TrainError
+from towpath.errors import StepError, TowpathError
 from towpath.train import checkpoints, trainer
 from towpath.train.config import Config, DataConfig
 from towpath.train.data.corpus import find
@@ -426,7 +426,7 @@ def _fail_while_it_saves(options: tuple[str, ...]) -> tuple[Seen, Path | None]:
     def before(step: int) -> None:
         if step == 4:
             failed.set()
-            raise TrainError("for the test")
+            raise StepError("for the test")
 
     safetensors.put = put
     try:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import towpath
 from tests.ranks.server import World
 from tests.ranks.test_pipeline import BATCH, LENGTH, _gpt, _token_loss
-from towpath.errors import TopologyError
+from towpath.errors import ConfigError
 from towpath.pipeline import Pipeline, split
 from towpath.topology.groups import Groups
 from towpath.topology.init import check_devices
@@ -82,7 +82,7 @@ def test_a_device_that_cannot_work_is_refused_on_every_rank(
 
 
 def _refused(config: str, devices: list[str], current: int, words: str) -> None:
-    with _gpus(config, current=current), pytest.raises(TopologyError, match=f"{words}.*towpath.init()"):
+    with _gpus(config, current=current), pytest.raises(ConfigError, match=f"{words}.*towpath.init()"):
         towpath.shard(_model(devices[dist.get_rank()]), "zero3", topology=towpath.Topology(2, 1))
 
 
@@ -108,7 +108,7 @@ def test_a_rank_that_does_not_come_is_named(world: Worlds) -> None:
 
 def _one_does_not_come() -> None:
     if dist.get_rank() == 0:
-        with _gpus(NCCL) as patch, pytest.raises(TopologyError, match=r"rank 0: ranks \[1\] .* did not come"):
+        with _gpus(NCCL) as patch, pytest.raises(ConfigError, match=r"rank 0: ranks \[1\] .* did not come"):
             patch.setattr(Groups, "timeout_seconds", 0.05)
             check_devices(Groups(), GPU)
     dist.barrier()

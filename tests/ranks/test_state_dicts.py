@@ -26,7 +26,7 @@ import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, strategy_of
 from towpath import ShardTensor, Topology, checkpoint
-from towpath.errors import CheckpointError, ShardError, ShardTensorError
+from towpath.errors import CheckpointError, ShardError
 
 Worlds = Callable[[int], World]
 
@@ -331,7 +331,7 @@ def _call_pytorchs() -> None:
                 if dist.get_rank() and options is ON_RANK_0:
                     assert not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(found))
                     continue
-                with pytest.raises(ShardTensorError, match=r"get_model_state_dict\(model.*get_optimizer_state_dict"):
+                with pytest.raises(ShardError, match=r"get_model_state_dict\(model.*get_optimizer_state_dict"):
                     torch.save(found, io.BytesIO())
     before = [p.to_local().clone() for p in run.model.parameters()]
     pytorchs.set_optimizer_state_dict(run.model, run.optimizer, copy.deepcopy(state), options=FULL)
@@ -346,7 +346,7 @@ def _call_pytorchs() -> None:
         _same(pytorchs.get_model_state_dict(run.model, options=FULL), whole)
         with pytest.raises(CheckpointError, match=r"inside towpath.full_parameters\(\)"):
             checkpoint.get_model_state_dict(run.model, options=FULL)
-    with pytest.raises(ShardTensorError, match=r"For torch.save.*get_optimizer_state_dict\(model, optimizer"):
+    with pytest.raises(ShardError, match=r"For torch.save.*get_optimizer_state_dict\(model, optimizer"):
         torch.save(run.optimizer.state_dict(), io.BytesIO())
     torch.save(state, io.BytesIO())
     for sharded in (pytorchs.get_optimizer_state_dict(run.model, run.optimizer),):  # as they go to dcp.save

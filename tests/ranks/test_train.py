@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import ROUNDING, in_turn, seldom
 from towpath import offload_activations, stats, strategies
-from towpath.errors import TowpathError, TrainError
+from towpath.errors import StepError, TowpathError
 from towpath.train import trainer as trainer_module
 from towpath.train.config import Config, DataConfig
 from towpath.train.data import corpus
@@ -333,7 +333,7 @@ def _stopped(config: Config) -> tuple[str, bool]:
         training.train_step()
         training.train_step()
         before = _weights(training)
-        with pytest.raises(TrainError) as stopped:
+        with pytest.raises(StepError) as stopped:
             training.train_step()
         after = _weights(training)
         return str(stopped.value), all(torch.equal(before[name], after[name]) for name in before)
@@ -388,7 +388,7 @@ def _overflowing(config: Config) -> str:
     with init_distributed() as job:
         training = Trainer(config, job)
         training.loss_scale.scaled = lambda loss: loss * 1e30  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(TrainError) as stopped:
+        with pytest.raises(StepError) as stopped:
             training.train_step()
         return str(stopped.value)
 
@@ -518,7 +518,7 @@ class _HostReads(TorchDispatchMode):
 def test_too_many_skipped_steps_end_it_on_every_rank(world: Worlds, config: Callable[..., Config]) -> None:
     mine = config(train={"not_finite": "skip", "steps": 30, "batch": 4})
     for kind, told in world(4).run(_failed, mine, "_poisoned_train", set(range(4, 30))):
-        assert kind == "TrainError"
+        assert kind == "StepError"
         assert told.startswith("step 14: ") and "those of step 4: 10 steps in a row were skipped" in told
 
 
@@ -667,7 +667,7 @@ def test_what_cannot_begin_is_one_line_on_every_rank(
     if text := sections.get("data", {}).get("text"):
         sections = sections | {"data": {"tokens": "", "text": [text.replace("{tmp}", str(tmp_path))]}}
     for kind, told in world(4).run(_failed, config(**sections)):
-        assert kind != "TrainError" and words in told
+        assert kind != "StepError" and words in told
         assert "\n" not in told
 
 

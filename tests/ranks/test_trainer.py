@@ -19,7 +19,7 @@ import towpath
 from tests.ranks.launched import launched
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
-from towpath.errors import ShardError, TopologyError
+from towpath.errors import ConfigError, ShardError
 from towpath.integrations import Sharding
 from towpath.optim import owner_stepped
 
@@ -463,7 +463,7 @@ def test_what_it_cannot_do_it_says_when_it_is_made(world: Worlds, tmp_path: Path
 def _refused(folder: Path) -> None:
     with launched(), pytest.raises(ShardError, match=r'Sharding\("auto", workload='):
         _trainer("auto", folder)
-    with launched(ACCELERATE_USE_CPU="false"), pytest.raises(TopologyError, match=r"1 process.*2 ranks.*use_cpu=True"):
+    with launched(ACCELERATE_USE_CPU="false"), pytest.raises(ConfigError, match=r"1 process.*2 ranks.*use_cpu=True"):
         _trainer("mics", folder, use_cpu=False)
 
 

@@ -20,7 +20,7 @@ from tests.ranks.models import DEVICE
 from tests.ranks.server import World
 from tests.ranks.test_never_silent import Net
 from tests.ranks.twin import Twin, mean_of_all_ranks
-from towpath.errors import StepError, TopologyError
+from towpath.errors import ConfigError, StepError
 
 Worlds = Callable[[int], World]
 
@@ -173,5 +173,5 @@ def _two_models() -> None:
 def test_under_a_launcher_shard_refuses_to_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(TopologyError, match=r"rank 1: the launcher started 2 ranks.*init_process_group\(\)"):
+    with pytest.raises(ConfigError, match=r"rank 1: the launcher started 2 ranks.*init_process_group\(\)"):
         towpath.shard(nn.Linear(2, 2), "zero3")

@@ -12,7 +12,7 @@ from towpath import bench
 from towpath.bench import COMPUTE, Sample, compare
 from towpath.cli import bench as command
 from towpath.cli.main import app
-from towpath.errors import ConfigError, TrainError
+from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 
 SQUARE = Topology(2, 2)
@@ -35,7 +35,7 @@ class TestCompare:
     def test_a_candidate_that_fails_is_left_out_with_the_reason(self) -> None:
         def measure(name: str) -> Sample:
             if name == "fsdp2":
-                raise TrainError("rank 1: Traceback\n  File x\nOutOfMemoryError: too large")
+                raise StepError("rank 1: Traceback\n  File x\nOutOfMemoryError: too large")
             return Sample(SECONDS[name])
 
         found = compare(KINDS, 2, measure, lambda text: None)

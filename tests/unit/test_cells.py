@@ -31,7 +31,7 @@ from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def encoded_transfers(shape: Topology) -> Iterator[Transfer]:
         for options in ({}, {"weights": "int8", "gradients": "int4"}, {"weights": "e4m3:32", "gradients": "int8:1024"}):
             try:
                 strategy = towpath.strategy(name, shape, **options)
-            except StrategyError:
+            except ConfigError:
                 continue  # nothing of it crosses nodes, or it takes no such codec
             for numels in UNITS:
                 plan = schedule(strategy, (UnitSpec("block", (BucketSpec(numels),)),), 1).plans[0]

@@ -13,7 +13,7 @@ from tests.codec_cases import messages, same
 from tests.ranks.strategies import seldom
 from towpath.codecs.kernels.reference import decode, decode_sum, decode_sum_encode, encode, rotated, uniform
 from towpath.core.formats import CODECS, ROTATED, SCALE_BYTES, WHOLE, Codec
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 # Of float32, each half the last bit: a quotient's or a scale's, and that of a scale times a code.
 TWO_ROUNDINGS = 2.0**-23
@@ -113,7 +113,7 @@ class TestAsData:
         ],
     )
     def test_refusals(self, text: str, why: str) -> None:
-        with pytest.raises(StrategyError, match=why):
+        with pytest.raises(ConfigError, match=why):
             Codec.parse(text)
 
     @examples

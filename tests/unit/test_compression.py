@@ -15,7 +15,7 @@ from towpath.core.pipeline import (
 )
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 TOPOLOGY = towpath.Topology(2, 1)
 
@@ -63,18 +63,18 @@ def test_a_step_of_a_warm_up_has_the_wires_that_serve_then() -> None:
 
 
 def test_gradients_that_a_stage_cuts_are_refused() -> None:
-    with pytest.raises(StrategyError, match="zero2: reduce: low-rank:4 needs full matrices"):
+    with pytest.raises(ConfigError, match="zero2: reduce: low-rank:4 needs full matrices"):
         Compression(gradients="low-rank:4").strategy_of(towpath.strategy("zero2", TOPOLOGY), 0, 2)
 
 
 def test_what_is_no_compression_is_told() -> None:
-    with pytest.raises(StrategyError, match=r"unknown compression 'optimus'; did you mean 'optimus-cb'"):
+    with pytest.raises(ConfigError, match=r"unknown compression 'optimus'; did you mean 'optimus-cb'"):
         compression("optimus")
-    with pytest.raises(StrategyError, match="has no option rank; it has activation_gradients"):
+    with pytest.raises(ConfigError, match="has no option rank; it has activation_gradients"):
         compression("optimus-cb", rank=4)
-    with pytest.raises(StrategyError, match=r"gradients takes low rank, .*got int8:256.* belong to the strategy"):
+    with pytest.raises(ConfigError, match=r"gradients takes low rank, .*got int8:256.* belong to the strategy"):
         Compression(gradients="int8")
-    with pytest.raises(StrategyError, match="a message from one rank to another has no route"):
+    with pytest.raises(ConfigError, match="a message from one rank to another has no route"):
         Compression(activations=Transport("ring", "int8"))
-    with pytest.raises(StrategyError, match=r"share_of_stages is above 0 and at most 1; got 1\.5"):
+    with pytest.raises(ConfigError, match=r"share_of_stages is above 0 and at most 1; got 1\.5"):
         Compression(share_of_stages=1.5)

@@ -14,7 +14,7 @@ from towpath.core.formats import Codec
 from towpath.core.presets import parse_strategy
 from towpath.core.routes import Grid, Op
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology
 
 TWO = Topology(2, 2)
@@ -100,7 +100,7 @@ def test_an_all_reduce_gathers_in_the_codec_what_it_has_reduced_in_it() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     def refused(match: str, **options: object) -> None:
-        with pytest.raises(StrategyError, match=match):
+        with pytest.raises(ConfigError, match=match):
             towpath.strategy("zero3", TWO, **options)
 
     refused("unknown codec 'int3'", weights="int3")
@@ -120,19 +120,19 @@ def test_what_cannot_be_is_refused() -> None:
     refused("interleaved is the run's number of steps, from 2; got 1", gradients="int4", interleaved=1)
     refused("gradients_until= 4; pass one of them", gradients="int4", interleaved=8, gradients_until=4)
     refused("until is a number of optimizer steps", gradients="int4", gradients_until=-1)
-    with pytest.raises(StrategyError, match="feedback='first' without a codec"):
+    with pytest.raises(ConfigError, match="feedback='first' without a codec"):
         towpath.Transport("two-hop", feedback="first")
-    with pytest.raises(StrategyError, match=r"plain_route='ring' is for steps without the codec.*pass until="):
+    with pytest.raises(ConfigError, match=r"plain_route='ring' is for steps without the codec.*pass until="):
         towpath.Transport("two-hop", "int8", plain_route="ring")
-    with pytest.raises(StrategyError, match="served is for a codec that is not in use"):
+    with pytest.raises(ConfigError, match="served is for a codec that is not in use"):
         towpath.Transport("two-hop", served=True)
-    with pytest.raises(StrategyError, match="codec is a Codec, its text, or 'none'; got 8"):
+    with pytest.raises(ConfigError, match="codec is a Codec, its text, or 'none'; got 8"):
         towpath.Transport("two-hop", 8)
 
 
 def test_elements_that_codecs_do_not_take_are_refused_with_what_to_do() -> None:
     precision = towpath.Precision("float64", "float64")
-    with pytest.raises(StrategyError, match=r"gather in int8:256 of .*: its elements are float64.*Pass precision="):
+    with pytest.raises(ConfigError, match=r"gather in int8:256 of .*: its elements are float64.*Pass precision="):
         towpath.schedule(towpath.strategy("zero++", TWO), [64], 1, precision)
 
 
@@ -198,5 +198,5 @@ def test_an_encoded_reduction_on_a_route_without_hops_is_refused(monkeypatch: py
     transfer = next(t for t in made.transfers if t.kind is TransferKind.REDUCE)
     members: Any = SimpleNamespace(grid=Grid(2, 2))
     monkeypatch.setattr(rank_transfer, "hops_of", lambda route, grid: ())
-    with pytest.raises(StrategyError, match="hops_of"):
+    with pytest.raises(ConfigError, match="hops_of"):
         rank_transfer.select(transfer, members, torch.device("cpu"))

@@ -15,7 +15,7 @@ from towpath.core.strategy import GRADIENTS, TransferKind
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
 TWO = Topology(2, 2)
@@ -72,7 +72,7 @@ def test_codecs_force_what_exact_transports_do_not() -> None:
 def test_rings_are_refused_to_codecs_alone() -> None:
     exact = towpath.strategy("zero1", TWO, route="ring", exact=True)
     assert towpath.schedule(exact, [1 << 20]).transfers[0].exact
-    with pytest.raises(StrategyError, match="would round gradients in int8 at every member"):
+    with pytest.raises(ConfigError, match="would round gradients in int8 at every member"):
         towpath.strategy("zero1", TWO, route="ring", gradients="int8")
 
 
@@ -114,11 +114,11 @@ def test_a_codec_stays_next_to_exact_transports() -> None:
 
 def test_messages_of_two_ranks_cannot_be_exact() -> None:
     exact = Transport(exact=True)
-    with pytest.raises(StrategyError, match="activations cannot be exact"):
+    with pytest.raises(ConfigError, match="activations cannot be exact"):
         Compression(activations=exact)
-    with pytest.raises(StrategyError, match="matrix_gradients cannot be exact"):
+    with pytest.raises(ConfigError, match="matrix_gradients cannot be exact"):
         exact.check(Op.TO_OWNERS, "muon: matrix_gradients")
-    with pytest.raises(StrategyError, match="gather cannot be exact"):
+    with pytest.raises(ConfigError, match="gather cannot be exact"):
         towpath.strategy("zero3", TWO, gather=exact)
 
 
@@ -131,5 +131,5 @@ def test_stages_in_low_rank_keep_exact_transports_for_other_steps() -> None:
 
 @pytest.mark.parametrize("exact", ["false", "yes", 1, 0, None])
 def test_exact_is_true_or_false(exact: Any) -> None:
-    with pytest.raises(StrategyError, match="exact is True or False"):
+    with pytest.raises(ConfigError, match="exact is True or False"):
         towpath.strategy("paro-iig", towpath.Topology(2, 2), exact=exact)

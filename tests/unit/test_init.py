@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import towpath
-from towpath.errors import TopologyError
+from towpath.errors import ConfigError
 from towpath.lab.runs import direct
 from towpath.topology import init as module
 
@@ -93,7 +93,7 @@ def test_one_process_takes_the_first_gpu(gpus: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("gpus")
 def test_more_ranks_than_gpus_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED, "LOCAL_RANK": "2"})
-    with pytest.raises(TopologyError, match=r"local rank 2 has no GPU: PyTorch sees 2.*CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ConfigError, match=r"local rank 2 has no GPU: PyTorch sees 2.*CUDA_VISIBLE_DEVICES"):
         towpath.init()
 
 
@@ -103,7 +103,7 @@ def test_ranks_that_were_given_one_gpu_are_refused_before_nccl_connects(
     """As two nodes that are one machine: each has a local rank 0."""
     monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED})
     monkeypatch.setattr(module, "gpu_of", lambda device: "GPU of rank 1")
-    with pytest.raises(TopologyError, match=r"ranks 1 and 3 share a GPU \(GPU of rank 1\)"):
+    with pytest.raises(ConfigError, match=r"ranks 1 and 3 share a GPU \(GPU of rank 1\)"):
         towpath.init()
     assert "backend" not in gpus
 
@@ -111,20 +111,20 @@ def test_ranks_that_were_given_one_gpu_are_refused_before_nccl_connects(
 @pytest.mark.usefixtures("gpus")
 def test_ranks_that_would_all_take_the_first_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {k: v for k, v in (os.environ | LAUNCHED).items() if k != "LOCAL_RANK"})
-    with pytest.raises(TopologyError, match=r"rank 3: .*LOCAL_RANK is not"):
+    with pytest.raises(ConfigError, match=r"rank 3: .*LOCAL_RANK is not"):
         towpath.init()
 
 
 @pytest.mark.parametrize("left_out", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_half_set_environment_is_refused(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
     monkeypatch.setattr(os, "environ", {k: v for k, v in (os.environ | LAUNCHED).items() if k != left_out})
-    with pytest.raises(TopologyError, match=rf"the environment has .*, but not {left_out}\."):
+    with pytest.raises(ConfigError, match=rf"the environment has .*, but not {left_out}\."):
         towpath.init()
 
 
 def test_processes_of_a_launcher_that_sets_no_ranks_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    with pytest.raises(TopologyError, match=r"2 processes were started.*torchrun"):
+    with pytest.raises(ConfigError, match=r"2 processes were started.*torchrun"):
         towpath.init()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert towpath.init() == torch.device("cpu")
@@ -136,7 +136,7 @@ def test_a_group_that_exists_is_kept_and_checked(monkeypatch: pytest.MonkeyPatch
     assert towpath.init() == torch.device("cpu")
     assert dist.group.WORLD is group
     monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED})
-    with pytest.raises(TopologyError, match=r"rank 3: the launcher started 4 ranks, but the process group .* has 1"):
+    with pytest.raises(ConfigError, match=r"rank 3: the launcher started 4 ranks, but the process group .* has 1"):
         towpath.init()
 
 
@@ -174,5 +174,5 @@ def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED, **address, "RANK": "0"})
-        with pytest.raises(TopologyError, match=rf"port in use.*127.0.0.1:{address['MASTER_PORT']}.*--master-port"):
+        with pytest.raises(ConfigError, match=rf"port in use.*127.0.0.1:{address['MASTER_PORT']}.*--master-port"):
             towpath.init()

@@ -14,7 +14,7 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transport import Factored, LowRank, Matrix, Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology
 
 SQUARE = Topology(2, 2)
@@ -91,7 +91,7 @@ def test_feedback_is_on_unless_it_is_turned_off_and_first_steps_may_travel_as_th
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "mics", "hpz", "paro-iig", "paro-nig"])
 def test_where_gradients_are_cut_it_is_refused(name: str) -> None:
-    with pytest.raises(StrategyError, match=r"low-rank:4 needs full matrices.*ddp, zero1, paro-nng, paro-nni"):
+    with pytest.raises(ConfigError, match=r"low-rank:4 needs full matrices.*ddp, zero1, paro-nng, paro-nni"):
         _made(name)
 
 
@@ -104,9 +104,9 @@ def test_mistakes_are_refused() -> None:
         ("'low-rank:16\\+rate:2'", {"codec": "low-rank:4:2"}),
         ("rate is a number of at least 1", {"codec": "low-rank:4+rate:0.5"}),
     ):
-        with pytest.raises(StrategyError, match=message):
+        with pytest.raises(ConfigError, match=message):
             Transport(**transport)
-    with pytest.raises(StrategyError, match="need gradients= to name a codec"):
+    with pytest.raises(ConfigError, match="need gradients= to name a codec"):
         strategy("ddp", SQUARE, gradients_after=3)
 
 

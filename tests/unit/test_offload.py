@@ -21,7 +21,7 @@ from towpath.core.strategy import Offload, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.parameters.gradients import OptimizerMemory
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.planner.catalog import describe_model, load_cluster, shipped_clusters
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
@@ -211,7 +211,7 @@ def test_a_cluster_without_its_host_is_refused() -> None:
     cluster = load_cluster("ethernet-25g", 4)
     unknown = replace(cluster, hardware=replace(cluster.hardware, host_memory=None))
     solver = Solver(describe_model("llama-7b", 2048), unknown, Request(64, 80 << 30, offload="optimizer"))
-    with pytest.raises(StrategyError, match=r"says nothing of the host's memory. Describe it under \[host\]"):
+    with pytest.raises(ConfigError, match=r"says nothing of the host's memory. Describe it under \[host\]"):
         solver.predict(solver.strategy(next(solver.candidates())), Batching(1, 4, True))
 
 

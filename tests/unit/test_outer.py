@@ -15,7 +15,7 @@ from towpath.core.schedule import schedule
 from towpath.core.step_state import ApplyOuter, Submit, Wait
 from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.core.units import units_from_numels
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 PRESETS = [name for name in towpath.strategies() if name != "lins"]
 UNITS = units_from_numels({"": 1000, "a": 70_000, "b": 70_000, "c": 33_000, "d": 70_000}, "float32")
@@ -52,14 +52,14 @@ def plan_of(name: str, topology: Topology, outer: Outer, **options: Any) -> Oute
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(StrategyError, match=named):
+    with pytest.raises(ConfigError, match=named):
         Outer(**settings)
 
 
 def test_few_bits_need_error_feedback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(formats._registered, "pair", 2)
     Outer(every=4, transport=Transport("flat", "int4"))
-    with pytest.raises(StrategyError, match="feedback='all'"):
+    with pytest.raises(ConfigError, match="feedback='all'"):
         Outer(every=4, transport=Transport("flat", "pair"))
     Outer(every=4, transport=Transport("flat", "pair", feedback="all"))
 
@@ -72,9 +72,9 @@ def test_islands_are_groups_of_whole_nodes() -> None:
     racks = Topology(8, 2, nodes_per_rack=4)
     made = towpath.strategy("zero3", racks, outer=Outer(every=4, islands=4))
     assert (made.topology, made.job) == (Topology(2, 2), racks)
-    with pytest.raises(StrategyError, match="whole nodes"):
+    with pytest.raises(ConfigError, match="whole nodes"):
         towpath.strategy("zero3", Topology(2, 4), outer=Outer(every=4, islands=4))
-    with pytest.raises(StrategyError, match="islands"):
+    with pytest.raises(ConfigError, match="islands"):
         Strategy(Topology(2, 2), made.placement, outer=Outer(every=4))
 
 
@@ -207,14 +207,14 @@ def test_the_schedule_of_a_step_between_exchanges_sends_nothing_between_islands(
 
 def test_more_fragments_than_units_are_refused() -> None:
     strategy = towpath.strategy("zero3", Topology(2, 2), outer=Outer(every=32, fragments=8))
-    with pytest.raises(StrategyError, match="5 units"):
+    with pytest.raises(ConfigError, match="5 units"):
         schedule(strategy, UNITS, 1)
 
 
 def test_codecs_cannot_take_the_slow_weights_of_float64() -> None:
     outer = Outer(every=4, transport=Transport("flat", "int8"))
     strategy = towpath.strategy("zero3", Topology(2, 2), outer=outer)
-    with pytest.raises(StrategyError, match="float64"):
+    with pytest.raises(ConfigError, match="float64"):
         schedule(strategy, units_from_numels({"": 10, "a": 100}, "float64"), 1)
 
 
@@ -225,5 +225,5 @@ def test_a_plan_without_outer_steps_is_none() -> None:
 
 @pytest.mark.parametrize("outer", [4, {"every": 4}, "every 4"], ids=str)
 def test_outer_steps_of_another_type_are_refused(outer: Any) -> None:
-    with pytest.raises(StrategyError, match=r"outer is a towpath.Outer, such as towpath.Outer\(every=32\); got"):
+    with pytest.raises(ConfigError, match=r"outer is a towpath.Outer, such as towpath.Outer\(every=32\); got"):
         towpath.strategy("zero1", Topology(2, 2), outer=outer)

@@ -20,7 +20,7 @@ from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Activation, Matrices, Range, Transfer, owner_messages, piece_bytes
 from towpath.core.transport import Transport
-from towpath.errors import TopologyError
+from towpath.errors import ConfigError
 from towpath.planner.catalog import load_cluster
 from towpath.sim.hardware import CABLE, SPINE, Racks, StageLocation, TransferShape, message_cost, phase_costs
 from towpath.topology.cluster import Extent, Topology
@@ -33,9 +33,9 @@ def test_racks_divide_the_nodes_or_are_refused_with_the_remedy() -> None:
     topology = Topology(6, 2, 2)
     assert topology.racks == 3 and [*map(topology.rack_of, range(6))] == [0, 0, 1, 1, 2, 2]
     assert Topology(4, 2, 4) == Topology(4, 2) and Topology(4, 2).racks == 1
-    with pytest.raises(TopologyError, match=r"racks of 4 nodes do not divide 6 nodes.*4 or 8 nodes"):
+    with pytest.raises(ConfigError, match=r"racks of 4 nodes do not divide 6 nodes.*4 or 8 nodes"):
         Topology(6, 2, 4)
-    with pytest.raises(TopologyError, match="nodes_per_rack must be a whole number"):
+    with pytest.raises(ConfigError, match="nodes_per_rack must be a whole number"):
         Topology(6, 2, 0)
 
 
@@ -81,9 +81,9 @@ def test_messages_of_pipelines_and_to_owners_of_matrices_leave_racks() -> None:
     assert [inside.rack_bytes(0), inside.rack_bytes(1)] == [0, 0] != [across.rack_bytes(0), across.rack_bytes(1)]
     assert across.between_racks_bytes == across.inter_bytes
     for wrong in (-1, 2):
-        with pytest.raises(TopologyError, match=f"rack {wrong}: the cluster has 2. Expected a number from 0 to 1"):
+        with pytest.raises(ConfigError, match=f"rack {wrong}: the cluster has 2. Expected a number from 0 to 1"):
             across.rack_bytes(wrong)
-    with pytest.raises(TopologyError, match="node 4: the cluster has 4"):
+    with pytest.raises(ConfigError, match="node 4: the cluster has 4"):
         across.cable_bytes(4)
 
     whole = [OwnedParameter("weight", (50, 100), 0, 0, 0)]
@@ -135,11 +135,9 @@ def test_ranks_are_numbered_rack_by_rack_and_rank_0_stays() -> None:
 
 
 def test_named_racks_that_are_uneven_are_refused_with_the_remedy() -> None:
-    with pytest.raises(TopologyError, match=r"uneven racks: 'a' has 2, 'b' has 1 ranks\. Start equally many nodes"):
+    with pytest.raises(ConfigError, match=r"uneven racks: 'a' has 2, 'b' has 1 ranks\. Start equally many nodes"):
         numbers_by_rack([("a", True), ("b", True), ("a", True)])
-    with pytest.raises(
-        TopologyError, match=r"rank 0 is in rack 'a', and rank 1 is in none.*TOWPATH_RACK on every node"
-    ):
+    with pytest.raises(ConfigError, match=r"rank 0 is in rack 'a', and rank 1 is in none.*TOWPATH_RACK on every node"):
         numbers_by_rack([("a", True), ("", False)])
 
 
@@ -152,7 +150,7 @@ def test_a_described_cluster_has_racks_that_divide_its_nodes() -> None:
     assert racks is not None and cluster.topology.nodes_per_rack == racks.nodes < cluster.topology.nodes
     assert cluster.on(racks.nodes).topology.nodes_per_rack is None  # one rack holds them all
     assert cluster.on(4 * racks.nodes).topology.racks == 4
-    with pytest.raises(TopologyError, match="Use equally many nodes of each rack"):
+    with pytest.raises(ConfigError, match="Use equally many nodes of each rack"):
         cluster.on(racks.nodes + 1)
 
 

@@ -14,7 +14,7 @@ from towpath.codecs.kernels.pieces import Piece, Pieces
 from towpath.core import formats
 from towpath.core.formats import Codec
 from towpath.core.transport import Transport
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.planner.catalog import load_cluster
 
 CPU = torch.device("cpu")
@@ -108,24 +108,24 @@ def test_sums_are_of_what_was_decoded() -> None:
     ("name", "bits", "told"), [("int8", 8, "not one of"), ("Sign", 1, "small letters"), ("x", 3, "1, 2, 4, 8")]
 )
 def test_what_cannot_be_a_codec_is_refused(name: str, bits: int, told: str) -> None:
-    with pytest.raises(StrategyError, match=told):
+    with pytest.raises(ConfigError, match=told):
         register(name, bits=bits, encode=lambda x: (x, x), decode=lambda s, c: c)
 
 
 def test_another_number_of_bits_under_the_same_name_is_refused() -> None:
     _signs()
-    with pytest.raises(StrategyError, match="already"):
+    with pytest.raises(ConfigError, match="already"):
         register("sign", bits=2, encode=lambda x: (x, x), decode=lambda s, c: c)
 
 
 def test_functions_that_return_something_else_are_told_so() -> None:
     register("wrong", bits=8, encode=lambda x: (x.abs().mean(), x), decode=lambda s, c: c)
-    with pytest.raises(StrategyError, match=r"scales of torch.float32 and shape \(\)"):
+    with pytest.raises(ConfigError, match=r"scales of torch.float32 and shape \(\)"):
         _there_and_back(Codec.parse("wrong:32"), torch.ones(32))
 
 
 def test_it_is_unknown_until_it_is_registered_and_planned_afterwards() -> None:
-    with pytest.raises(StrategyError, match="unknown codec 'sign'"):
+    with pytest.raises(ConfigError, match="unknown codec 'sign'"):
         Transport("two-hop", "sign")
     _signs()
     assert str(Transport("two-hop", "sign").encoding) == "sign:256"

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store
 
-from towpath.errors import TopologyError
+from towpath.errors import ConfigError
 from towpath.topology.store import agree_on_name
 
 PATIENCE = timedelta(seconds=30)
@@ -40,11 +40,11 @@ def test_what_dead_ranks_said_is_answered_and_nobody_is_taken_for_them() -> None
     store = HashStore()
     for rank in range(3):
         store.set(f"towpath/hello/{rank}", f"dead {rank}")
-    with pytest.raises(TopologyError, match="ranks \\[1, 2\\] did not come"):  # rank 0 alone, and it dies too
+    with pytest.raises(ConfigError, match="ranks \\[1, 2\\] did not come"):  # rank 0 alone, and it dies too
         agree_on_name(store, 0, 3, timedelta(seconds=0.05))
     assert len(set(_names(store, range(3), 3))) == 1
 
 
 def test_a_rank_whose_first_does_not_come_says_so() -> None:
-    with pytest.raises(TopologyError, match="rank 0 did not come"):
+    with pytest.raises(ConfigError, match="rank 0 did not come"):
         agree_on_name(HashStore(), 1, 2, timedelta(seconds=0.05))

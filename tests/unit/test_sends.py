@@ -14,7 +14,7 @@ from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Activation, Transfer
 from towpath.core.transport import LowRank, Transport, matrix_of
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
 JOB = Topology(4, 2)
@@ -69,7 +69,7 @@ def test_a_tensor_is_seen_as_a_matrix_of_its_last_dimension() -> None:
 
 @each(text=["low-rank", "low-rank:0", "low-rank:4+hadamard", "low-rank:-1"])
 def test_a_mistaken_rank_is_refused(text: str) -> None:
-    with pytest.raises(StrategyError, match=r"Write 'low-rank:' and the rank|at least 1"):
+    with pytest.raises(ConfigError, match=r"Write 'low-rank:' and the rank|at least 1"):
         Transport(codec=text)
 
 
@@ -77,7 +77,7 @@ def test_messages_have_no_route_and_round_once() -> None:
     transport = Transport(codec="low-rank:4", until=3)
     assert (transport.at(2).low_rank, transport.at(3).low_rank) == (LowRank(4), None)
     for wrong in (Transport("ring"), Transport(codec="int8", feedback="both")):
-        with pytest.raises(StrategyError):
+        with pytest.raises(ConfigError):
             wrong.check(activation([(0, 1)]).move.op, "an activation")
 
 

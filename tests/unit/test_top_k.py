@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from towpath.codecs.top_k import TopKEncoder, decode_add
 from towpath.core.top_k import CHUNK, TopK
 from towpath.core.transport import Transport
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 
 def sent(encoder: TopKEncoder, values: torch.Tensor) -> torch.Tensor:
@@ -76,14 +76,14 @@ def test_text_names_the_codec(text: str) -> None:
     "text", ["top-k", "top-k:", "top-k:3", "top-k:0", "top-k:2000", "top-k:64+decay:2", "top-k:-4"]
 )
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(StrategyError):
+    with pytest.raises(ConfigError):
         Transport("flat", text)
 
 
 def test_only_exchanges_between_islands_have_it() -> None:
     import towpath
 
-    with pytest.raises(StrategyError, match="between islands"):
+    with pytest.raises(ConfigError, match="between islands"):
         towpath.strategy("zero1", towpath.Topology(2, 2), grad_sync=Transport("flat", "top-k:64"))
-    with pytest.raises(StrategyError, match="feedback"):
+    with pytest.raises(ConfigError, match="feedback"):
         Transport("flat", "top-k:64", feedback="first")

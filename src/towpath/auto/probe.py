@@ -35,7 +35,7 @@ from towpath.codecs.kernels import kernels_for
 from towpath.collectives.native import all_gather_single, launched_together
 from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import Codec, dtype_name, registered_formats
-from towpath.errors import TopologyError
+from towpath.errors import ConfigError
 from towpath.planner.profile import (
     INTER,
     INTRA,
@@ -124,16 +124,16 @@ def probe(
         The profile, identical on all ranks.
 
     Raises:
-        TopologyError: If there is no process group, or the topology does not fit the job.
+        ConfigError: If there is no process group, or the topology does not fit the job.
     """
     if not dist.is_initialized():
-        raise TopologyError("probe: there is no process group. Call towpath.init() first.")
+        raise ConfigError("probe: there is no process group. Call towpath.init() first.")
     if device_of_job().type == "cpu" and not Path("/proc/stat").exists():
-        raise TopologyError("probe: on CPUs it needs Linux, which tells what moving bytes takes of the processors.")
+        raise ConfigError("probe: on CPUs it needs Linux, which tells what moving bytes takes of the processors.")
     groups = Groups()
     topology = topology or Topology.detect()
     if topology.world != groups.world:
-        raise TopologyError(f"probe: the job has {groups.world} ranks, and {topology} are {topology.world}.")
+        raise ConfigError(f"probe: the job has {groups.world} ranks, and {topology} are {topology.world}.")
     return _Prober(groups, topology, budget_seconds, say, largest).run()
 
 

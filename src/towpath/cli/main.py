@@ -28,7 +28,7 @@ from towpath.cli.probe import probe
 from towpath.cli.simulate import explain, simulate
 from towpath.cli.terminal import Commands, Output
 from towpath.cli.train import demo, train
-from towpath.errors import PlanError, TowpathError, TrainError
+from towpath.errors import PlanError, StepError, TowpathError
 
 _FAILED = 1
 _USAGE = 2
@@ -93,7 +93,7 @@ def main() -> None:
 def _run(arguments: list[str]) -> int:
     try:
         status: Any = app(arguments, prog_name="towpath", standalone_mode=False)
-    except (TrainError, PlanError) as error:
+    except (StepError, PlanError) as error:
         return _complain(str(error), _FAILED)
     except TowpathError as error:
         return _complain(str(error))

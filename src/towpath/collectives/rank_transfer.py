@@ -34,7 +34,7 @@ from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.routes import Form, Op, hops_of
 from towpath.core.strategy import BY_MAXIMUM, TransferKind
 from towpath.core.transfer import Range, Ranks, Transfer
-from towpath.errors import StepError, StrategyError
+from towpath.errors import ConfigError, StepError
 
 # --- select -----------------------------------------------------------------------------------------------------------
 #
@@ -76,7 +76,7 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
     if op is not Op.ALL_GATHER and hops_of(route, members.grid):
         reduce = AllToAllReduceScatter(transfer, members, device, transfer.form is Form.COLLECTIVES)
     elif codec is not None:  # a route that was added without its hops would send unencoded values
-        raise StrategyError(f"{transfer}: {codec} needs hops, and hops_of() has none for {route!r}.")
+        raise ConfigError(f"{transfer}: {codec} needs hops, and hops_of() has none for {route!r}.")
     elif not in_calls:
         return PointToPoint(transfer, members)
     elif op is Op.ALL_GATHER:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 # Collectives send integers, too. Parameters are floating (`BucketSpec`).
 _ITEM_BYTES = {
@@ -90,17 +90,17 @@ def add_format(name: str, bits: int) -> None:
     """Add `name` to the codecs of blocks. `codecs/kernels/registered.py` registers the functions that compute it.
 
     Raises:
-        StrategyError: If the name or the number of bits is not allowed, or the name is registered with other bits.
+        ConfigError: If the name or the number of bits is not allowed, or the name is registered with other bits.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in (*CODECS, "none"):
-        raise StrategyError(
+        raise ConfigError(
             f"codec {name!r}: expected a name of small letters, digits and underscores that is not one of "
             f"{', '.join(CODECS)}, none."
         )
     if bits not in CODE_BITS:
-        raise StrategyError(f"codec {name!r}: a code has {', '.join(map(str, CODE_BITS))} bits; got {bits!r}.")
+        raise ConfigError(f"codec {name!r}: a code has {', '.join(map(str, CODE_BITS))} bits; got {bits!r}.")
     if _registered.get(name, bits) != bits:
-        raise StrategyError(f"codec {name!r} is registered already, with codes of {_registered[name]} bits.")
+        raise ConfigError(f"codec {name!r} is registered already, with codes of {_registered[name]} bits.")
     _registered[name] = bits
 
 
@@ -135,34 +135,34 @@ class Codec:
 
     def __post_init__(self) -> None:
         if self.name not in codec_names():
-            raise StrategyError(f"Codec: unknown codec {self.name!r}; known are {', '.join(codec_names())}.")
+            raise ConfigError(f"Codec: unknown codec {self.name!r}; known are {', '.join(codec_names())}.")
         if type(self.block) is not int:
-            raise StrategyError(f"Codec: block is a whole number of elements, or 0 for all; got {self.block!r}.")
+            raise ConfigError(f"Codec: block is a whole number of elements, or 0 for all; got {self.block!r}.")
         if self.block and not (SMALLEST_BLOCK <= self.block <= _LARGEST_BLOCK and self.block & (self.block - 1) == 0):
-            raise StrategyError(
+            raise ConfigError(
                 f"Codec: a block has {SMALLEST_BLOCK} to {_LARGEST_BLOCK} elements, a power of two, "
                 f"or is {WHOLE!r}; got {self.block}."
             )
         if self.stochastic and self.name not in ("int8", "int4"):
-            raise StrategyError(f"Codec: stochastic rounding is for int8 and int4, not for {self.name}.")
+            raise ConfigError(f"Codec: stochastic rounding is for int8 and int4, not for {self.name}.")
         if self.name == "bf16" and (self.hadamard or self.block != _DEFAULT_BLOCK):
-            raise StrategyError("Codec: bf16 has no scales: it takes neither a block nor a rotation.")
+            raise ConfigError("Codec: bf16 has no scales: it takes neither a block nor a rotation.")
 
     @staticmethod
     def parse(text: str) -> Codec:
-        """Return the codec that `text` names. Raise StrategyError if it names none."""
+        """Return the codec that `text` names. Raise ConfigError if it names none."""
         match = re.fullmatch(r"(\w+)(?::(\w+))?((?:\+\w+)*)", text)
         options = match[3].split("+")[1:] if match else []
         block = (match[2] or str(_DEFAULT_BLOCK)) if match else ""
         known = len({"hadamard", "stochastic"}.intersection(options)) == len(options)  # also refuses duplicates
         if match is None or not (block.isdecimal() or block == WHOLE) or not known:
-            raise StrategyError(
+            raise ConfigError(
                 f"not a codec: {text!r}. Write its name ({', '.join(codec_names())}), and if need be its block and "
                 f"options: 'int4:64+hadamard+stochastic', 'int8:{WHOLE}'."
             )
         number = 0 if block == WHOLE else int(block)
         if block != WHOLE and number == 0:
-            raise StrategyError(f"not a codec: {text!r}: a block of no elements.")
+            raise ConfigError(f"not a codec: {text!r}: a block of no elements.")
         return Codec(match[1], number, "hadamard" in options, "stochastic" in options)
 
     def __str__(self) -> str:
@@ -298,21 +298,21 @@ class Precision:
         A single dtype becomes `params`. FSDP2's policy gives `params` and `reduce`.
 
         Raises:
-            StrategyError: If the argument is no such value, or the policy requires what a sharded model does not do.
+            ConfigError: If the argument is no such value, or the policy requires what a sharded model does not do.
         """
         if given is None or isinstance(given, Precision):
             return given or Precision()
         policy: Any = given
         if type(policy).__name__ == "MixedPrecisionPolicy":
             if policy.output_dtype is not None:
-                raise StrategyError(
+                raise ConfigError(
                     f"precision=MixedPrecisionPolicy(output_dtype={policy.output_dtype}): a sharded model does not "
                     "cast its "
                     "outputs. Leave output_dtype out, and cast where you use the output, as in "
                     f"model(x).to({policy.output_dtype})."
                 )
             if policy.param_dtype is not None and not policy.cast_forward_inputs:
-                raise StrategyError(
+                raise ConfigError(
                     f"precision=MixedPrecisionPolicy(param_dtype={policy.param_dtype}, cast_forward_inputs=False): "
                     "each unit "
                     "casts its floating inputs to the dtype it computes in. Leave cast_forward_inputs out. To keep "
@@ -321,7 +321,7 @@ class Precision:
                 )
             return Precision(policy.param_dtype, policy.reduce_dtype)
         if _full_name(policy) not in FLOATING:
-            raise StrategyError(
+            raise ConfigError(
                 f"precision={given!r}: expected the dtype to compute in, such as torch.bfloat16 or 'bf16', a "
                 "towpath.Precision, or FSDP2's MixedPrecisionPolicy. The dtypes are "
                 f"{', '.join(FLOATING)}."
@@ -338,12 +338,12 @@ class Precision:
                 continue
             name = _full_name(value)
             if name not in FLOATING:
-                raise StrategyError(
+                raise ConfigError(
                     f"Precision({field}={value}): expected one of {', '.join(FLOATING)}, or None for the model's own."
                 )
             object.__setattr__(self, field, name)
         if self.accumulate in NARROW and self.reduce not in (None, self.accumulate):
-            raise StrategyError(
+            raise ConfigError(
                 f"Precision(reduce={self.reduce}, accumulate={self.accumulate}): the sum over micro-steps would lose "
                 f"what was sent. Pass accumulate={self.reduce}, or a wider dtype."
             )
@@ -381,7 +381,5 @@ def _kept_name(module: Any) -> str:
     if isinstance(module, type):
         return f"{module.__module__}.{module.__qualname__}"
     if not isinstance(module, str):
-        raise StrategyError(
-            f"Precision(keep=({module!r},)): expected module classes, their names, or names of modules."
-        )
+        raise ConfigError(f"Precision(keep=({module!r},)): expected module classes, their names, or names of modules.")
     return module

@@ -17,7 +17,7 @@ from typing import Any
 
 from towpath.core.routes import Op
 from towpath.core.transport import Transport
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology, counted
 
 # Codecs with fewer bits need error feedback: what they round away would otherwise be lost for good.
@@ -60,19 +60,19 @@ class Outer:
         for name, least in (("every", 1), ("fragments", 1), ("delay", 0), ("islands", 1)):
             value = getattr(self, name)
             if (type(value) is not int or value < least) and not (value is None and name == "islands"):
-                raise StrategyError(f"Outer: {name} is a whole number of at least {least}; got {value!r}.")
+                raise ConfigError(f"Outer: {name} is a whole number of at least {least}; got {value!r}.")
         for name, low, high in (("lr", 0.0, math.inf), ("momentum", 0.0, 1.0), ("blend", 0.0, 1.0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
                 bound = "a number of at least 0" if high == math.inf else "a number from 0 to less than 1"
-                raise StrategyError(f"Outer: {name} is {bound}; got {value!r}.")
+                raise ConfigError(f"Outer: {name} is {bound}; got {value!r}.")
         if self.delay >= self.every:
-            raise StrategyError(
+            raise ConfigError(
                 f"Outer: delay={self.delay} with every={self.every}: the next exchange of the same weights would begin "
                 f"before the result of this one is applied. Take a delay of at most {self.every - 1}."
             )
         if self.fragments > self.every:
-            raise StrategyError(
+            raise ConfigError(
                 f"Outer: fragments={self.fragments} with every={self.every}: there are fewer steps than fragments. "
                 f"Take at most {self.every} fragments."
             )
@@ -81,11 +81,9 @@ class Outer:
     def _check_transport(self) -> None:
         transport = self.transport
         if not isinstance(transport, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise StrategyError(
-                f"Outer: transport is a Transport, such as Transport('flat', 'int4'); got {transport!r}."
-            )
+            raise ConfigError(f"Outer: transport is a Transport, such as Transport('flat', 'int4'); got {transport!r}.")
         if transport.low_rank is not None or transport.exact or transport.changes:
-            raise StrategyError(
+            raise ConfigError(
                 f"Outer: transport={transport}: expected a codec of blocks, top-k or none, without exact=, after= and "
                 "until=."
             )
@@ -97,11 +95,9 @@ class Outer:
         transport.check(Op.ALL_REDUCE, "Outer: transport")
         codec = transport.encoding
         if codec is not None and codec.stochastic:
-            raise StrategyError(
-                f"Outer: {codec} rounds at random, and a run could not resume bit for bit. Leave it out."
-            )
+            raise ConfigError(f"Outer: {codec} rounds at random, and a run could not resume bit for bit. Leave it out.")
         if codec is not None and codec.bits < _BITS_WITHOUT_FEEDBACK and transport.feedback != "all":
-            raise StrategyError(
+            raise ConfigError(
                 f"Outer: {codec} has {codec.bits} bits, and what it rounds away would be lost. Pass feedback='all' to "
                 f"the Transport, or take a codec of at least {_BITS_WITHOUT_FEEDBACK} bits."
             )
@@ -110,12 +106,12 @@ class Outer:
         """Return these settings for a job on `topology`, with the number of islands, and the topology of one island.
 
         Raises:
-            StrategyError: If islands would not consist of equally many whole nodes.
+            ConfigError: If islands would not consist of equally many whole nodes.
         """
         islands = topology.nodes if self.islands is None else self.islands
         if topology.nodes % islands:
             choices = ", ".join(str(n) for n in range(1, topology.nodes + 1) if topology.nodes % n == 0)
-            raise StrategyError(
+            raise ConfigError(
                 f"Outer: {counted(islands, 'island')} on {counted(topology.nodes, 'node')}: an island is a "
                 f"group of whole nodes, equally many in each. Take one of {choices} islands."
             )

@@ -21,7 +21,7 @@ from towpath.core.transfer import Needs, Range, Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import BucketPlan, UnitPlan, largest
 from towpath.core.units import round_up
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
 # Elements. The region of an all-gather starts in the wire buffer at a multiple of this.
@@ -204,14 +204,14 @@ def plan_outer(strategy: Strategy, plans: Sequence[UnitPlan], form: Form = Form.
         form: How transfers are executed.
 
     Raises:
-        StrategyError: If there are more fragments than units that train.
+        ConfigError: If there are more fragments than units that train.
     """
     outer = strategy.outer
     if outer is None:
         return None
     trained = [index for index, plan in enumerate(plans) if plan.trains]
     if outer.fragments > max(len(trained), 1):
-        raise StrategyError(
+        raise ConfigError(
             f"{strategy.name}: outer.fragments={outer.fragments}, and the model has {len(trained)} units that train. "
             f"Expected at most {max(len(trained), 1)}, as each fragment has at least one unit."
         )
@@ -257,7 +257,7 @@ def _part(
         start += elements
     dtype, name = wide(own_dtype), f"fragment {number}"
     if transport.codec != "none" and dtype not in ENCODED:
-        raise StrategyError(
+        raise ConfigError(
             f"{strategy.name}: outer steps in {transport.codec}: the slow weights are {dtype}, and codecs take "
             f"{', '.join(ENCODED)}. Leave the codec out."
         )

@@ -28,7 +28,7 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Matrices, Matrix, Transfer
 from towpath.core.transport import Transport
 from towpath.core.units import overlap
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 if TYPE_CHECKING:
     from towpath.core.unit_plan import BucketPlan, UnitPlan
@@ -210,7 +210,7 @@ def plan_matrices(
         gradients: The transport of the gradients. By default they are sent as they are.
 
     Raises:
-        StrategyError: If the codec of the gradients does not take the dtype of a parameter.
+        ConfigError: If the codec of the gradients does not take the dtype of a parameter.
     """
     gradients = gradients or Transport()
     order = sorted(chosen, key=lambda p: (p.unit, p.bucket, p.index))
@@ -229,7 +229,7 @@ def _check_transport(strategy: Strategy, transport: Transport, parameter: OwnedP
     what = f"{strategy.name}: {TransferKind.MATRIX_GRADIENTS.value}"
     transport.check(Op.TO_OWNERS, what)
     if transport.encoding is not None and bucket.own_dtype not in ENCODED:
-        raise StrategyError(
+        raise ConfigError(
             f"{what} in {transport.codec}: {parameter.name} is {bucket.own_dtype}, and codecs take "
             f"{', '.join(ENCODED)}. "
             "Leave the codec out."

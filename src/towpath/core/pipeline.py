@@ -18,7 +18,7 @@ from typing import Any
 from towpath.core.routes import Op
 from towpath.core.strategy import GRADIENTS, Strategy
 from towpath.core.transport import LOW_RANK, LowRank, Transport
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 # The schedules that `torch.distributed.pipelining` has, by name, and how many stages each rank holds in them.
 SCHEDULES = {
@@ -377,13 +377,13 @@ class Compression:
             if name != "gradients":
                 transport.check(Op.SEND, f"Compression: {name}")
             elif transport.codec != "none" and not isinstance(transport.codec, LowRank):
-                raise StrategyError(
+                raise ConfigError(
                     f"Compression: gradients takes low rank, such as 'low-rank:4'; got {transport.codec}. Codecs of "
                     "blocks "
                     "belong to the strategy."
                 )
         if not 0 < self.share_of_stages <= 1:
-            raise StrategyError(f"Compression: share_of_stages is above 0 and at most 1; got {self.share_of_stages!r}.")
+            raise ConfigError(f"Compression: share_of_stages is above 0 and at most 1; got {self.share_of_stages!r}.")
 
     @property
     def _transports(self) -> dict[str, Transport]:
@@ -452,15 +452,15 @@ def compression(name: str, **options: Any) -> Compression:
         options: Fields of `Compression` that replace those of the preset.
 
     Raises:
-        StrategyError: If there is no such preset or option.
+        ConfigError: If there is no such preset or option.
     """
     if name not in COMPRESSIONS:
         close = difflib.get_close_matches(str(name), COMPRESSIONS, n=1, cutoff=0.0)[0]
         known = ", ".join(COMPRESSIONS)
-        raise StrategyError(f"unknown compression {name!r}; did you mean {close!r}? Known: {known}.")
+        raise ConfigError(f"unknown compression {name!r}; did you mean {close!r}? Known: {known}.")
     known = [field.name for field in fields(Compression)]
     if unknown := set(options) - set(known):
-        raise StrategyError(
+        raise ConfigError(
             f"compression {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known)}."
         )
     return replace(COMPRESSIONS[name], **options)

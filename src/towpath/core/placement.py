@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 
 from towpath.core.routes import Group, Op
-from towpath.errors import PlacementError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology
 
 LABELS = {"params": "P", "grads": "G", "optimizer": "OS", "backward_params": "backward copy"}
@@ -42,7 +42,7 @@ class Placement:
         for each in fields(self):
             value = getattr(self, each.name)
             if not isinstance(value, Extent) and not (value is None and each.name == "backward_params"):
-                raise PlacementError(f"Placement: {each.name} must be a towpath.Extent, got {value!r}.")
+                raise ConfigError(f"Placement: {each.name} must be a towpath.Extent, got {value!r}.")
         for coarse, fine in (("params", "grads"), ("grads", "optimizer")):
             self._require_nesting(coarse, fine)
         if self.backward_params is not None:
@@ -51,7 +51,7 @@ class Placement:
     def _require_nesting(self, coarse: str, fine: str) -> None:
         a, b = getattr(self, coarse), getattr(self, fine)
         if not a.divides(b):
-            raise PlacementError(
+            raise ConfigError(
                 f"{LABELS[coarse]} {a} does not divide {LABELS[fine]} {b}: each extent must divide the next in both "
                 f"coordinates (backward copy | P | G | OS). The nearest legal placement is {self._nested()}."
             )
@@ -69,12 +69,12 @@ class Placement:
         """Check that each extent fits `topology`.
 
         Raises:
-            PlacementError: If an extent does not fit. The message names the rule and the nearest legal placement.
+            ConfigError: If an extent does not fit. The message names the rule and the nearest legal placement.
         """
         for name, extent in self.extents():
             rule = _broken_rule(extent, topology)
             if rule is not None:
-                raise PlacementError(
+                raise ConfigError(
                     f"{LABELS[name]} {extent} on {topology.words}: {rule}. "
                     f"The nearest legal placement is {self._nearest(topology)}."
                 )

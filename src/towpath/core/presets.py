@@ -19,7 +19,7 @@ from towpath.core.placement import GroupCollective, Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
 from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, SyncGradients, TransferKind
 from towpath.core.transport import LOW_RANK, Feedback, Transport
-from towpath.errors import ConfigError, StrategyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology
 
 # Editors complete these names. Arguments of type `Preset | str` also accept a name that is known only at run time.
@@ -181,11 +181,11 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
             - `params`, `grads`, `optimizer`, `backward_params`: The extents of lins.
 
     Raises:
-        StrategyError: If the name or an option is unknown, or options contradict each other.
-        PlacementError: If an extent does not fit the topology.
+        ConfigError: If the name or an option is unknown, or options contradict each other. Or if an extent does not fit
+            the topology.
     """
     if name not in _PLACERS:
-        raise StrategyError(
+        raise ConfigError(
             f"unknown strategy {name!r}; did you mean {closest(name)!r}? Known: {', '.join(strategies())}."
         )
     placer = _PLACERS[name]
@@ -201,7 +201,7 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     encoded = _encoded(name, route, rest)
     topology = topology or Topology.detect()
     if outer is not None and not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise StrategyError(f"outer is a towpath.Outer, such as towpath.Outer(every=32); got {outer!r}.")
+        raise ConfigError(f"outer is a towpath.Outer, such as towpath.Outer(every=32); got {outer!r}.")
     if outer is not None and outer.islands is None and topology.nodes == 1:
         warnings.warn(
             f"outer= is left out: {topology.words} is one island, and has no other to synchronize with. Training is "
@@ -236,8 +236,8 @@ def parse_strategy(text: str, topology: Topology, offload: Offload | None = None
         offload: The option `offload`, unless the text names it.
 
     Raises:
-        ConfigError: If a word is no option with a value.
-        StrategyError: If there is no such preset or option, or options contradict each other.
+        ConfigError: If a word is no option with a value. Or if there is no such preset or option, or options contradict
+            each other.
     """
     name, *words = text.split() or [""]
     if name in ("", "auto"):
@@ -305,9 +305,7 @@ def _check_known(name: str, placer: Callable[..., Placement], options: dict[str,
         *(kind.value for kind in WITH_TRANSPORT),
     ]
     if unknown := set(options) - set(known):
-        raise StrategyError(
-            f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."
-        )
+        raise ConfigError(f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}.")
 
 
 def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[TransferKind, Transport]:
@@ -321,12 +319,12 @@ def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[Tr
     run = options.pop("interleaved", 0)
     if run:
         if type(run) is not int or run < 2:
-            raise StrategyError(f"strategy {name!r}: interleaved is the run's number of steps, from 2; got {run!r}.")
+            raise ConfigError(f"strategy {name!r}: interleaved is the run's number of steps, from 2; got {run!r}.")
         if steps["until"]:
-            raise StrategyError(f"strategy {name!r}: interleaved= is gradients_until= {run // 2}; pass one of them.")
+            raise ConfigError(f"strategy {name!r}: interleaved= is gradients_until= {run // 2}; pass one of them.")
         steps["until"] = run // 2
     if gradients == "none" and (feedback != "none" or any(steps.values())):
-        raise StrategyError(
+        raise ConfigError(
             f"strategy {name!r}: feedback=, gradients_after=, gradients_until= and interleaved= need gradients= to "
             "name a codec."
         )
@@ -338,7 +336,7 @@ def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[Tr
             GRADIENTS, Transport("flat" if low_rank else "two-hop", gradients, feedback, **steps)
         )
         if route is not None and named and not low_rank and route not in ALL_TO_ALL:
-            raise StrategyError(
+            raise ConfigError(
                 f"strategy {name!r}: route={route!r} would round gradients in {gradients} at every member. "
                 f"Take one of {', '.join(ALL_TO_ALL)}, or name the transports one by one (gather=, reduce=, …)."
             )

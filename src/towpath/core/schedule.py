@@ -27,7 +27,7 @@ from towpath.core.transfer import Activation, Needs, Range, Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, largest, plan_unit
 from towpath.core.units import UnitSpec
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology
 
 
@@ -179,10 +179,10 @@ def schedule(
         form: How transfers are executed: as messages with gloo, as collectives with NCCL.
 
     Raises:
-        StrategyError: If `micro_steps` is not an integer of at least 1.
+        ConfigError: If `micro_steps` is not an integer of at least 1.
     """
     if type(micro_steps) is not int or micro_steps < 1:
-        raise StrategyError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
+        raise ConfigError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
     plans = tuple(plan_unit(strategy, unit, precision or Precision(), form) for unit in units)
     root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
     run = (*root, *(p for p in plans if not p.spec.kept))
@@ -394,12 +394,12 @@ def transport_for(dtype: str, transport: Transport) -> Transport:
     """Return the transport of a tensor that stages exchange. Tensors that are not floats, such as tokens, use no codec.
 
     Raises:
-        StrategyError: If the codec of `transport` does not take the dtype.
+        ConfigError: If the codec of `transport` does not take the dtype.
     """
     if dtype not in FLOATING:
         return Transport()
     if transport.encoding is not None and dtype not in ENCODED:
-        raise StrategyError(
+        raise ConfigError(
             f"stages exchange {dtype}, and the codec {transport.encoding} takes {', '.join(ENCODED)}. Take "
             "a precision, or "
             "leave the codec out."

@@ -20,7 +20,7 @@ from towpath.core.outer import Outer
 from towpath.core.placement import LABELS, Placement, PlacementCollectives, legal_extents, transitions
 from towpath.core.routes import Grid, Op
 from towpath.core.transport import Transport
-from towpath.errors import PlacementError, StrategyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology, counted
 
 # --- toml -------------------------------------------------------------------------------------------------------------
@@ -172,34 +172,34 @@ class Strategy:
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
         if self.outer is not None and self.outer.islands is None:
-            raise StrategyError(
+            raise ConfigError(
                 f"{self.name}: outer.islands: expected the number of islands, as `topology` is that of one island. "
                 "towpath.strategy(name, topology, outer=…) takes the topology of the job, and sets both."
             )
         if self.sync_gradients not in SYNC_GRADIENTS:
-            raise StrategyError(
+            raise ConfigError(
                 f"{self.name}: sync_gradients={self.sync_gradients!r}: expected "
                 f"{' or '.join(map(repr, SYNC_GRADIENTS))}."
             )
         if self.sync_gradients != "step" and self.placement.grads == self.topology.whole:
-            raise StrategyError(
+            raise ConfigError(
                 f"{self.name}: sync_gradients={self.sync_gradients!r}: G is sharded over all ranks, so every "
                 "micro-step reduces gradients over all ranks anyway. Leave it out."
             )
         self._check_frozen()
         if self.offload is not None and self.offload not in OFFLOADS:
-            raise StrategyError(
+            raise ConfigError(
                 f"{self.name}: offload={self.offload!r}: expected {', '.join(map(repr, OFFLOADS))}, or None."
             )
         for kind in WITH_TRANSPORT:
             transport = self.transport(kind)
             if not isinstance(transport, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise StrategyError(
+                raise ConfigError(
                     f"{self.name}: {kind.value} is a Transport, such as Transport('two-hop', 'int8'); got "
                     f"{transport!r}."
                 )
             if transport.exact and kind not in EXACT_KINDS:
-                raise StrategyError(
+                raise ConfigError(
                     f"{self.name}: {kind.value} cannot be exact: its receivers hold no earlier values to compare with. "
                     "Leave exact= out of it."
                 )
@@ -208,7 +208,7 @@ class Strategy:
                 and transport.encoding is not None
                 and transport.encoding.stochastic
             ):
-                raise StrategyError(
+                raise ConfigError(
                     f"{self.name}: {kind.value} in {transport.codec} would round anew at each gather, and the backward "
                     "pass "
                     "compute with other weights than the forward pass. Take a codec without +stochastic for weights."
@@ -222,12 +222,12 @@ class Strategy:
         if self.frozen is not None and self.frozen != AS_TRAINED:
             legal = legal_extents(self.topology)
             if not isinstance(self.frozen, Extent):
-                raise StrategyError(
+                raise ConfigError(
                     f"{self.name}: frozen is an Extent, {AS_TRAINED!r}, or None for what memory allows; got "
                     f"{self.frozen!r}."
                 )
             if self.frozen not in legal:
-                raise PlacementError(
+                raise ConfigError(
                     f"frozen {self.frozen} on {self.topology.words} is no legal extent: it divides the node, or "
                     f"fills it. Legal are {', '.join(map(str, legal))}."
                 )
@@ -236,7 +236,7 @@ class Strategy:
         if (codec := self.frozen_codec) == "none":
             return
         if not isinstance(codec, Codec) or codec.grain == 1 or codec.stochastic:
-            raise StrategyError(
+            raise ConfigError(
                 f"{self.name}: frozen parameters are stored in a codec of blocks, rounded the same way on every rank "
                 "('int8', "
                 f"'int4:64', 'e4m3'), or 'none'; got {codec!s}."
@@ -324,7 +324,7 @@ class Strategy:
     def with_exact_transports(self, exact: bool = True) -> Strategy:
         """Return the strategy with exact transports for gradients and the parameter sync, or without."""
         if not isinstance(exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise StrategyError(f"{self.name}: exact is True or False; got {exact!r}.")
+            raise ConfigError(f"{self.name}: exact is True or False; got {exact!r}.")
         return replace(self, **{kind.value: replace(self.transport(kind), exact=exact) for kind in EXACT_KINDS})
 
     @property
@@ -373,11 +373,11 @@ class Strategy:
         return "as what trains" if self.frozen_codec == "none" else f"{self.placement.params!s:>7}"
 
     def to_toml(self) -> str:
-        """Return the strategy as TOML text, which `from_toml` reads. Raise StrategyError if the name is not Unicode."""
+        """Return the strategy as TOML text, which `from_toml` reads. Raise ConfigError if the name is not Unicode."""
         try:
             lines = [f"name = {written(self.name)}"]
         except ValueError as error:
-            raise StrategyError(f"the name {self.name!r} cannot be written: {error}. Expected Unicode text.") from None
+            raise ConfigError(f"the name {self.name!r} cannot be written: {error}. Expected Unicode text.") from None
         if self.frozen is not None:
             extent = self.frozen
             lines.append(f"frozen = {written((extent.local, extent.nodes) if isinstance(extent, Extent) else extent)}")
@@ -404,7 +404,7 @@ class Strategy:
             text: TOML text.
 
         Raises:
-            StrategyError: The text is not a strategy.
+            ConfigError: The text is not a strategy.
         """
         try:
             table = tomllib.loads(text)
@@ -419,7 +419,7 @@ class Strategy:
                 table["outer"] = Outer(**outer | {"transport": Transport(**outer.pop("transport", {}))})
             return Strategy(Topology(**table.pop("topology")), placement, **transports, **_checked(table))
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-            raise StrategyError(f"not a strategy: {error}. Expected what Strategy.to_toml() writes.") from error
+            raise ConfigError(f"not a strategy: {error}. Expected what Strategy.to_toml() writes.") from error
 
 
 def _transport_lines(transport: Transport) -> list[str]:
@@ -433,7 +433,7 @@ def _transport_lines(transport: Transport) -> list[str]:
 
 def _checked(rest: dict[str, Any]) -> dict[str, Any]:
     if unknown := set(rest) - {"name", "frozen", "frozen_codec", "offload", "sync_gradients", "outer"}:
-        raise StrategyError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
+        raise ConfigError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
     if isinstance(extent := rest.get("frozen"), list):
         rest["frozen"] = Extent(*extent)
     return rest

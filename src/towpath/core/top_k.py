@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 TOP_K = "top-k"
 CHUNK = 4096
@@ -35,19 +35,19 @@ class TopK:
 
     def __post_init__(self) -> None:
         if type(self.keep) is not int or not 0 < self.keep <= CHUNK // 4 or self.keep % 4:
-            raise StrategyError(
+            raise ConfigError(
                 f"TopK: keep is how many of {CHUNK} elements are sent: a multiple of 4 up to {CHUNK // 4}; got "
                 f"{self.keep!r}."
             )
         if not 0 <= self.decay <= 1:
-            raise StrategyError(f"TopK: decay is a number from 0 to 1; got {self.decay!r}.")
+            raise ConfigError(f"TopK: decay is a number from 0 to 1; got {self.decay!r}.")
 
     @staticmethod
     def parse(text: str) -> TopK:
-        """Return the codec that text such as 'top-k:64+decay:0.95' names. Raise StrategyError for other text."""
+        """Return the codec that text such as 'top-k:64+decay:0.95' names. Raise ConfigError for other text."""
         match = re.fullmatch(rf"{TOP_K}:(\d+)(?:\+decay:(\d+(?:\.\d+)?))?", text)
         if match is None:
-            raise StrategyError(
+            raise ConfigError(
                 f"not a codec: {text!r}. Write '{TOP_K}:' and how many of {CHUNK} elements are sent, as in "
                 f"'{TOP_K}:64', and if need be what is kept of the error, '{TOP_K}:64+decay:0.95'."
             )

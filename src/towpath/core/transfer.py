@@ -40,7 +40,7 @@ from towpath.core.routes import (
 )
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transport import Transport
-from towpath.errors import TopologyError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
 # --- payload ----------------------------------------------------------------------------------------------------------
@@ -424,12 +424,12 @@ class Transfer:
         return round(self.expected_share * self.between_racks_bytes)
 
     def cable_bytes(self, node: int) -> int:
-        """Return how many bytes `node` sends to other nodes. Raise TopologyError if there is no such node."""
+        """Return how many bytes `node` sends to other nodes. Raise ConfigError if there is no such node."""
         _check_number("node", node, self.topology.nodes)
         return self._traffic.leaving[node]
 
     def rack_bytes(self, rack: int) -> int:
-        """Return how many bytes the nodes of `rack` send to other racks. Raise TopologyError if there is none."""
+        """Return how many bytes the nodes of `rack` send to other racks. Raise ConfigError if there is none."""
         _check_number("rack", rack, self.topology.racks)
         return self._leaving_racks[rack]
 
@@ -571,7 +571,7 @@ class Transfer:
 def _check_number(what: str, number: int, count: int) -> None:
     """Raise unless the cluster has a node or rack of this number."""
     if not 0 <= number < count:
-        raise TopologyError(f"{what} {number}: the cluster has {count}. Expected a number from 0 to {count - 1}.")
+        raise ConfigError(f"{what} {number}: the cluster has {count}. Expected a number from 0 to {count - 1}.")
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from towpath.core.formats import Codec
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
 from towpath.core.top_k import TOP_K, TopK
 from towpath.core.units import BucketSpec
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 # --- low rank ---------------------------------------------------------------------------------------------------------
 #
@@ -48,16 +48,16 @@ class LowRank:
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
-            raise StrategyError(f"LowRank: rank is a whole number of at least 1; got {self.rank!r}.")
+            raise ConfigError(f"LowRank: rank is a whole number of at least 1; got {self.rank!r}.")
         if not 1 <= self.rate < float("inf"):
-            raise StrategyError(f"LowRank: rate is a number of at least 1; got {self.rate!r}.")
+            raise ConfigError(f"LowRank: rate is a number of at least 1; got {self.rate!r}.")
 
     @staticmethod
     def parse(text: str) -> LowRank:
-        """Return the codec that text such as 'low-rank:16+rate:2' names. Raise StrategyError for other text."""
+        """Return the codec that text such as 'low-rank:16+rate:2' names. Raise ConfigError for other text."""
         match = re.fullmatch(rf"{LOW_RANK}:(\d+)(?:\+rate:(\d+(?:\.\d+)?))?", text)
         if match is None:
-            raise StrategyError(
+            raise ConfigError(
                 f"not a codec: {text!r}. Write '{LOW_RANK}:' and the rank, as in '{LOW_RANK}:16', and if need be by "
                 f"how many times the factors must be smaller to be worth while: '{LOW_RANK}:16+rate:2'."
             )
@@ -176,41 +176,41 @@ class Transport:
     def __post_init__(self) -> None:
         for route in (self.route, self.plain_route or self.route):
             if route not in ROUTES:
-                raise StrategyError(f"Transport: unknown route {route!r}; known are {', '.join(ROUTES)}.")
+                raise ConfigError(f"Transport: unknown route {route!r}; known are {', '.join(ROUTES)}.")
         if isinstance(self.codec, str) and self.codec != "none":
             kinds = {LOW_RANK: LowRank, TOP_K: TopK}
             codec = next((kind for start, kind in kinds.items() if self.codec.startswith(start)), Codec)
             object.__setattr__(self, "codec", codec.parse(self.codec))
         elif not isinstance(self.codec, (str, Codec, LowRank, TopK)):
-            raise StrategyError(f"Transport: codec is a Codec, its text, or 'none'; got {self.codec!r}.")
+            raise ConfigError(f"Transport: codec is a Codec, its text, or 'none'; got {self.codec!r}.")
         if self.feedback not in FEEDBACK:
-            raise StrategyError(f"Transport: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
+            raise ConfigError(f"Transport: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
         if isinstance(self.codec, TopK) and (self.feedback != "none" or self.route != "flat"):
-            raise StrategyError(
+            raise ConfigError(
                 f"Transport: {self.codec} always keeps what it does not send, and is sent to all members at once. "
                 "Leave out feedback= and route=."
             )
         if isinstance(self.codec, LowRank) and self.feedback not in ("none", "first"):
-            raise StrategyError(
+            raise ConfigError(
                 f"Transport: in {self.codec} each rank rounds what it sends itself: feedback is 'none' or 'first'; got "
                 f"{self.feedback!r}."
             )
         if self.feedback != "none" and self.codec == "none":
-            raise StrategyError(f"Transport: feedback={self.feedback!r} without a codec: nothing is rounded away.")
+            raise ConfigError(f"Transport: feedback={self.feedback!r} without a codec: nothing is rounded away.")
         if self.served and (self.codec == "none" or self.until or self.after or self.feedback != "none"):
-            raise StrategyError(
+            raise ConfigError(
                 "Transport: served is for a codec that is not in use: without feedback=, until= and after=."
             )
         for name in ("until", "after"):
             steps = getattr(self, name)
             if type(steps) is not int or steps < 0:
-                raise StrategyError(f"Transport: {name} is a number of optimizer steps, or 0; got {steps!r}.")
+                raise ConfigError(f"Transport: {name} is a number of optimizer steps, or 0; got {steps!r}.")
             if steps and self.codec == "none":
-                raise StrategyError(f"Transport: {name}={steps} without a codec: there is nothing to switch on or off.")
+                raise ConfigError(f"Transport: {name}={steps} without a codec: there is nothing to switch on or off.")
         if 0 < self.until <= self.after:
-            raise StrategyError(f"Transport: after={self.after} and until={self.until}: the codec would never be used.")
+            raise ConfigError(f"Transport: after={self.after} and until={self.until}: the codec would never be used.")
         if self.plain_route is not None and not self.changes:
-            raise StrategyError(
+            raise ConfigError(
                 f"Transport: plain_route={self.plain_route!r} is for steps without the codec, and there are none: pass "
                 "until= or after=, or leave it out."
             )
@@ -290,23 +290,23 @@ class Transport:
             what: The strategy and kind of transfer, for the error message.
 
         Raises:
-            StrategyError: If it cannot, for example if every member of a ring would decode and encode again.
+            ConfigError: If it cannot, for example if every member of a ring would decode and encode again.
         """
         if self.top_k is not None:
-            raise StrategyError(
+            raise ConfigError(
                 f"{what}: {self.codec} is for exchanges between islands (Outer(transport=…)). Take a codec of blocks, "
                 "such as 'int8'."
             )
         if self.exact and (op is Op.SEND or op in WITH_OWNERS):
-            raise StrategyError(
+            raise ConfigError(
                 f"{what} cannot be exact. Reductions of gradients and parameter syncs can. Leave exact= out of it."
             )
         if op is Op.SEND:
             for route in (self.route, self.plain_route or "flat"):
                 if route != "flat":
-                    raise StrategyError(f"{what}: a message from one rank to another has no route; got {route!r}.")
+                    raise ConfigError(f"{what}: a message from one rank to another has no route; got {route!r}.")
             if self.feedback not in ("none", "first"):
-                raise StrategyError(
+                raise ConfigError(
                     f"{what}: the sender alone rounds: feedback is 'none' or 'first'; got {self.feedback!r}."
                 )
             return
@@ -314,7 +314,7 @@ class Transport:
             self._check_owners(what)
             return
         if self.low_rank is not None:
-            raise StrategyError(
+            raise ConfigError(
                 f"{what}: {self.codec} needs full matrices: messages between two ranks, or one sum in a step "
                 "of gradients that are unsharded on every rank (ddp, zero1, paro-nng, paro-nni). Here ranges of a flat "
                 f"buffer move ({op.value}). Take a codec of blocks, such as 'int8'."
@@ -322,22 +322,20 @@ class Transport:
         if self.encoding is None:
             return
         if op is not Op.ALL_GATHER and self.route not in ALL_TO_ALL:
-            raise StrategyError(
+            raise ConfigError(
                 f"{what}: {self.codec} on a {op.value} by {self.route} would round at every member. "
                 f"Take one of the routes {', '.join(ALL_TO_ALL)}."
             )
         if op is Op.ALL_GATHER and self.feedback != "none":
-            raise StrategyError(
-                f"{what}: feedback belongs to reductions; a gather sends weights, which are not summed."
-            )
+            raise ConfigError(f"{what}: feedback belongs to reductions; a gather sends weights, which are not summed.")
 
     def _check_owners(self, what: str) -> None:
         if self.route != "flat":
-            raise StrategyError(f"{what}: pieces go straight to the owner, by no route; got {self.route!r}.")
+            raise ConfigError(f"{what}: pieces go straight to the owner, by no route; got {self.route!r}.")
         if self.low_rank is not None or (self.encoding is not None and self.encoding.stochastic):
-            raise StrategyError(f"{what}: got {self.codec}. Take a codec of blocks, such as 'int8:64', or none.")
+            raise ConfigError(f"{what}: got {self.codec}. Take a codec of blocks, such as 'int8:64', or none.")
         if self.feedback != "none" or self.until or self.after:
-            raise StrategyError(f"{what}: feedback=, until= and after= have no meaning here; got {self}.")
+            raise ConfigError(f"{what}: feedback=, until= and after= have no meaning here; got {self}.")
 
     def __str__(self) -> str:
         codec = "" if (self.encoding or self.low_rank or self.top_k) is None else f", {self.codec}"

@@ -18,7 +18,7 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Needs, Range, Transfer
 from towpath.core.transport import Factored, Transport
 from towpath.core.units import BucketSpec, UnitSpec, round_up
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 # A transfer up to this size takes longer to start than to run. Those of one unit are sent as one (MiCS, section 4).
 SMALL_BYTES = 1 << 20
@@ -364,7 +364,7 @@ def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision, form: Fo
         The plan, the same on all ranks.
 
     Raises:
-        StrategyError: If a codec does not take the dtype of a bucket.
+        ConfigError: If a codec does not take the dtype of a bucket.
     """
     return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision, form) for bucket in unit.buckets))
 
@@ -387,7 +387,7 @@ class _Bucket:
             return ()
         codec = transport.encoding
         if codec is not None and dtype not in ENCODED:
-            raise StrategyError(
+            raise ConfigError(
                 f"{self.strategy.name}: {kind.value} in {codec} of {self.unit.name or 'root'} [{self.spec.name}]: its "
                 f"elements are {dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without "
                 "codecs."
@@ -477,7 +477,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
 def _check_resting(codec: Codec, unit: UnitSpec, spec: BucketSpec, compute: str) -> None:
     for dtype in (spec.dtype, compute):
         if dtype not in ENCODED:
-            raise StrategyError(
+            raise ConfigError(
                 f"frozen_codec={codec}: the parameters of {unit.name or 'root'} [{spec.name}] are {dtype}, and codecs "
                 f"take {', '.join(ENCODED)}. Load the model in one of these, or leave frozen_codec out."
             )

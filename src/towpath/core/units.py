@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from towpath.core.formats import FLOATING, SMALLEST_BLOCK, Codec
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 # Each parameter starts at a multiple of 16 elements (32 bytes or more), so that vector loads stay aligned in every
 # dtype. If a codec encodes the parameters, each starts at a block of the codec.
@@ -63,7 +63,7 @@ class BucketSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in FLOATING:
-            raise StrategyError(
+            raise ConfigError(
                 f"dtype {self.dtype!r} cannot be sent; parameters may be {', '.join(FLOATING)}. "
                 "Keep tensors of other dtypes in buffers, or convert them before shard()."
             )

@@ -25,7 +25,7 @@ from towpath.engine.layout import has_forward, kept_modules, torch_dtype
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.unit import Unit, is_transformed
 from towpath.engine.streams.streams import eager
-from towpath.errors import NoMethodError, ShardError, ShardTensorError, StepError
+from towpath.errors import ShardError, StepError
 
 # --- module classes ---------------------------------------------------------------------------------------------------
 #
@@ -221,7 +221,7 @@ def _of_tensors(inputs: Sequence[Any], found: Sequence[Any], may_be_none: bool) 
     """
     wanted, of_views = tuple(found[: len(inputs)]), found[len(inputs) :]
     if any(gradient is not None for gradient in of_views):
-        raise ShardTensorError(
+        raise ShardError(
             "torch.autograd.grad() got parameters of a sharded model. It would return gradients of this rank alone. "
             "Call loss.backward(inputs=parameters), and read their .grad: the mean over all ranks."
         )
@@ -285,6 +285,13 @@ def _parts(engine: Engine) -> list[nn.Module]:
     return list(found.values())
 
 
+class _NoMethodError(ShardError, AttributeError):
+    """A method of FSDP2's modules that a sharded model does not have. The message names the replacement.
+
+    It is an AttributeError too, so that `hasattr` returns False and libraries do not take the model for an FSDPModule.
+    """
+
+
 class HookedModule(nn.Module):
     """A module whose call runs the engine before and after the forward.
 
@@ -295,7 +302,7 @@ class HookedModule(nn.Module):
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name in COUNTERPARTS:
-            raise NoMethodError(
+            raise _NoMethodError(
                 f"{type(self).__name__}.{name}: a sharded model has no such method. {COUNTERPARTS[name]}"
             )
         return super().__getattr__(name)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from towpath.checkpoint.state_dicts import get_model_state_dict
 from towpath.core.strategy import Strategy
 from towpath.engine.build import agree
-from towpath.errors import CheckpointError, ShardError, TopologyError
+from towpath.errors import CheckpointError, ConfigError, ShardError
 from towpath.integrations.common import (
     FOLDER,
     Sharding,
@@ -69,7 +69,7 @@ class Accelerator(accelerate.Accelerator):
 
     Raises:
         ShardError: Accelerate is configured to shard the model itself, or for an unknown precision.
-        TopologyError: Accelerate counts other ranks than the launcher started.
+        ConfigError: Accelerate counts other ranks than the launcher started.
     """
 
     def __init__(self, *args: Any, strategy: str | Strategy | Sharding, **kwargs: Any) -> None:
@@ -123,7 +123,7 @@ class Accelerator(accelerate.Accelerator):
             remedy = f"To train without a GPU, {_CPU_RANKS}."
             if self.device.type == "cuda":
                 remedy = "Start one rank for each GPU with torchrun, and make the process group before the Accelerator."
-            raise TopologyError(
+            raise ConfigError(
                 f"Accelerate counts {self.num_processes} process(es) and takes this one for number "
                 f"{self.process_index}, but it is rank {rank} of {world} ranks. Ranks that Accelerate does not count "
                 f"train on the same batches. {remedy}"
@@ -131,7 +131,7 @@ class Accelerator(accelerate.Accelerator):
         # `accelerate launch` sets MASTER_ADDR for several processes. Without a WORLD_SIZE it started only this one.
         by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
         if world == 1 and by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-            raise TopologyError(
+            raise ConfigError(
                 "accelerate launch was configured for several processes, and started one process, which would train "
                 "alone. Without GPUs it starts several by mpirun only. Instead "
                 f"{_CPU_RANKS}. To train in one process, start the script with python."
@@ -150,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
                 Defaults to the Accelerator's own setting.
 
         Raises:
-            TopologyError: Accelerate counts other ranks than the process group has.
+            ConfigError: Accelerate counts other ranks than the process group has.
         """
         if is_sharded(model):
             return
@@ -159,10 +159,10 @@ class Accelerator(accelerate.Accelerator):
                 "the model was prepared for evaluation, and cannot be sharded. Build it again to train it."
             )
         ensure_process_group()
-        failure: TopologyError | None = None
+        failure: ConfigError | None = None
         try:
             self._check_world()
-        except TopologyError as error:
+        except ConfigError as error:
             failure = error
         agree(Groups(), [], failure, "prepare()")
         placed = self.device_placement if device_placement is None else device_placement

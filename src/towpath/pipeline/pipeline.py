@@ -41,7 +41,7 @@ from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
-from towpath.errors import ShardError, StepError, StrategyError, TowpathError
+from towpath.errors import ConfigError, ShardError, StepError, TowpathError
 from towpath.observing import Interval, Observable, Stats, Sums, Trace
 from towpath.pipeline.agreement import (
     ACCUMULATE,
@@ -105,8 +105,8 @@ class Pipeline(Observable):
 
     Raises:
         ShardError: The arguments do not fit together, or differ between ranks. All ranks raise it.
-        StrategyError: The strategy or the compression is unknown or invalid.
-        TopologyError: The strategy is for another number of ranks.
+        ConfigError: The strategy or the compression is unknown or invalid. Or the strategy is for another number of
+            ranks.
     """
 
     def __init__(
@@ -574,7 +574,7 @@ def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) ->
 def _refuse_outer(strategies: Sequence[str | Strategy]) -> None:
     for each in strategies:
         if isinstance(each, Strategy) and each.outer is not None:
-            raise StrategyError(
+            raise ConfigError(
                 f"{each.name} has outer steps, and pipelines cannot: a pipeline would have to end at the border of an "
                 "island. Leave out outer=, or train without stages."
             )

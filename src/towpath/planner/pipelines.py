@@ -298,7 +298,7 @@ class Pipelines:
 
         Raises:
             PlanError: If the ranks or the micro-batches cannot be divided so.
-            StrategyError: If there is no such strategy.
+            ConfigError: If there is no such strategy.
         """
         self.strategy(layout)
         if needed := asked_of_micro_batches(layout.schedule, layout.pipeline, batching.micro_steps):
@@ -335,7 +335,7 @@ class Pipelines:
 
         Raises:
             PlanError: If the layout's `Strategy` is for another topology than that of the copies of a stage.
-            StrategyError: If there is no preset of the layout's name.
+            ConfigError: If there is no preset of the layout's name.
         """
         topology = self._stage_topology(layout)
         if isinstance(layout.strategy, Strategy):

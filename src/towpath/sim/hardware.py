@@ -18,7 +18,7 @@ from towpath.core.routes import Form, Grid, Op, effective_route, hops_of, parts_
 from towpath.core.strategy import MoveShape
 from towpath.core.transfer import Activation, Range, Transfer
 from towpath.core.transport import Transport
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 from towpath.sim.measured import MeasuredCollectives, Mesh
 from towpath.topology.cluster import Topology
 
@@ -215,7 +215,7 @@ class Hardware:
         if self.host_memory is not None:
             return self.host_memory
         if self.cores is None:
-            raise StrategyError(
+            raise ConfigError(
                 "offload: the cluster's description says nothing of the host's memory. Describe it under [host] "
                 "(docs/guides/describe-a-cluster.md), or plan without offload."
             )
@@ -231,13 +231,13 @@ class Hardware:
         return found
 
     def codec_speed(self, codec: str) -> CodecSpeed:
-        """Return the speed of a codec, or raise StrategyError if the cluster's description has none."""
+        """Return the speed of a codec, or raise ConfigError if the cluster's description has none."""
         speed = dict(self.codecs).get(codec)
         if speed is None and codec in (DIFFERENCES, VALUES):
             return CodecSpeed(*(self.memory_rate / _BYTES_OF_AN_EXACT_ELEMENT,) * 2)
         if speed is None:
             known = ", ".join(name for name, _ in self.codecs) or "none"
-            raise StrategyError(
+            raise ConfigError(
                 f"the cluster's description has no speed of the codec {codec}; it has {known}. Probe the cluster "
                 "with it, or describe it under [codecs]."
             )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from towpath.errors import TopologyError
+from towpath.errors import ConfigError
 
 
 def counted(count: int, what: str) -> str:
@@ -30,7 +30,7 @@ class Extent:
     def __post_init__(self) -> None:
         for name, value in (("local", self.local), ("nodes", self.nodes)):
             if type(value) is not int or value < 1:
-                raise TopologyError(f"Extent: {name} must be a whole number of at least 1, got {value!r}.")
+                raise ConfigError(f"Extent: {name} must be a whole number of at least 1, got {value!r}.")
 
     @property
     def size(self) -> int:
@@ -67,11 +67,11 @@ class Topology:
         for name in ("nodes", "ranks_per_node", "nodes_per_rack"):
             value = getattr(self, name)
             if (type(value) is not int or value < 1) and not (value is None and name == "nodes_per_rack"):
-                raise TopologyError(f"Topology: {name} must be a whole number of at least 1, got {value!r}.")
+                raise ConfigError(f"Topology: {name} must be a whole number of at least 1, got {value!r}.")
         if self.nodes_per_rack is not None and self.nodes % self.nodes_per_rack:
             fewer = self.nodes // self.nodes_per_rack * self.nodes_per_rack
             choices = f"{fewer} or {fewer + self.nodes_per_rack}" if fewer else f"{self.nodes_per_rack}"
-            raise TopologyError(
+            raise ConfigError(
                 f"Topology: racks of {self.nodes_per_rack} nodes do not divide {self.nodes} nodes. Use equally many "
                 f"nodes of each rack, such as {choices} nodes."
             )
@@ -122,7 +122,7 @@ class Topology:
         must call it, as it is a collective.
 
         Raises:
-            TopologyError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
+            ConfigError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
         """
         from towpath.topology.groups import detect_shape  # imports torch, which planning does not need
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from towpath.errors import TopologyError
+from towpath.errors import ConfigError
 from towpath.topology.store import gather_through_store
 
 Partition = tuple[tuple[int, ...], ...]
@@ -352,7 +352,7 @@ def check_process_group() -> None:
     """Raise if a launcher started several ranks and there is no process group. Each rank would train alone."""
     started = int(os.environ.get("WORLD_SIZE", "1")) if launched() else 1
     if started > 1 and not (dist.is_available() and dist.is_initialized()):
-        raise TopologyError(
+        raise ConfigError(
             f"rank {os.environ['RANK']}: the launcher started {started} ranks, and this one has no process group: it "
             "would train alone. Call towpath.init(), or torch.distributed.init_process_group(), before towpath.shard()."
         )
@@ -399,7 +399,7 @@ def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
     The launcher's GROUP_RANK or else the host name tells nodes apart, and `rack_name` racks.
 
     Raises:
-        TopologyError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
+        ConfigError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
     """
     groups = groups or Groups()
     told = groups.gather_objects((os.environ.get("GROUP_RANK") or socket.gethostname(), rack_name()))
@@ -407,18 +407,18 @@ def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
     sizes = Counter(homes)
     if len(set(sizes.values())) > 1:
         counts = ", ".join(f"{home!r} has {n}" for home, n in sizes.items())
-        raise TopologyError(
+        raise ConfigError(
             f"uneven nodes: {counts} ranks. Towpath needs as many ranks on each node: start equal numbers, or pass a "
             "topology of your own (any equal groups whose inner links are the faster ones)."
         )
     ranks = next(iter(sizes.values()))
     if any(homes[i] != homes[i // ranks * ranks] for i in range(len(homes))):
         if len(set(told)) > len(sizes):  # init() has numbered them by their racks
-            raise TopologyError(
+            raise ConfigError(
                 f"the ranks of a node are in different racks: {sorted({(home, rack) for home, (rack, _) in told})} are "
                 "nodes and their racks. Set TOWPATH_RACK to one name on each node."
             )
-        raise TopologyError(
+        raise ConfigError(
             f"the ranks of a node are not consecutive: rank by rank they run on {homes}. Start them node by node, "
             "as torchrun does, or pass a topology of your own."
         )
@@ -451,7 +451,7 @@ def numbers_by_rack(racks: Sequence[RackName]) -> list[int]:
         racks: The rack of each rank, by the launcher's numbers.
 
     Raises:
-        TopologyError: The racks that the user named do not have equally many ranks.
+        ConfigError: The racks that the user named do not have equally many ranks.
     """
     names = _checked_racks(racks)
     first = {name: names.index(name) for name in set(names)}
@@ -471,13 +471,13 @@ def _checked_racks(racks: Sequence[RackName]) -> list[str]:
     remedy = "To train without racks, set TOWPATH_RACK to the same name on every node."
     if "" in sizes:
         named, unnamed = next(i for i, name in enumerate(names) if name), names.index("")
-        raise TopologyError(
+        raise ConfigError(
             f"rank {named} is in rack {names[named]!r}, and rank {unnamed} is in none. Set TOWPATH_RACK on every node. "
             f"{remedy}"
         )
     if len(set(sizes.values())) > 1:
         counts = ", ".join(f"{name!r} has {n}" for name, n in sizes.items())
-        raise TopologyError(f"uneven racks: {counts} ranks. Start equally many nodes in each rack. {remedy}")
+        raise ConfigError(f"uneven racks: {counts} ranks. Start equally many nodes in each rack. {remedy}")
     return names
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from towpath.errors import TopologyError, TrainError
+from towpath.errors import ConfigError, StepError
 from towpath.topology.groups import Groups, launched, local_rank, numbers_by_rack, rack_name, rendezvous_address
 from towpath.topology.store import DEFAULT_TIMEOUT, gather_through_store, join_store
 
@@ -50,7 +50,7 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
         The device for this rank's model and batches.
 
     Raises:
-        TopologyError: The launcher started more ranks on this node than it has GPUs, set only some of its environment
+        ConfigError: The launcher started more ranks on this node than it has GPUs, set only some of its environment
             variables, or the ranks did not find each other. Or the named racks do not have equally many ranks.
     """
     if dist.is_initialized():
@@ -73,15 +73,15 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
     except dist.DistError as error:
         where = rendezvous_address()
         if "EADDRINUSE" in str(error) or "in use" in str(error):
-            raise TopologyError(
+            raise ConfigError(
                 f"port in use: the ranks are to meet at {where}, where another program listens. Give the launcher "
                 "another port (torchrun --master-port)."
             ) from None
-        raise TopologyError(f"the ranks could not meet at {where}: {first_line(error)}") from None
+        raise ConfigError(f"the ranks could not meet at {where}: {first_line(error)}") from None
     except RuntimeError as error:  # gloo raises nothing more specific when another rank has died
         if "gloo" not in str(error):
             raise
-        raise TrainError(f"the ranks could not meet at {rendezvous_address()}: {first_line(error)}") from error
+        raise StepError(f"the ranks could not meet at {rendezvous_address()}: {first_line(error)}") from error
     return device
 
 
@@ -91,13 +91,13 @@ def device_of_rank() -> torch.device:
         return torch.device("cpu")
     index, gpus = local_rank(), torch.cuda.device_count()
     if "LOCAL_RANK" not in os.environ and launched() and gpus > 1 and int(os.environ["WORLD_SIZE"]) > 1:
-        raise TopologyError(
+        raise ConfigError(
             f"rank {os.environ['RANK']}: RANK and WORLD_SIZE are set, but LOCAL_RANK is not, and this node has {gpus} "
             "GPUs: every rank would take the first. Set LOCAL_RANK to the rank's number on its node, or start the "
             "script with torchrun."
         )
     if index >= gpus:
-        raise TopologyError(
+        raise ConfigError(
             f"local rank {index} has no GPU: PyTorch sees {gpus} on this node. Start as many ranks as GPUs. If the "
             "launcher shows each rank a GPU of its own, set LOCAL_RANK=0. To train on the CPU, set "
             "CUDA_VISIBLE_DEVICES to nothing."
@@ -110,7 +110,7 @@ def _device_of_group() -> torch.device:
     """Return the device of the existing process group. Raise if the launcher started another number of ranks."""
     world = dist.get_world_size()
     if launched() and int(os.environ["WORLD_SIZE"]) != world:
-        raise TopologyError(
+        raise ConfigError(
             f"rank {os.environ['RANK']}: the launcher started {os.environ['WORLD_SIZE']} ranks, but the process group "
             f"that exists already has {world}. Remove the earlier init_process_group(), or let it take its ranks from "
             "the launcher."
@@ -135,13 +135,13 @@ def alone() -> bool:
         other = next((name for name in _OTHER_LAUNCHERS if int(os.environ.get(name, "1")) > 1), None)
         if other is None or "WORLD_SIZE" in os.environ:
             return True
-        raise TopologyError(
+        raise ConfigError(
             f"{other} says that {os.environ[other]} processes were started, but RANK and WORLD_SIZE are not set: each "
             "would train alone. Start one torchrun on each node, which sets them. To train alone on purpose, set "
             "WORLD_SIZE=1."
         )
     there = [f"{name}={os.environ[name]}" for name in _LAUNCHER if name in os.environ]
-    raise TopologyError(
+    raise ConfigError(
         f"the environment has {', '.join(there)}, but not {', '.join(missing)}. A launcher sets all of them: start the "
         "script with torchrun, or set what is missing. To train in one process, set none of them."
     )
@@ -166,7 +166,7 @@ def check_devices(groups: Groups, device: torch.device) -> None:
     found: list[tuple[str | None, str | None]] = groups.gather_before_connecting((_problem(groups, device), gpu))
     problems = [problem for problem, _ in found if problem is not None]
     if problems:
-        raise TopologyError(problems[0])
+        raise ConfigError(problems[0])
     check_shared([gpu for _, gpu in found])
 
 
@@ -208,7 +208,7 @@ def check_shared(gpus: Sequence[str | None]) -> None:
     first: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):
         if gpu is not None and first.setdefault(gpu, rank) != rank:
-            raise TopologyError(
+            raise ConfigError(
                 f"ranks {first[gpu]} and {rank} share a GPU ({gpu}), which NCCL refuses. Start as many ranks on a node "
                 "as it has GPUs, and let device = towpath.init() choose each rank's, by LOCAL_RANK."
             )

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from towpath.errors import TopologyError
+from towpath.errors import ConfigError
 
 Answer = TypeVar("Answer")
 
@@ -48,7 +48,7 @@ def join_store(timeout: timedelta | None = None) -> tuple[Store, int, int]:
         timeout: How long to wait for the other ranks. Default: ten minutes.
 
     Raises:
-        TopologyError: A rank did not come in time.
+        ConfigError: A rank did not come in time.
     """
     timeout = timeout or DEFAULT_TIMEOUT
     store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
@@ -91,7 +91,7 @@ def _answer_all(store: Store, name: str, world: int, until: float) -> None:
 
 def _pause(until: float, missing: str) -> None:
     if time.monotonic() > until:
-        raise TopologyError(f"{missing} did not come to where the ranks meet. See what the launcher says of them.")
+        raise ConfigError(f"{missing} did not come to where the ranks meet. See what the launcher says of them.")
     time.sleep(_PAUSE_SECONDS)
 
 
@@ -103,7 +103,7 @@ def gather_through_store(store: Store, name: str, rank: int, world: int, value: 
         store.wait(keys, timeout)
     except RuntimeError as error:
         missing = [each for each, key in enumerate(keys) if not store.check([key])]
-        raise TopologyError(
+        raise ConfigError(
             f"rank {rank}: ranks {missing} of the process group did not come here in {timeout.total_seconds():.0f} s. "
             "Every rank must make the same calls: see what these printed."
         ) from error

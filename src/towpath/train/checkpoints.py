@@ -16,7 +16,7 @@ import torch
 from towpath import checkpoint
 from towpath.checkpoint import folders
 from towpath.checkpoint.manifest import NAME as MANIFEST
-from towpath.errors import CheckpointError, ConfigError, TrainError
+from towpath.errors import CheckpointError, ConfigError, StepError
 from towpath.train.config import Config
 from towpath.train.job import Job
 from towpath.train.models.bundle import ModelBundle
@@ -178,7 +178,7 @@ class CheckpointManager:
         try:
             self._saving = self._saver.save(self._state.step)
         except CheckpointError as error:  # another job writes to the folder
-            raise TrainError(str(error)) from None
+            raise StepError(str(error)) from None
         self._saved = self._state.step
         self._since = monotonic()
 
@@ -198,7 +198,7 @@ class CheckpointManager:
             self._save()
         outcome = self._saver.close()
         if outcome is not None and not outcome.ok:
-            raise TrainError(f"the state after step {step} was not saved; {self._newest()}.")
+            raise StepError(f"the state after step {step} was not saved; {self._newest()}.")
         if outcome is not None:
             self._job.print_once(f"checkpoint: {outcome.path}")
         if self._state.stopped_by and step < self._steps:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from towpath.core.formats import DtypeName, Precision
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
-from towpath.errors import ConfigError, StrategyError
+from towpath.errors import ConfigError
 from towpath.planner.request import OUTER
 from towpath.train.options import (
     ABOVE_0,
@@ -207,7 +207,7 @@ class ParallelConfig:
         codecs = ("activation_gradients", "activations", "gradients")
         try:
             return compression(self.compression, **{key: getattr(self, key) for key in codecs if getattr(self, key)})
-        except StrategyError as error:
+        except ConfigError as error:
             raise ConfigError(f"parallel: {error}") from None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from towpath.errors import ConfigError, StepError, TrainError
+from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.init import alone, device_of_rank, first_line, init
@@ -60,16 +60,16 @@ class Job:
 
     @contextmanager
     def as_train_errors(self) -> Generator[None]:
-        """Turn errors that are not the program's, such as a lost rank or too little memory, into a `TrainError`.
+        """Turn errors that are not the program's, such as a lost rank or too little memory, into a `StepError`.
 
         The command prints it as one line, without a traceback.
         """
         try:
             yield
         except StepError as error:
-            raise TrainError(str(error)) from error
+            raise StepError(str(error)) from error
         except torch.OutOfMemoryError as error:
-            raise TrainError(
+            raise StepError(
                 f"rank {self.rank}: {first_line(error)} Lower train.micro_batch, set train.checkpointing = true, or "
                 "choose a strategy that spreads more."
             ) from error
@@ -77,7 +77,7 @@ class Job:
             # PyTorch's own collectives of the loss and the norm. gloo raises nothing more specific.
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
-            raise TrainError(
+            raise StepError(
                 f"rank {self.rank} lost the others: {first_line(error)} One of them has died, hangs or has lost its "
                 "link: see what it says."
             ) from error

@@ -12,7 +12,7 @@ from towpath.core.formats import Codec
 from towpath.core.outer import Outer, outer_transport
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES
 from towpath.core.strategy import OFFLOADS, SYNC_GRADIENTS, Offload, Strategy
-from towpath.errors import ConfigError, StrategyError
+from towpath.errors import ConfigError
 from towpath.planner.request import OUTER
 from towpath.topology.cluster import Extent, Topology
 from towpath.train.options import FROM_0, check_limits, one_of, option, reason, refuse
@@ -58,7 +58,7 @@ class OuterConfig:
         try:
             settings = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("codec", "islands")}
             return Outer(**settings, transport=outer_transport(self.codec), islands=self.islands or None)
-        except StrategyError as error:
+        except ConfigError as error:
             raise ConfigError(f"[strategy.outer]: {error}") from None
 
 
@@ -123,7 +123,7 @@ class StrategyConfig:
         for codec in (name for name in self.allow if name != OUTER):
             try:
                 Codec.parse(codec)
-            except StrategyError as error:
+            except ConfigError as error:
                 refuse(self, "allow", codec, f"a codec ({error})")
         self._check_layouts()
         if self.file is None and not self.auto and self.name not in presets.strategies():

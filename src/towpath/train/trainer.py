@@ -28,7 +28,7 @@ from towpath.checkpoint.weights import Safetensors
 from towpath.core.strategy import Strategy
 from towpath.engine.executor import engine_of
 from towpath.engine.saved_activations import offload_activations
-from towpath.errors import ConfigError, TrainError
+from towpath.errors import ConfigError, StepError
 from towpath.observing import running_trace
 from towpath.topology.cluster import counted
 from towpath.train.agreement import Agreement, Wishes
@@ -159,7 +159,7 @@ class Trainer:
         }
         self.state = TrainState(loss_scale=self.loss_scale, order=order)
         self.agreement = Agreement(job, engine_of(self.model).comm.groups if self.strategy.islands > 1 else None)
-        self._failure: TrainError | None = None
+        self._failure: StepError | None = None
         self.timers = StepTimers()
 
     def _open_tokens(self, config: Config) -> Tokens:
@@ -260,7 +260,7 @@ class Trainer:
         """Do one optimizer step. Afterwards all ranks know of a signal that a rank had received during it.
 
         Raises:
-            TrainError: The loss or the gradient is not finite, and the step cannot be skipped.
+            StepError: The loss or the gradient is not finite, and the step cannot be skipped.
         """
         config, state, began = self.config.train, self.state, time.perf_counter()
         rate = set_learning_rate(self.optimizer, config, state.step)
@@ -317,7 +317,7 @@ class Trainer:
         if self.strategy.islands == 1 or wishes.fail:
             failure = self._failure
             if failure is None and wishes.fail:
-                failure = TrainError(
+                failure = StepError(
                     f"step {state.step}: a loss or a gradient of another island was not finite. See what its ranks say."
                 )
             if failure is not None:
@@ -382,14 +382,14 @@ class Trainer:
             return nn.utils.clip_grad_norm_(parameters, clip)
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
-    def _after_step(self, finite: bool, loss: float, norm: float) -> TrainError | None:
+    def _after_step(self, finite: bool, loss: float, norm: float) -> StepError | None:
         """Adapt the loss scale, or count a skipped step. Return the error if the training cannot go on."""
         state, config = self.state, self.config.train
         overflowed = self.loss_scale.active and math.isfinite(loss) and not finite
         self.loss_scale.update(overflowed)
         if overflowed:
             if self.loss_scale.value < 1:
-                return TrainError(
+                return StepError(
                     f"step {state.step}: gradients in fp16 overflow whatever the loss is scaled by. Set "
                     "train.precision=bf16, or lower train.learning_rate."
                 )
@@ -400,7 +400,7 @@ class Trainer:
         advice = "lower train.learning_rate, or set train.not_finite=skip to leave out single steps"
         if config.not_finite == "skip":
             advice = f"{state.skipped} steps in a row were skipped; lower train.learning_rate"
-        return TrainError(
+        return StepError(
             f"step {state.step}: the loss is {loss:g} and the norm of its gradient {norm:g}. The weights are those of "
             f"step {state.step - state.skipped}: {advice}."
         )

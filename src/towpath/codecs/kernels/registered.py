@@ -13,7 +13,7 @@ import torch
 
 from towpath.codecs.kernels.reference import rotated
 from towpath.core.formats import SCALE_BYTES, Codec, add_format
-from towpath.errors import StrategyError
+from towpath.errors import ConfigError
 
 # Blocks [blocks, elements] in float32 → their scales [blocks], and a code for each element in uint8.
 EncodeBlocks = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -45,7 +45,7 @@ def register(name: str, *, bits: int, encode: EncodeBlocks, decode: DecodeBlocks
         decode: A function that takes the scales and the codes, and returns the values, [blocks, elements].
 
     Raises:
-        StrategyError: The name or the number of bits is not allowed, or the name is registered with other bits.
+        ConfigError: The name or the number of bits is not allowed, or the name is registered with other bits.
     """
     add_format(name, bits)
     _functions[name] = _Functions(encode, decode)
@@ -115,7 +115,7 @@ def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _check(codec: Codec, what: str, got: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if got.dtype != dtype or tuple(got.shape) != shape:
-        raise StrategyError(
+        raise ConfigError(
             f"codec {codec.name!r}: its functions gave {what} of {got.dtype} and shape {tuple(got.shape)}; expected "
             f"{dtype} and {shape}."
         )

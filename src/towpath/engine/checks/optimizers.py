@@ -38,7 +38,7 @@ from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor, running_step
 from towpath.engine.streams.streams import eager
-from towpath.errors import ShardError, ShardTensorError
+from towpath.errors import ShardError
 from towpath.logs import logger
 
 _LOG = logger("engine")
@@ -250,7 +250,7 @@ def _check_compiles(optimizer: Optimizer) -> None:
         # Any other error is left to the real step, whose message is about the real tensors.
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             return
-        raise ShardTensorError(
+        raise ShardError(
             f"rank {first.shard_spec.replica.number}: {type(optimizer).__name__} compiles its step, and torch.compile "
             "cannot "
             f"trace ShardTensors ({str(error).splitlines()[0]}). {remedy_for(optimizer)}"

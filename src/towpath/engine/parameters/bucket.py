@@ -48,7 +48,7 @@ from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import EncodedShard, ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams.queue import CommContext
-from towpath.errors import ShardTensorError
+from towpath.errors import ShardError
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
 #
@@ -113,7 +113,7 @@ class OwnedParameter(nn.Parameter):
         """Copy `value` to the parameter's memory. Shape, dtype and device cannot change: the engine owns the memory."""
         mine, theirs = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (self, value))
         if mine != theirs:
-            raise ShardTensorError(
+            raise ShardError(
                 f"got {theirs} for a parameter of {mine}: a sharded model cannot be cast or moved. Do it before "
                 "shard(); precision= sets the dtypes of compute and of transfers."
             )

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from towpath.engine.parameters.shard_tensor import in_backward
 from towpath.engine.streams.streams import eager
-from towpath.errors import ShardTensorError
+from towpath.errors import ShardError
 
 _PROPERTIES = (
     "device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_quantized is_sparse layout ndim requires_grad shape"
@@ -74,7 +74,7 @@ class LeafParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func not in _KNOWN:
             if func is torch.Tensor.data_ptr and in_backward():
-                raise ShardTensorError(
+                raise ShardError(
                     "a backward pass asks for the address of a large layer's parameter, which is sharded then. Save "
                     "weight.clone() in the forward, or pass units= to shard(): other layers then belong to the root."
                 )
@@ -84,6 +84,4 @@ class LeafParameter(nn.Parameter):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise ShardTensorError(
-            f"{func} reached a sharded parameter past __torch_function__, and cannot gather it there."
-        )
+        raise ShardError(f"{func} reached a sharded parameter past __torch_function__, and cannot gather it there.")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from towpath.errors import ShardTensorError
+from towpath.errors import ShardError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -125,11 +125,11 @@ def box_at(index: MetadataIndex, local: torch.Tensor, boxes: Sequence[Box]) -> t
     """Return the box that starts at the offsets of `index`, as a view of `local`, which holds all of `boxes`.
 
     Raises:
-        ShardTensorError: None of `boxes` starts there.
+        ShardError: None of `boxes` starts there.
     """
     box = next((b for b in boxes if b.offsets == tuple(index.offset or ())), None)
     if box is None:
-        raise ShardTensorError(f"{index.fqn}: this rank has no box that begins at {index.offset}. Plan the load anew.")
+        raise ShardError(f"{index.fqn}: this rank has no box that begins at {index.offset}. Plan the load anew.")
     start = box.start - boxes[0].start
     return local[start : start + box.end - box.start].view(box.sizes)
 
@@ -160,7 +160,7 @@ class SentShard(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise ShardTensorError(
+        raise ShardError(
             f"{func}: a ShardTensor that was sent to another process can only be saved there. Send to_local(), or let "
             "every rank call full_tensor() and send that."
         )
@@ -189,13 +189,13 @@ class Parallel:
         """Return the offsets in the full tensor at which this rank's part starts.
 
         Raises:
-            ShardTensorError: The part is not rectangular.
+            ShardError: The part is not rectangular.
         """
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         if any(type(placement) not in (Shard, Replicate) for placement in self.placements):
-            raise ShardTensorError(
+            raise ShardError(
                 f"a parameter {self.describe()} is no rectangle on each rank, and checkpoints are made of those. Place "
                 "it with Shard(dim) or Replicate()."
             )
@@ -316,7 +316,7 @@ def _replaced() -> type[DTensor]:
 
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # pyright: ignore
-            raise ShardTensorError(
+            raise ShardError(
                 f"{func}: got a DTensor parameter from before shard(), which has replaced it. Take the parameters from "
                 "model.parameters() again."
             )

@@ -22,7 +22,7 @@ from towpath.core.step_state import ParamVersion
 from towpath.engine.parameters.parallel import Box, boxes_in_whole
 from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, Partial
 from towpath.engine.parameters.shard_spec import EncodedSlice, ShardSpec, whole_tensors
-from towpath.errors import ShardTensorError
+from towpath.errors import ShardError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -142,7 +142,7 @@ class ShardTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Copy `value`, a full tensor or a matching slice. Dtype and device cannot change, as the engine owns both."""
         if value.dtype != self.dtype or value.device != self.device:
-            raise ShardTensorError(
+            raise ShardError(
                 f"got {value.dtype} on {value.device} for a parameter of {self.dtype} on {self.device}: a sharded "
                 "model cannot be cast or moved. Do it before shard(); precision= sets the dtypes of compute and of "
                 "transfers."
@@ -151,19 +151,19 @@ class ShardTensor(torch.Tensor):
             self.copy_(value)
 
     def register_hook(self, hook: Any) -> NoReturn:
-        """Raise `ShardTensorError`: hooks would never run, because the gradient appears complete at the boundary."""
-        raise ShardTensorError(
+        """Raise `ShardError`: hooks would never run, because the gradient appears complete at the boundary."""
+        raise ShardError(
             "hooks on a sharded parameter would never run: its gradient appears at the boundary, complete. Read or "
             "change .grad after backward() instead."
         )
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
-        """Raise `ShardTensorError`, as `register_hook` does."""
+        """Raise `ShardError`, as `register_hook` does."""
         self.register_hook(hook)
 
     def untyped_storage(self) -> NoReturn:
-        """Raise `ShardTensorError`: no storage has the shape of this tensor."""
-        raise ShardTensorError(
+        """Raise `ShardError`: no storage has the shape of this tensor."""
+        raise ShardError(
             f"{self.shard_spec.name!r} has no memory of its shape: rank {self.shard_spec.replica.number} holds a slice "
             "of it, "
             "to_local(). To save the model let every rank call towpath.checkpoint.get_model_state_dict(model, "
@@ -172,11 +172,11 @@ class ShardTensor(torch.Tensor):
         )
 
     def storage(self) -> NoReturn:
-        """Raise `ShardTensorError`, as `untyped_storage` does."""
+        """Raise `ShardError`, as `untyped_storage` does."""
         self.untyped_storage()
 
     def data_ptr(self) -> int:
-        """Return 0, as for any tensor that wraps others. For a parameter, raise `ShardTensorError`."""
+        """Return 0, as for any tensor that wraps others. For a parameter, raise `ShardError`."""
         # To PyTorch's checkpoint stagers (dcp.async_save), 0 means that a tensor keeps its values in attributes, as a
         # DTensor does, and they copy those. A state dict holds aliases of the parameters, and they get these. A kernel
         # that is given the parameter itself would read and write at address 0.
@@ -185,12 +185,12 @@ class ShardTensor(torch.Tensor):
         return 0
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Raise `ShardTensorError`: only the full tensor has a NumPy array."""
-        raise ShardTensorError(f"{self} has no NumPy array: call full_tensor().detach().numpy() on every rank.")
+        """Raise `ShardError`: only the full tensor has a NumPy array."""
+        raise ShardError(f"{self} has no NumPy array: call full_tensor().detach().numpy() on every rank.")
 
     def tolist(self) -> NoReturn:
-        """Raise `ShardTensorError`: only the full tensor can become a list."""
-        raise ShardTensorError(f"{self} is one rank's slice: call full_tensor().tolist() on every rank.")
+        """Raise `ShardError`: only the full tensor can become a list."""
+        raise ShardError(f"{self} is one rank's slice: call full_tensor().tolist() on every rank.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         start, end = self.shard_spec.bounds()
@@ -203,7 +203,7 @@ class ShardTensor(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardTensorError(
+        raise ShardError(
             "a ShardTensor cannot be pickled: it is one rank's slice. For torch.save() let every rank call "
             "towpath.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
             "cpu_offload=True)), or get_optimizer_state_dict(model, optimizer, options=…), and rank 0 save what it "
@@ -220,7 +220,7 @@ class ShardTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return this rank's boxes. DCP calls this before it loads the tensor, also on ranks that hold none of it."""
         if self.rests_in is not None:
-            raise ShardTensorError(
+            raise ShardError(
                 f"{self.shard_spec.name!r} is stored in {self.rests_in}, where torch.distributed.checkpoint cannot "
                 "write to it. Load with towpath.checkpoint.load, or towpath.checkpoint.set_model_state_dict."
             )
@@ -272,7 +272,7 @@ class _FullTensor(torch.autograd.Function):
 # --- operations -------------------------------------------------------------------------------------------------------
 #
 # Elementwise operations and optimizers run on the slices. Norms and sums are combined over the ranks that share the
-# tensor (`partial_sums.py`). Any other operation raises `ShardTensorError`.
+# tensor (`partial_sums.py`). Any other operation raises `ShardError`.
 #
 # The handlers also count writes: an operation that writes to a parameter raises its `version`, which its aliases share.
 # PyTorch's `_version` would not do, because foreach, fused and `.data` writes do not change it.
@@ -339,21 +339,21 @@ def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 
 def _prepare_write(target: Any) -> None:
-    """Wait for copies of `target`. Raise `ShardTensorError` if it is stored encoded, and so only written entirely."""
+    """Wait for copies of `target`. Raise `ShardError` if it is stored encoded, and so only written entirely."""
     if isinstance(target, ShardTensor) and target.version is not None:
         target.version.before_write()
     if isinstance(target, ShardTensor) and type(target.held) is EncodedSlice:
-        raise ShardTensorError(
+        raise ShardError(
             f"{target.shard_spec.name!r} is stored in {target.rests_in}: it cannot be changed in place. Write it: "
             "p.copy_(full_tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
         )
 
 
 def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
-    """Return the slice of `value` that matches `where`, or raise `ShardTensorError` with the reason if none does."""
+    """Return the slice of `value` that matches `where`, or raise `ShardError` with the reason if none does."""
     if isinstance(value, ShardTensor):
         if value.shard_spec is not where:
-            raise ShardTensorError(
+            raise ShardError(
                 f"{func}: two ShardTensors of different parameters, {tuple(value.shape)} and "
                 f"{tuple(where.whole_shape)}, hold slices that do not match element by element. Use full_tensor() on "
                 "both."
@@ -366,7 +366,7 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
             return where.part_of(value)  # autograd expands the gradient of a sum or a mean, the same on all ranks
         name, remedy = running_step.take()
         made = f" If {name} made it itself: {remedy()}" if name else ""
-        raise ShardTensorError(
+        raise ShardError(
             f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced the same "
             f"way. {_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before "
             "shard(): make a new one; or its states were loaded unsharded: call towpath.checkpoint."
@@ -589,16 +589,16 @@ def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
 
 
 def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
-    """Raise `ShardTensorError`: the operation needs the full tensor."""
+    """Raise `ShardError`: the operation needs the full tensor."""
     flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,))]
     shard_spec = next(t.shard_spec for t in flat if isinstance(t, ShardTensor))
     name, remedy = running_step.take()
     if name:
-        raise ShardTensorError(
+        raise ShardError(
             f"rank {shard_spec.replica.number}: {name} works on full tensors ({func}), and each rank holds slices of "
             f"them. {remedy()}"
         )
-    raise ShardTensorError(
+    raise ShardError(
         f"{func} needs the full tensor, and got {shard_spec.describe()}. {_where_whole(shard_spec)} "
         "Elsewhere call full_tensor() on it, on every rank, or work on the whole model inside "
         "`with towpath.full_parameters(model):`."
