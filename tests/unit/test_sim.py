@@ -18,7 +18,6 @@ from towpath.core.strategy import GRADIENTS, MoveShape, Strategy, TransferKind, 
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.errors import ConfigError
 from towpath.sim.bandwidth import _ROUNDS, BandwidthModel, Demand
 from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
 from towpath.sim.replay import ComputeSeconds, Replay

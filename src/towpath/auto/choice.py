@@ -29,7 +29,6 @@ from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
-from towpath.planner.catalog import load_exact_shares
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.islands import OuterPlanner, worth_it
 from towpath.planner.model import Model
@@ -162,7 +161,6 @@ def choose_for(
             offload=offload,
             interleaved=workload.interleaved,
             exact=exact,
-            exact_shares=load_exact_shares(workload.exact_from) if workload.exact_from else (),
             outer=OUTER in workload.allow,
         )
 
@@ -289,9 +287,9 @@ def _planned(
         if stages is not None and stages.order < best.order:
             without = f"without stages {tables.label(best.strategy)} would take {tables.seconds(best.seconds)}"
             return _staged_choice(stages, without, how, solver)
-        outer = OuterPlanner(solver).solve() if solver.request.outer else []
-        if outer and worth_it(outer[0], best):
-            best = outer[0]
+        outer = OuterPlanner(solver).solve() if solver.request.outer else None
+        if outer is not None and worth_it(outer, best):
+            best = outer
         return Choice(best.strategy, best.batching, best.seconds, _why(best, found, solver, how))
     if stages is not None:
         return _staged_choice(stages, "nothing fits without stages", how, solver)

@@ -25,7 +25,6 @@ from towpath.cli import checkpoint, data, lab_run
 from towpath.cli.bench import bench
 from towpath.cli.plan import plan
 from towpath.cli.probe import probe
-from towpath.cli.simulate import explain, simulate
 from towpath.cli.terminal import Commands, Output
 from towpath.cli.train import demo, train
 from towpath.errors import PlanError, StepError, TowpathError
@@ -34,6 +33,12 @@ _FAILED = 1
 _USAGE = 2
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
+
+# Former commands, and what to run instead.
+_REPLACED = {
+    "explain": "towpath plan MODEL --cluster NAME --batch N --strategy A --strategy B",
+    "simulate": "towpath plan MODEL --cluster NAME --batch N --strategy STRATEGY",
+}
 
 # typer has a private copy of click. This is the base class of click's errors about a command line.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -47,8 +52,6 @@ app = Commands(
 app.command()(demo)
 app.command()(train)
 app.command()(plan)
-app.command()(explain)
-app.command()(simulate)
 app.command()(probe)
 app.command()(bench)
 app.add_typer(data.app, name="data")
@@ -91,6 +94,8 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments and (instead := _REPLACED.get(arguments[0])) is not None:
+        return _complain(f"there is no command {arguments[0]} any more. Run {instead}.")
     try:
         status: Any = app(arguments, prog_name="towpath", standalone_mode=False)
     except (StepError, PlanError) as error:

@@ -201,17 +201,11 @@ def draw_rates(figure: Any, drawn: Sequence[Curve]) -> None:
 
 
 def draw_outer(figure: Any, rows: Sequence[RateRow]) -> None:
-    """Draw what synchronous steps and those of each period take over the rate of a node's link."""
+    """Draw what synchronous steps and outer steps take over the rate of a node's link."""
     axes = axes_of(figure, "Gbit/s between nodes, each way", "seconds of a step")
     rates = [row.rate * 8 / 1e9 for row in rows]
-    periods = sorted({step.strategy.outer.every for row in rows for step in row.outer if step.strategy.outer})
     drawn = {"synchronous": [(rate, row.synchronous.seconds) for rate, row in zip(rates, rows, strict=True)]}
-    if all(len(row.outer) == len(periods) for row in rows):
-        for every in periods:
-            steps = [next(s for s in row.outer if s.strategy.outer and s.strategy.outer.every == every) for row in rows]
-            drawn[f"every {every} steps"] = [(rate, s.seconds) for rate, s in zip(rates, steps, strict=True)]
-    else:  # the planner has chosen the period at each rate
-        drawn["outer steps"] = [(rate, row.best.seconds) for rate, row in zip(rates, rows, strict=True)]
+    drawn["outer steps"] = [(rate, row.outer.seconds) for rate, row in zip(rates, rows, strict=True)]
     draw_curves(axes, [Curve(name, tuple(points)) for name, points in drawn.items()])
     if (rate := crossing(rows)) is not None:
         _mark(axes, rate * 8 / 1e9, f"{rate * 8 / 1e9:.3g}")

@@ -14,10 +14,8 @@ from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from towpath.core.exact import METRICS, Shares
 from towpath.errors import ConfigError
 from towpath.planner.cluster import Cluster, from_table
 from towpath.planner.model import Model, Transformer
@@ -74,40 +72,6 @@ def load_cluster(what: str | Path, nodes: int | None = None, ranks_per_node: int
         raise ConfigError(f"cluster {what}: not TOML: {error}. Correct it there.") from None
     found = from_table(name, table)
     return found.on(nodes or found.topology.nodes, ranks_per_node)
-
-
-def load_exact_shares(run: str | Path) -> Shares:
-    """Load what exact messages took of their values in a run of `towpath train`.
-
-    Args:
-        run: The run's folder (`log.folder`), or its `metrics.jsonl`. The last run of the file counts.
-
-    Returns:
-        The median share of its steps, by codec and dtype. Pass it to `Request`.
-
-    Raises:
-        ConfigError: If the file cannot be read, or its last run has sent nothing exactly.
-    """
-    path = Path(run, "metrics.jsonl") if Path(run).is_dir() else Path(run)
-    seen: dict[str, list[float]] = {}
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            if row["kind"] == "start":
-                seen.clear()
-            for name in METRICS.keys() & row.keys():
-                seen.setdefault(name, []).append(float(row[name]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"exact_from: cannot read {path}: {error!r}. Expected the folder of a run of `towpath train`, or its "
-            "metrics.jsonl."
-        ) from None
-    if not seen:
-        raise ConfigError(
-            f"exact_from: the last run in {path} has sent nothing exactly. Train some steps with strategy.exact = true "
-            "on several nodes, or leave it out."
-        )
-    return tuple((METRICS[name], median(values)) for name, values in sorted(seen.items()))
 
 
 # Models --------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from towpath.core.transport import Transport
 from towpath.planner.prediction import Prediction, Ranking
 from towpath.planner.solver import Solver
 
-# The periods that are tried if the user names none, in optimizer steps.
+# The periods that are tried, in optimizer steps.
 PERIODS = (32, 64, 128, 256, 512)
 # Exchanges count as hidden if they make the mean step at most this much longer.
 HIDDEN = 1.05
@@ -55,28 +55,21 @@ class OuterPlanner:
             other._found = self._found
         return other
 
-    def solve(self, periods: Sequence[int] = ()) -> list[Prediction]:
-        """Return the best prediction for each period, the fastest first.
+    def solve(self) -> Prediction | None:
+        """Return the prediction for the shortest period that hides its exchanges, or else for the longest.
 
-        Args:
-            periods: Numbers of optimizer steps between exchanges of the same weights. By default, the shortest period
-                that hides its exchanges, or else the longest.
-
-        Returns:
-            The predictions. The list is empty if no island can hold a copy of the model.
+        It is None if no island can hold a copy of the model.
         """
         self._found = self._found or self._of_islands()
         if self._found is None:
-            return []
+            return None
         islands, inner = self._found
         first = self._predicted(Outer(PERIODS[0], transport=self._transport), islands, inner)
         # What an exchange takes longer than a step does not depend on the period.
         exchange = PERIODS[0] * max(0.0, first.seconds - inner.seconds)
-        settings = [self._settings(every, exchange, inner.seconds) for every in periods or PERIODS]
-        if not periods:
-            settings = [next((each for each in settings if each[1]), settings[-1])]
-        steps = [self._predicted(outer, islands, inner) for outer, _ in settings]
-        return sorted(steps, key=lambda step: step.order)
+        settings = [self._settings(every, exchange, inner.seconds) for every in PERIODS]
+        outer, _ = next((each for each in settings if each[1]), settings[-1])
+        return self._predicted(outer, islands, inner)
 
     def _of_islands(self) -> tuple[int, Prediction] | None:
         """Return how many islands can hold the model with its slow weights, and the best step of one of them."""
@@ -132,21 +125,14 @@ def worth_it(outer: Prediction, synchronous: Prediction) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RateRow:
-    """The fastest synchronous step and the fastest of each period, at one link rate in bytes a second."""
+    """The fastest synchronous step and the outer steps, at one link rate in bytes a second."""
 
     rate: float
     synchronous: Prediction
-    outer: tuple[Prediction, ...]
-
-    @property
-    def best(self) -> Prediction:
-        """The fastest of the outer steps."""
-        return min(self.outer, key=lambda step: step.seconds)
+    outer: Prediction
 
 
-def by_rate(
-    solver: Solver, periods: Sequence[int] = (), say: Callable[[int, int], None] = lambda done, total: None
-) -> list[RateRow]:
+def by_rate(solver: Solver, say: Callable[[int, int], None] = lambda done, total: None) -> list[RateRow]:
     """Return what steps take at each of `RATES`, and at the cluster's own. Rates at which nothing fits are left out.
 
     `say` is called with how many rates are done and how many there are.
@@ -157,16 +143,16 @@ def by_rate(
         say(number, len(rates))
         there = Solver(solver.model, solver.cluster.at_rate(rate), solver.request)
         planner = planner.on(there)
-        found, outer = there.solve(best=1, most=_REPLAYED), planner.solve(periods)
-        if isinstance(found, Ranking) and outer:
-            rows.append(RateRow(rate, found.ranked[0], tuple(outer)))
+        found, outer = there.solve(best=1, most=_REPLAYED), planner.solve()
+        if isinstance(found, Ranking) and outer is not None:
+            rows.append(RateRow(rate, found.ranked[0], outer))
     return rows
 
 
 def crossing(rows: Sequence[RateRow]) -> float | None:
     """Return the link rate, in bytes a second, up to which outer steps are faster. None if they always or never are."""
     for slow, fast in pairwise(rows):
-        before, after = (log(row.synchronous.seconds / row.best.seconds) for row in (slow, fast))
+        before, after = (log(row.synchronous.seconds / row.outer.seconds) for row in (slow, fast))
         if before > 0 >= after:
             share = before / (before - after)
             return exp(log(slow.rate) + share * (log(fast.rate) - log(slow.rate)))

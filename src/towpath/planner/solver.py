@@ -140,17 +140,16 @@ class Solver:
     def candidates(self) -> Iterator[Candidate]:
         """Yield all candidates, whether or not they fit into memory."""
         weights, gradients = ("none", *self.request.weights), ("none", *self.request.gradients)
-        checkpointing = (False, True) if self.request.checkpointing is None else (self.request.checkpointing,)
-        shares = self.request.shares(self._topology.world)
+        batchings = self.request.batchings(self._topology.world)
         for placement in legal_placements(self._topology, copies=True):
             shapes = move_shapes(placement, self._topology)
             crosses = {kind: any(s.grid.nodes > 1 for s in found) for kind, found in shapes.items()}
             mine = weights if any(crosses[kind] for kind in WEIGHTS) else ("none",)
             theirs = gradients if any(crosses[kind] for kind in GRADIENTS) else ("none",)
             exact = {kind for kind in EXACT_KINDS if self._is_exact(kind, shapes[kind])}
-            for w, g, (size, steps), again in product(mine, theirs, shares, checkpointing):
+            for w, g, batching in product(mine, theirs, batchings):
                 for form in self._forms(exact, w, g):
-                    yield Candidate(placement, w, g, Batching(size, steps, again), form)
+                    yield Candidate(placement, w, g, batching, form)
 
     def exact_form(self, strategy: Strategy) -> Strategy:
         """Return a strategy with the exact transports that candidates of its placement can have.

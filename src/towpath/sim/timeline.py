@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from towpath.core.strategy import TransferKind
 
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """An interval of a simulated step. `track` is "compute", "waiting", or the name of a queue."""
