@@ -19,7 +19,7 @@ from towpath.core.pipeline import Compression, gpipe, most_in_flight, one_forwar
 from towpath.core.strategy import Strategy
 from towpath.errors import PlanError
 from towpath.pipeline.schedules import walks
-from towpath.planner.catalog import MODELS, describe_model, load_cluster
+from towpath.planner.catalog import describe_model, load_cluster, named_models
 from towpath.planner.cluster import GIB
 from towpath.planner.model import Transformer
 from towpath.planner.pipelines import STRATEGIES, Layout, Pipelines
@@ -41,7 +41,7 @@ def planner(memory: float = 20.0, batch: int = 64, **change: object) -> Pipeline
 @pytest.mark.parametrize("name", ["llama-7b", "gpt-8.3b", "bert-10b"])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_stages_have_together_what_the_model_has(name: str, count: int) -> None:
-    shape, length = MODELS[name]
+    shape, length = named_models()[name]
     staged, whole = shape.staged(name, length, count), describe_model(name)
     assert sum(model.parameters for model in staged.stages) + staged.tied == whole.parameters
     assert sum(model.flops for model in staged.stages) == pytest.approx(whole.flops)
@@ -122,7 +122,7 @@ def test_free_extents_are_never_worse_than_the_named(
     memory: int, faster: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The less memory there is, the fewer of the named strategies fit that keep gathers inside nodes."""
-    shape, _ = MODELS["gpt-2.5b"]
+    shape, _ = named_models()["gpt-2.5b"]
     request = Request(64, memory * GIB, checkpointing=True, micro_batches=(1,))
     made = Pipelines(lambda count: shape.staged("gpt", 512, count), CLUSTER, request)
     free = made.solve([Layout(2)], best=1)[0]

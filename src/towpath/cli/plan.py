@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,18 +57,18 @@ class OffloadName(StrEnum):
 _PRECISIONS = {PrecisionName.BF16: BF16, PrecisionName.FP32: Precision()}
 
 
-def _sizes(option: str, text: str) -> tuple[int, int | None]:
+def _nodes(text: str, example: str = "4, or 4x8 with the ranks of each node") -> tuple[int, int | None]:
     """Parse a whole number, or two that "x" joins."""
     found = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", text)
     if found is None:
-        raise typer.BadParameter(f"got {text}; expected {option}, with whole numbers from 1 to 99,999")
+        raise typer.BadParameter(f"got {text}; expected {example}, with whole numbers from 1 to 99,999")
     return int(found[1]), int(found[2]) if found[2] else None
 
 
 def _layout(text: str) -> Layout:
     """Parse the ranks of a pipeline, its tensor-parallel ranks, and its schedule, such as 4x2:Interleaved1F1B."""
     ranks, _, schedule = text.partition(":")
-    pipeline, tensor = _sizes("4, or 4x2 with tensor-parallel ranks", ranks)
+    pipeline, tensor = _nodes(ranks, "4, or 4x2 with tensor-parallel ranks")
     if pipeline == 1:
         raise typer.BadParameter(f"got {text}; expected at least 2 ranks")
     if schedule and schedule not in SCHEDULES:
@@ -77,108 +76,45 @@ def _layout(text: str) -> Layout:
     return Layout(pipeline, schedule or "1F1B", tensor=tensor or 1)
 
 
+def _number(help: str, parser: Callable[[str], object], default: str | None = None) -> Any:
+    """Return an option with a number, or with several that make one thing. `default` is what help shows."""
+    return typer.Option(metavar="N", parser=parser, help=help, show_default=default or True)
+
+
+_MODEL = "A name (llama-3.1-8b, qwen3-8b, gpt-8.3b, …), a config.json or its folder, or a .toml file."
+_CLUSTER = "A shipped cluster (p4d, ethernet-10g, …), a .toml file, or a profile of `towpath probe`."
+_MICRO_BATCH = "Sequences that a rank computes at the same time. Can be repeated."
+_OFFLOAD = "Keep in host memory: optimizer (masters and states), params (shards), or optimizer+params."
+_ALLOW = "Lossy codecs (int8,int4), compression of a pipeline (optimus-cb), and outer steps (outer)."
+_PIPELINE = (
+    "Ranks of a pipeline, as 4; with tensor-parallel ranks, as 4x2; with a schedule, as 4:Interleaved1F1B. "
+    "Can be repeated."
+)
+_STRATEGY = "Show the step of this preset ('mics group=4x2') or .toml file. Can be repeated, to compare."
+_IN_CLUSTER, _IN_MODEL = "as in the cluster's file", "as in the model's file"
+
+
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A name (llama-3.1-8b, qwen3-8b, gpt-8.3b, …), a config.json or its folder, or a .toml file.",
-        ),
-    ],
-    cluster: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="A shipped cluster (p4d, ethernet-10g, …), a .toml file, or a profile of `towpath probe`.",
-        ),
-    ],
-    batch: Annotated[
-        int,
-        typer.Option(
-            metavar="N", parser=whole(1, 1_000_000_000), help="Sequences in one optimizer step, over all ranks."
-        ),
-    ],
-    nodes: Annotated[
-        Any,
-        typer.Option(
-            metavar="N",
-            parser=partial(_sizes, "4, or 4x8 with the ranks of each node"),
-            help="Nodes, or nodes and the ranks of each, as 4x8.",
-            show_default="as in the cluster's file",
-        ),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            parser=whole(1, 10_000_000),
-            help="Tokens in a sequence.",
-            show_default="as in the model's file",
-        ),
-    ] = None,
-    memory: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GIB",
-            parser=above_zero(1e6),
-            help="GiB that a rank may use.",
-            show_default="as in the cluster's file",
-        ),
-    ] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
+    cluster: Annotated[str, typer.Option(metavar="NAME", help=_CLUSTER)],
+    batch: Annotated[int, _number("Sequences in one optimizer step, over all ranks.", whole(1, 10**9))],
+    nodes: Annotated[Any, _number("Nodes, or nodes and the ranks of each, as 4x8.", _nodes, _IN_CLUSTER)] = None,
+    length: Annotated[int | None, _number("Tokens in a sequence.", whole(1, 10**7), _IN_MODEL)] = None,
+    memory: Annotated[float | None, _number("GiB that a rank may use.", above_zero(1e6), _IN_CLUSTER)] = None,
     precision: Annotated[
         PrecisionName,
         typer.Option(metavar="bf16|fp32", help="The dtype of computation and transfers. Masters are fp32."),
     ] = PrecisionName.BF16,
-    offload: Annotated[
-        OffloadName | None,
-        typer.Option(
-            metavar="WHAT",
-            help="Keep in host memory: optimizer (masters and states), params (shards), or optimizer+params.",
-            show_default="nothing",
-        ),
-    ] = None,
-    micro_batch: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar="N",
-            parser=whole(1, 1_000_000),
-            help="Sequences that a rank computes at the same time. Can be repeated.",
-            show_default="all that fit",
-        ),
-    ] = None,
+    offload: Annotated[OffloadName | None, typer.Option(metavar="WHAT", help=_OFFLOAD, show_default="nothing")] = None,
+    micro_batch: Annotated[list[int] | None, _number(_MICRO_BATCH, whole(1, 10**6), "all that fit")] = None,
     checkpointing: Annotated[
         bool | None,
-        typer.Option(
-            "--checkpointing/--no-checkpointing", help="Recompute blocks in the backward pass.", show_default="try both"
-        ),
+        typer.Option("--checkpointing/--no-checkpointing", help="Recompute blocks.", show_default="try both"),
     ] = None,
-    allow: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Lossy codecs (int8,int4), compression of a pipeline (optimus-cb), and outer steps (outer).",
-            show_default="nothing",
-        ),
-    ] = "",
-    pipeline: Annotated[
-        list[Any] | None,
-        typer.Option(
-            metavar="N",
-            parser=_layout,
-            help="Ranks of a pipeline, as 4; with tensor-parallel ranks, as 4x2; with a schedule, as "
-            "4:Interleaved1F1B. Can be repeated.",
-            show_default="no pipeline",
-        ),
-    ] = None,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Show the step of this preset ('mics group=4x2') or .toml file. Can be repeated, to compare.",
-            show_default="rank all",
-        ),
-    ] = None,
-    top: Annotated[int, typer.Option(metavar="N", parser=whole(1, 10_000), help="How many strategies to show.")] = 10,
+    allow: Annotated[str, typer.Option(metavar="NAMES", help=_ALLOW, show_default="nothing")] = "",
+    pipeline: Annotated[list[Any] | None, _number(_PIPELINE, _layout, "no pipeline")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_STRATEGY, show_default="rank all")] = None,
+    top: Annotated[int, _number("How many strategies to show.", whole(1, 10_000))] = 10,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write the first strategy as TOML for `towpath train`."),
@@ -586,7 +522,6 @@ def _write_trace(path: Path | None, step: Prediction, solver: Solver, stages: _S
         ranks = stages.pipelines.replay(step.layout, step.batching).ranks
         names = {rank: f"rank {rank} of {step.layout}, simulated" for rank in range(len(ranks))}
     else:
-        with progress_bar("Tracing") as say:
-            ranks = [solver.timeline(step.strategy, step.batching, say)]
+        ranks = [solver.timeline(step.strategy, step.batching)]
         names = {0: f"every rank of {solver.cluster.name}, simulated"}
     write_trace(path, {rank: simulated_intervals(each.events) for rank, each in enumerate(ranks)}, names)

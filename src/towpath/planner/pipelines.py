@@ -45,7 +45,7 @@ from towpath.planner.model import (
     kept_bytes,
     optimizer_seconds,
 )
-from towpath.planner.prediction import Batching, Prediction
+from towpath.planner.prediction import Batching, Prediction, figures_of
 from towpath.planner.request import Request
 from towpath.planner.solver import Candidate, Solver
 from towpath.sim.hardware import TransferShape, phase_costs, seconds_alone
@@ -354,20 +354,12 @@ class Pipelines:
         return PipelinePrediction(
             self.strategy(layout),
             batching,
-            found.seconds,
-            found.computed,
-            found.exposed,
-            found.in_flight,
-            self._memory(layout, batching),
-            found.inter_bytes,
-            found.intra_bytes,
-            layout,
-            self.copies(layout),
-            max(0.0, 1 - found.computed / found.seconds),
-            launching=found.launching,
-            unlaunched=found.unlaunched,
-            saved_inter_bytes=found.saved_inter_bytes,
-            saved_intra_bytes=found.saved_intra_bytes,
+            computing=found.computed,
+            memory=self._memory(layout, batching),
+            layout=layout,
+            copies=self.copies(layout),
+            idle=max(0.0, 1 - found.computed / found.seconds),
+            **figures_of(found),
         )
 
     def replay(self, layout: Layout, batching: Batching) -> PipelineTimeline:

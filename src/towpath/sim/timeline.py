@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from towpath.core.strategy import TransferKind
 
@@ -19,6 +19,10 @@ class Event:
     unit: str = ""
     micro_step: int = 0
     crosses: bool = False
+
+
+_SECONDS = ("seconds", "computed", "launching", "unlaunched")
+_BYTES = ("inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes", "host_bytes")
 
 
 @dataclass(slots=True)
@@ -70,20 +74,11 @@ class Timeline:
         def more(mine: float, theirs: float) -> float:
             return mine + times * (mine - theirs)
 
-        def more_bytes(mine: int, theirs: int) -> int:
-            return round(mine + times * (mine - theirs))
+        def more_of(name: str) -> dict[TransferKind, float]:
+            mine, theirs = getattr(self, name), getattr(shorter, name)
+            return {kind: more(found, theirs.get(kind, 0.0)) for kind, found in mine.items()}
 
-        return Timeline(
-            more(self.seconds, shorter.seconds),
-            more(self.computed, shorter.computed),
-            more_bytes(self.inter_bytes, shorter.inter_bytes),
-            more_bytes(self.intra_bytes, shorter.intra_bytes),
-            self.events,
-            {kind: more(found, shorter.exposed.get(kind, 0.0)) for kind, found in self.exposed.items()},
-            {kind: more(found, shorter.in_flight.get(kind, 0.0)) for kind, found in self.in_flight.items()},
-            launching=more(self.launching, shorter.launching),
-            unlaunched=max(0.0, more(self.unlaunched, shorter.unlaunched)),
-            saved_inter_bytes=more_bytes(self.saved_inter_bytes, shorter.saved_inter_bytes),
-            saved_intra_bytes=more_bytes(self.saved_intra_bytes, shorter.saved_intra_bytes),
-            host_bytes=more_bytes(self.host_bytes, shorter.host_bytes),
-        )
+        seconds = {name: more(getattr(self, name), getattr(shorter, name)) for name in _SECONDS}
+        counts = {name: round(more(getattr(self, name), getattr(shorter, name))) for name in _BYTES}
+        seconds["unlaunched"] = max(0.0, seconds["unlaunched"])
+        return replace(self, **seconds, **counts, exposed=more_of("exposed"), in_flight=more_of("in_flight"))
