@@ -130,7 +130,7 @@ def _across(cluster: Cluster) -> Cluster:
 def test_measured_shares_replace_those_on_paper() -> None:
     cluster = on_gloo(1.0)
     shares = (((DIFFERENCES, "bfloat16"), 0.25), ((VALUES, "bfloat16"), 0.75))
-    measured = solver(cluster, exact_shares=shares)
+    measured = solver(cluster.with_exact_shares(shares))
     hardware = measured.cluster.hardware
     assert hardware.exact_share(Op.ALL_GATHER, "bfloat16") == 0.25
     assert hardware.exact_share(Op.ALL_REDUCE, "float32") == 27.4 / 32

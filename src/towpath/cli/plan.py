@@ -7,9 +7,8 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -18,13 +17,13 @@ from towpath.cli.terminal import above_zero, table_of, whole
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, asked_of_micro_batches, plain_walk
-from towpath.core.strategy import Strategy
+from towpath.core.strategy import Offload, Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.files import check_output_file, write_output_file
 from towpath.planner import tables
 from towpath.planner.catalog import describe_model, load_cluster, model_shape
 from towpath.planner.cluster import GIB
-from towpath.planner.islands import OuterPlanner, RateRow, by_rate, crossing
+from towpath.planner.islands import OuterPlanner
 from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
 from towpath.planner.request import BF16, OUTER, Request, codecs_for_both
@@ -39,22 +38,7 @@ _MOST_TRACED = 1_000
 _SCHEDULES_WITHOUT_TORCH = ("GPipe", "1F1B")
 
 
-class PrecisionName(StrEnum):
-    """The values of --precision."""
-
-    BF16 = "bf16"
-    FP32 = "fp32"
-
-
-class OffloadName(StrEnum):
-    """The values of --offload."""
-
-    OPTIMIZER = "optimizer"
-    PARAMS = "params"
-    BOTH = "optimizer+params"
-
-
-_PRECISIONS = {PrecisionName.BF16: BF16, PrecisionName.FP32: Precision()}
+_PRECISIONS = {"bf16": BF16, "fp32": Precision()}
 
 
 def _nodes(text: str, example: str = "4, or 4x8 with the ranks of each node") -> tuple[int, int | None]:
@@ -102,10 +86,10 @@ def plan(
     length: Annotated[int | None, _number("Tokens in a sequence.", whole(1, 10**7), _IN_MODEL)] = None,
     memory: Annotated[float | None, _number("GiB that a rank may use.", above_zero(1e6), _IN_CLUSTER)] = None,
     precision: Annotated[
-        PrecisionName,
+        Literal["bf16", "fp32"],
         typer.Option(metavar="bf16|fp32", help="The dtype of computation and transfers. Masters are fp32."),
-    ] = PrecisionName.BF16,
-    offload: Annotated[OffloadName | None, typer.Option(metavar="WHAT", help=_OFFLOAD, show_default="nothing")] = None,
+    ] = "bf16",
+    offload: Annotated[Offload | None, typer.Option(metavar="WHAT", help=_OFFLOAD, show_default="nothing")] = None,
     micro_batch: Annotated[list[int] | None, _number(_MICRO_BATCH, whole(1, 10**6), "all that fit")] = None,
     checkpointing: Annotated[
         bool | None,
@@ -132,9 +116,8 @@ def plan(
     Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64`
 
     It simulates all placements of parameters, gradients and optimizer states, routes, micro-batches, activation
-    checkpointing, exact transports, and what you allow. With `--allow outer`, it also shows at which link rates outer
-    steps pay. With `--strategy`, it shows what a step of that strategy takes, next to the best one. It needs neither
-    PyTorch, nor a GPU, nor the cluster.
+    checkpointing, exact transports, and what you allow. With `--strategy`, it shows what a step of that strategy takes,
+    next to the best one. It needs neither PyTorch, nor a GPU, nor the cluster.
 
     Exit code: 0, or 1 if nothing fits in memory, or 2 for a mistake.
     """
@@ -156,7 +139,7 @@ def plan(
         gradients=gradients,
         micro_batches=tuple(micro_batch or ()),
         checkpointing=checkpointing,
-        offload=None if offload is None else offload.value,
+        offload=offload,
         outer=OUTER in names,
     )
     solver = Solver(describe_model(model, length), found, request)
@@ -220,25 +203,23 @@ def heading(solver: Solver) -> str:
 
 def _show_ranking(solver: Solver, stages: _Stages | None, top: int, files: _Files) -> None:
     """Rank all strategies, write the files, and print the best ones."""
-    began, rates = time.monotonic(), list[RateRow]()
+    began = time.monotonic()
     found = _solve(solver, stages, top if files.report is None else max(top, _IN_REPORT), max(top, MOST))
     if isinstance(found, Infeasible):
         raise PlanError(_what_would_fit(found, solver, stages))
     if solver.request.outer:
         found = _with_outer(found, solver)
-        with progress_bar("Link rates") as say:
-            rates = by_rate(solver, say)
     if files.report is not None:
         from towpath.cli.plan_report import write_plan_report  # imports matplotlib, which takes a second
 
         with progress_bar("Drawing") as say:
-            write_plan_report(files.report, found, solver, heading(solver), say, rates)
+            write_plan_report(files.report, found, solver, heading(solver), say)
     found = replace(found, ranked=found.ranked[:top])
     first = found.ranked[0]
     write_output_file("--output", files.output, first.strategy.to_toml())
     _write_trace(files.trace, first, solver, stages)
     if files.as_json:
-        print(json.dumps(_facts(found, solver) | _facts_by_rate(rates), indent=2))
+        print(json.dumps(_facts(found, solver), indent=2))
         return
     _print_ranking(found, solver, time.monotonic() - began)
     if files.output is not None:
@@ -248,7 +229,6 @@ def _show_ranking(solver: Solver, stages: _Stages | None, top: int, files: _File
         print(f"Plots: {files.report}")
     if files.trace is not None:
         print(f"The first, for https://ui.perfetto.dev: {files.trace}")
-    _print_rates(rates, solver)
 
 
 def _solve(solver: Solver, stages: _Stages | None, best: int, most: int) -> Ranking | Infeasible:
@@ -345,49 +325,6 @@ def _what_would_fit(found: Infeasible, solver: Solver, stages: _Stages | None) -
         f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
         f"too many. It needs {tables.parts(memory)}. What would help: {', or '.join(hints)}."
     )
-
-
-# --- outer steps ------------------------------------------------------------------------------------------------------
-
-
-def _print_rates(rates: Sequence[RateRow], solver: Solver) -> None:
-    """Print at which link rates outer steps are faster."""
-    if not rates:
-        return
-    console = Console(width=100, highlight=False)
-    table = table_of("link of a node", "fastest synchronous", "step", "with outer steps", "step", "× faster", numbers=1)
-    own = solver.cluster.hardware.inter.rate
-    for row in rates:
-        steps = [cell for p in (row.synchronous, row.outer) for cell in (tables.label(p.strategy), _time(p))]
-        gain = f"{row.synchronous.seconds / row.outer.seconds:.3g}"
-        table.add_row(tables.link(row.rate) + (" (this)" if row.rate == own else ""), *steps, gain)
-    console.print(table)
-    if (rate := crossing(rates)) is not None:
-        conclusion = f"Outer steps take less time up to {tables.link(rate)}."
-    else:
-        always = rates[0].outer.seconds < rates[0].synchronous.seconds
-        conclusion = f"Outer steps take {'less' if always else 'more'} time at all of these rates."
-    console.print(f"{conclusion} They change the algorithm: see docs/guides/outer-steps.md.")
-
-
-def _time(step: Prediction) -> str:
-    return tables.seconds(step.seconds)
-
-
-def _facts_by_rate(rates: Sequence[RateRow]) -> dict[str, Any]:
-    """Return what `--json` prints about outer steps."""
-    if not rates:
-        return {}
-    rows = [
-        {
-            "gbit": row.rate * 8 / 1e9,
-            "synchronous": {"strategy": row.synchronous.strategy.name, "seconds": row.synchronous.seconds},
-            "outer": {"toml": row.outer.strategy.to_toml(), "seconds": row.outer.seconds},
-        }
-        for row in rates
-    ]
-    rate = crossing(rates)
-    return {"outer_by_rate": rows, "outer_up_to_gbit": None if rate is None else rate * 8 / 1e9}
 
 
 # --- given strategies -------------------------------------------------------------------------------------------------

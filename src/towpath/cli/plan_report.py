@@ -14,7 +14,6 @@ from towpath.errors import TowpathError
 from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.islands import RateRow, crossing
 from towpath.planner.prediction import Batching, Prediction, Ranking
 from towpath.planner.solver import Solver
 from towpath.tracing import simulated_intervals
@@ -52,13 +51,8 @@ class TimelineRow:
     timeline: Sequence[Interval]
 
 
-def write_plan_report(
-    path: Path, found: Ranking, solver: Solver, heading: str, say: Say, rates: Sequence[RateRow] = ()
-) -> None:
-    """Write the page. `say` is called with how many simulations are done and how many there are.
-
-    `rates` are what outer steps take by link rate, if they are planned.
-    """
+def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, say: Say) -> None:
+    """Write the page. `say` is called with how many simulations are done and how many there are."""
     ranked, shown = found.ranked, found.ranked[:_SHOWN]
     best = shown[0]
     total = len(PRESETS) * (len(_RATES) + len(_NODES))
@@ -88,9 +82,6 @@ def write_plan_report(
         figure_html("Which strategy when: nodes", f"Each rank has the same batch. {caption(by_nodes)}", nodes_drawn),
         figure_html("One step, from inside", inside, steps_drawn, wide=True),
     ]
-    if rates:
-        drawn, by_period = svg(draw_outer, rates, small), "The fastest synchronous strategy, and outer steps."
-        figures.insert(0, figure_html("When outer steps pay", by_period, drawn))
     rows = [tables.row(number, priced, solver) for number, priced in enumerate(found.ranked[:10], 1)]
     title = f"Which strategy for {solver.model.name} on {solver.cluster.name}?"
     write_page(path, title, heading, table_html(tables.HEADINGS, rows), figures)
@@ -198,20 +189,6 @@ def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
 def draw_rates(figure: Any, drawn: Sequence[Curve]) -> None:
     """Draw curves over the rate of a node's link."""
     _draw_curves(figure, drawn, "Gbit/s between nodes, each way")
-
-
-def draw_outer(figure: Any, rows: Sequence[RateRow]) -> None:
-    """Draw what synchronous steps and outer steps take over the rate of a node's link."""
-    axes = axes_of(figure, "Gbit/s between nodes, each way", "seconds of a step")
-    rates = [row.rate * 8 / 1e9 for row in rows]
-    drawn = {"synchronous": [(rate, row.synchronous.seconds) for rate, row in zip(rates, rows, strict=True)]}
-    drawn["outer steps"] = [(rate, row.outer.seconds) for rate, row in zip(rates, rows, strict=True)]
-    draw_curves(axes, [Curve(name, tuple(points)) for name, points in drawn.items()])
-    if (rate := crossing(rows)) is not None:
-        _mark(axes, rate * 8 / 1e9, f"{rate * 8 / 1e9:.3g}")
-    axes.set_xscale("log")
-    set_log_scale(axes, "y")
-    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=4, loc="outside lower center")
 
 
 def draw_nodes(figure: Any, drawn: Sequence[Curve]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -88,24 +87,7 @@ def show(profile: Profile, output: Path) -> None:
     console.print(table)
     if profile.collectives():
         console.print(_collectives(profile))
-    if profile.host_points():
-        console.print(_host(profile))
     console.print(f"The profile: {output}", soft_wrap=True)
-
-
-def _host(profile: Profile) -> str:
-    hardware = profile.cluster().hardware
-    host, launching = hardware.host, hardware.launching
-    if launching is not None:
-        each = ", ".join(f"{name} {seconds(cost)}" for name, cost in asdict(launching).items())
-        return f"The thread that trains launches: {each}."
-    forward, backward = host.forward, host.backward
-    return (
-        f"Processor time in addition: in a forward pass {seconds(forward.unit)} per unit and "
-        f"{seconds(forward.parameter)} per parameter, in a backward pass {seconds(backward.unit)} and "
-        f"{seconds(backward.parameter)}; {seconds(host.transfer)} per transfer; in the optimizer "
-        f"{seconds(host.optimizer)} per parameter."
-    )
 
 
 def _collectives(profile: Profile) -> Table:

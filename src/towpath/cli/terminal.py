@@ -14,40 +14,13 @@ from typing import Any, TextIO, final
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperArgument, TyperCommand, TyperGroup
-
-# --- help -------------------------------------------------------------------------------------------------------------
-
-
-def _without_types(params: list[Any]) -> list[Any]:
-    """Hide the types of flags, which take no value, and of arguments, whose names stand for them."""
-    for param in params:
-        if getattr(param, "is_flag", False) and param.metavar is None:
-            param.metavar = ""
-        if isinstance(param, TyperArgument):
-            param.display_type_rich = lambda ctx: None  # pyright: ignore
-    return params
-
-
-class _Command(TyperCommand):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
-
-
-class _Group(TyperGroup):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
 
 
 class Commands(typer.Typer):
     """A group of commands whose help is written in Markdown."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(cls=_Group, rich_markup_mode="markdown", **options)
-
-    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
-        """Return a decorator that adds a command."""
-        return super().command(name, cls=_Command, **options)
+        super().__init__(rich_markup_mode="markdown", **options)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -6,10 +6,8 @@ further islands drift apart. So of all periods that hide their exchanges, the sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import ceil, exp, log
+from dataclasses import replace
+from math import ceil
 
 from towpath.core.formats import Codec
 from towpath.core.outer import Outer, outer_transport
@@ -25,12 +23,10 @@ HIDDEN = 1.05
 _LONGEST_DELAY, _BLEND = 0.25, 0.5
 # How often an island's strategy is planned, each time with the memory that is left beside what outer steps need.
 _TRIED = 3
-# How many candidates are replayed at most, of an island and at each link rate.
+# How many candidates are replayed at most for an island.
 _REPLAYED = 16
 # Outer steps are proposed in place of a synchronous strategy if they take at most this share of its time.
 WORTH_IT = 0.8
-# Link rates at which strategies are compared, in bytes a second: from 10 Mbit/s to 100 Gbit/s.
-RATES = tuple(1.25e6 * 10 ** (k / 2) for k in range(9))
 
 
 class OuterPlanner:
@@ -42,28 +38,15 @@ class OuterPlanner:
 
     def __init__(self, solver: Solver) -> None:
         self._solver = solver
-        self._found: tuple[int, Prediction] | None = None
-
-    def on(self, solver: Solver) -> OuterPlanner:
-        """Return a planner for other links between the same nodes. It takes over what does not depend on these.
-
-        Args:
-            solver: The solver for the other links.
-        """
-        other = OuterPlanner(solver)
-        if self._found is not None and self._found[0] == solver.cluster.topology.nodes:  # an island is one node
-            other._found = self._found
-        return other
 
     def solve(self) -> Prediction | None:
         """Return the prediction for the shortest period that hides its exchanges, or else for the longest.
 
         It is None if no island can hold a copy of the model.
         """
-        self._found = self._found or self._of_islands()
-        if self._found is None:
+        if (found := self._of_islands()) is None:
             return None
-        islands, inner = self._found
+        islands, inner = found
         first = self._predicted(Outer(PERIODS[0], transport=self._transport), islands, inner)
         # What an exchange takes longer than a step does not depend on the period.
         exchange = PERIODS[0] * max(0.0, first.seconds - inner.seconds)
@@ -118,42 +101,3 @@ class OuterPlanner:
 def worth_it(outer: Prediction, synchronous: Prediction) -> bool:
     """Return whether outer steps save enough time to change the algorithm for them."""
     return outer.seconds <= WORTH_IT * synchronous.seconds
-
-
-# By link rate ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RateRow:
-    """The fastest synchronous step and the outer steps, at one link rate in bytes a second."""
-
-    rate: float
-    synchronous: Prediction
-    outer: Prediction
-
-
-def by_rate(solver: Solver, say: Callable[[int, int], None] = lambda done, total: None) -> list[RateRow]:
-    """Return what steps take at each of `RATES`, and at the cluster's own. Rates at which nothing fits are left out.
-
-    `say` is called with how many rates are done and how many there are.
-    """
-    rows: list[RateRow] = []
-    rates, planner = sorted({*RATES, solver.cluster.hardware.inter.rate}), OuterPlanner(solver)
-    for number, rate in enumerate(rates):
-        say(number, len(rates))
-        there = Solver(solver.model, solver.cluster.at_rate(rate), solver.request)
-        planner = planner.on(there)
-        found, outer = there.solve(best=1, most=_REPLAYED), planner.solve()
-        if isinstance(found, Ranking) and outer is not None:
-            rows.append(RateRow(rate, found.ranked[0], outer))
-    return rows
-
-
-def crossing(rows: Sequence[RateRow]) -> float | None:
-    """Return the link rate, in bytes a second, up to which outer steps are faster. None if they always or never are."""
-    for slow, fast in pairwise(rows):
-        before, after = (log(row.synchronous.seconds / row.outer.seconds) for row in (slow, fast))
-        if before > 0 >= after:
-            share = before / (before - after)
-            return exp(log(slow.rate) + share * (log(fast.rate) - log(slow.rate)))
-    return None

@@ -146,7 +146,7 @@ class Pipelines:
         walks: Walks = plain_walk,
     ) -> None:
         self._staged, self.request, self._walks = cache(staged), request, walks
-        self.cluster = cluster.with_exact_shares(request.exact_shares)
+        self.cluster = cluster
         self._topology = cluster.hardware.topology
         self._plans: dict[object, UnitPlan] = {}
         self._solvers: dict[tuple[int, int, int], Solver] = {}

@@ -168,10 +168,6 @@ class Profile:
         """Return the points of collectives, with the bytes of one group's region."""
         return [point for point in self.points if _COLLECTIVE.fullmatch(point.what)]
 
-    def host_points(self) -> list[Point]:
-        """Return the points of the engine's and the optimizer's own work."""
-        return [point for point in self.points if point.what.endswith("parameters a unit")]
-
     def singles(self) -> list[Point]:
         """Return the points of messages, kernels and matrix products that ran alone."""
         others = re.compile(r".* (by|beside) .*|launched .*|.* parameters a unit")

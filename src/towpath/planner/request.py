@@ -8,7 +8,6 @@ from math import isqrt
 from pathlib import Path
 from typing import Any, Literal
 
-from towpath.core.exact import Shares
 from towpath.core.formats import Codec, Precision, item_bytes
 from towpath.core.strategy import Offload
 from towpath.errors import ConfigError
@@ -72,8 +71,6 @@ class Request:
             predicted step is then the mean over the run. Default: 0, for codecs that are used in every step.
         exact: Whether gradients and parameter syncs are sent exactly, which is lossless. Default: where the planner
             expects a faster step. True: wherever they can be.
-        exact_shares: The bytes of exact messages as a share of their values, as a run has measured them. Default: as
-            expected on paper.
         outer: Whether "auto" may choose outer steps, which change the algorithm. `OuterPlanner` plans them.
     """
 
@@ -89,7 +86,6 @@ class Request:
     offload: Offload | None = None
     interleaved: int = 0
     exact: bool | None = None
-    exact_shares: Shares = ()
     outer: bool = False
 
     @property

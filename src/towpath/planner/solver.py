@@ -116,7 +116,7 @@ class Solver:
     """
 
     def __init__(self, model: Model, cluster: Cluster, request: Request) -> None:
-        self.model, self.cluster, self.request = model, cluster.with_exact_shares(request.exact_shares), request
+        self.model, self.cluster, self.request = model, cluster, request
         self._hardware, self._topology = self.cluster.hardware, cluster.topology
         self._compute, self._reduce, self._summed = request.precision.dtypes(request.own)
         # Units by size. Only trainable parameters count, because frozen ones may be sharded inside the node. Whatever

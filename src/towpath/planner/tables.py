@@ -64,11 +64,6 @@ def _outer_label(outer: Outer) -> str:
     return f"every {outer.every}" + (f"+{outer.delay}" if outer.delay else "") + codec
 
 
-def link(rate: float) -> str:
-    """Return the rate of a link in bytes a second as text, such as '200 Mbit/s'."""
-    return f"{rate * 8 / 1e6:.3g} Mbit/s" if rate * 8 < 1e9 else f"{rate * 8 / 1e9:.3g} Gbit/s"
-
-
 def extents(strategy: Strategy) -> str:
     """Return the extents of parameters, gradients and optimizer states."""
     placement = strategy.placement
