@@ -19,10 +19,10 @@ from tests.profiles import made_profile
 from towpath.cli import main, plan_report
 from towpath.cli import plan as plan_command
 from towpath.cli import probe as probe_command
+from towpath.cli.plots import svg
 from towpath.core.strategy import Strategy
 from towpath.planner import tables
 from towpath.train.config import Config
-from towpath.train.report import svg
 
 MODEL = str(Path(__file__).with_name("six-layers") / "config.json")  # few layers are quickly planned
 PLAN = ("plan", MODEL, "--cluster", "ethernet-10g", "--batch", "32", "--top", "3", "--length", "1024")
@@ -211,8 +211,8 @@ def test_where_an_offload_does_not_suffice_a_larger_one_is_named(capsys: pytest.
         ((*PLAN, "--pipeline", "1"), "'--pipeline': got 1; expected at least 2 ranks"),
         ((*PLAN, "--pipeline", "2x0"), "'--pipeline': got 2x0"),
         ((*PLAN, "--pipeline", "2:1f1b"), "got 2:1f1b; expected a schedule of GPipe, 1F1B"),
-        (("explain", "zero3", "mics"), "there is no command explain any more. Run towpath plan MODEL"),
-        (("simulate", "--help"), "Run towpath plan MODEL --cluster NAME --batch N --strategy STRATEGY."),
+        (("explain", "zero3", "mics"), "is gone. Run `towpath plan MODEL"),
+        (("simulate", "--help"), "Run `towpath plan MODEL --cluster NAME --batch N --strategy STRATEGY`."),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

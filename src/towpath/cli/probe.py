@@ -26,9 +26,7 @@ def probe(
 ) -> None:
     """Measure the cluster on which it runs: messages, collectives, codecs, memory, matrix products.
 
-    Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- -m towpath probe -o profile.json`
-
-    On a cluster: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath probe`
+    Example: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath probe -o profile.json`
 
     Then: `towpath plan … --cluster profile.json`
 
@@ -40,7 +38,7 @@ def probe(
     if not launched():
         raise ConfigError(
             "probe measures between ranks, but no launcher started this process as a rank. Start it with torchrun … "
-            "-m towpath probe on every node, or with towpath lab run … -- -m towpath probe."
+            "-m towpath probe on every node."
         )
     check_output_file("--output", output)
     profile = _measure(budget)
