@@ -425,7 +425,7 @@ def test_stages_are_chosen_where_nothing_else_is_quicker_or_fits() -> None:
         """`seconds`: that stages take; None: none fit."""
         request, whole = (Request(b, m, towpath.Precision()) for b, m in ((batch, memory), (8, 1 << 30)))
         pipelines = Pipelines(lambda count: shape.staged("gpt", TOKENS, count), cluster, whole)
-        (best,) = pipelines.solve([2], best=1)
+        (best,) = pipelines.solve([Layout(2)], best=1)
         found = None if seconds is None else replace(best, seconds=seconds)
         pipelined = auto.Pipelined(lambda model, cluster, request: found, only)
         return auto._planned(profile, "as made up", model, lambda memory: request, pipelined)

@@ -21,7 +21,6 @@ from towpath.core.pipeline import compression
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, ShardError
-from towpath.planner.catalog import load_exact_shares
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model, StagedModel
 from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
@@ -191,7 +190,6 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Conf
             offload=options.offload_option,
             interleaved=train.steps if options.interleaved else 0,
             exact=options.exact,
-            exact_shares=load_exact_shares(options.exact_from) if options.exact_from else (),
             outer=OUTER in options.allow,
         )
 
@@ -237,13 +235,14 @@ def _layouts_to_price(config: Config, staged: Callable[[Model, int], StagedModel
     def best(model: Model, cluster: Cluster, request: Request) -> PipelinePrediction | None:
         from towpath.pipeline.schedules import walks
 
-        found = Pipelines(lambda count: staged(model, count), cluster, request, walks).solve(
-            options.pipelines or (parallel.pipeline,),
-            options.schedules or (parallel.schedule,),
-            options.compressions or (own,),
-            options.tensors or (parallel.tensor,),
-            best=1,
-        )
+        layouts = [
+            Layout(ranks, schedule, compression=packed, tensor=tensor)
+            for ranks in options.pipelines or (parallel.pipeline,)
+            for tensor in options.tensors or (parallel.tensor,)
+            for schedule in options.schedules or (parallel.schedule,)
+            for packed in options.compressions or (own,)
+        ]
+        found = Pipelines(lambda count: staged(model, count), cluster, request, walks).solve(layouts, best=1)
         return found[0] if found else None
 
     return Pipelined(best, fixed)

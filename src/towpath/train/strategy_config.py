@@ -19,7 +19,7 @@ from towpath.train.options import FROM_0, check_limits, one_of, option, reason, 
 
 _EXTENTS = ("group", "frozen")
 _PRESET_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec")
-_AUTO_OPTIONS = ("allow", "memory", "profile", "exact_from", "pipelines", "tensors", "schedules", "compressions")
+_AUTO_OPTIONS = ("allow", "memory", "profile", "pipelines", "tensors", "schedules", "compressions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,6 @@ class StrategyConfig:
     allow: tuple[str, ...] = option((), "auto: codecs and outer, which it may use between nodes")
     memory: float = option(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
     profile: str = option("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
-    exact_from: str = option("", "auto: a run whose exact messages to expect; empty: on paper")
     pipelines: tuple[int, ...] = option((), "auto: values to try for parallel.pipeline")
     tensors: tuple[int, ...] = option((), "auto: values to try for parallel.tensor")
     schedules: tuple[str, ...] = option((), "auto: values to try for parallel.schedule")
