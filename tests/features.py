@@ -41,7 +41,7 @@ FEATURES = (
         """,
     ),
     _feature("routes", lab="racks routes", ranks="routes", unit="cells racks route_bytes route_phases routes sends"),
-    _feature("codec kernels", unit="codecs native_codecs registered_codecs top_k triton_codecs"),
+    _feature("codec kernels", unit="codecs native_codecs registered_codecs triton_codecs"),
     _feature("compressed training", ranks="codecs encoded_training low_rank", unit="encoded_transports low_rank"),
     _feature("exact transport", ranks="exact exact_features", unit="exact_codecs exact_transports"),
     _feature("outer steps", ranks="outer outer_checkpoints outer_faults outer_features train_outer", unit="outer"),
@@ -52,7 +52,7 @@ FEATURES = (
     _feature("LoRA and frozen weights", ranks="frozen lora", unit="adapter_export"),
     _feature(
         "checkpoints and resume",
-        ranks="checkpoint old_checkpoints resume soak state_dicts stateful_loader",
+        ranks="checkpoint resume soak state_dicts stateful_loader",
         unit="checkpoint checkpoint_claims checkpoint_parts hostile_checkpoints",
     ),
     _feature(
@@ -89,7 +89,7 @@ OTHER = _files(
         train_models
     """,
     unit="""
-        api_reference bench benchmarks commands config data data_prepare docs extending features help json_lines metrics
-        mixture output package parquet plots progress public session stopping summary train_command train_models typing
+        api_reference bench benchmarks budget commands config data data_prepare docs extending features help json_lines
+        metrics mixture output package parquet plots progress public session stopping summary train_command train_models typing
     """,
 )

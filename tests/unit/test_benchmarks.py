@@ -24,9 +24,9 @@ from benchmarks.harness.candidates import CandidateError, CaseError, Launch, Loc
 from benchmarks.selection import LOW_RANK, POWERSGD, Candidate, lossless
 from benchmarks.suites import outer, outer_time, planner, strategies
 from benchmarks.workload import Workload
+from lab import LinkBytes, Rate
 from towpath.bench import CONFIDENCE, interleave, interval_of_median
 from towpath.errors import ConfigError
-from towpath.lab import LinkBytes, Rate
 from towpath.topology.cluster import Topology
 
 SQUARE = Topology(2, 2)
