@@ -146,4 +146,4 @@ def test_by_sockets_a_receiver_tells_that_it_is_ready_behind_what_it_sends() -> 
 
 def test_low_rank_messages_take_the_bytes_of_their_factors() -> None:
     seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], compression=Compression("low-rank:2"), shape=(10, 100))
-    assert seen.inter_bytes == 4 * 1000 + 4 * 2 * 110
+    assert seen.combined().inter_bytes == 4 * 1000 + 4 * 2 * 110
