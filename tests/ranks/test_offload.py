@@ -183,10 +183,6 @@ def test_whole_parameters_may_be_read_and_written(label: str, offload: str, form
     assert differing(*contents) == []
 
 
-def test_full_state_dicts_are_the_same(world: Worlds) -> None:
-    world(4).run(_state_dicts)
-
-
 def _state_dicts() -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 

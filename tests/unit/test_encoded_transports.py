@@ -11,7 +11,6 @@ import torch
 
 import towpath
 from towpath.collectives import rank_transfer
-from towpath.core.formats import Codec
 from towpath.core.presets import parse_strategy
 from towpath.core.routes import Grid, Op
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
@@ -56,13 +55,6 @@ def test_codecs_go_where_cables_are_and_nowhere_else() -> None:
         "reduce": "two-hop, e4m3:256"
     }
     assert transports(towpath.strategy("qwz", TWO, route="flat"))["gather"] == "flat, int8:256"
-
-
-@pytest.mark.parametrize("name", ["zero++", "mics", "paro-nig", "ddp"])
-def test_a_strategy_with_codecs_survives_toml(name: str) -> None:
-    options = {"weights": "int4:64+hadamard", "gradients": "e5m2:whole", "feedback": "both"}
-    strategy = towpath.strategy(name, TWO, **options)
-    assert Strategy.from_toml(strategy.to_toml()) == strategy
 
 
 def test_zero_plus_plus_leaves_little_of_what_zero3_sends() -> None:
@@ -185,14 +177,6 @@ def test_weights_without_a_copy_are_gathered_for_backward_as_they_were_for_forwa
         t.transport for t in root.transfers(TransferKind.GATHER)
     }
     assert {t.transport.encoding for t in block.transfers(TransferKind.BACKWARD_GATHER)} == {None}
-
-
-def test_codecs_have_a_text() -> None:
-    assert str(towpath.Transport("flat", Codec("int8"))) == "flat, int8:256"
-    assert (
-        str(towpath.Transport("two-hop", "int4:64+hadamard", "both")) == "two-hop, int4:64+hadamard, feedback at both"
-    )
-    assert "(two-hop, int4:256)" in str(towpath.strategy("zero++", TWO))
 
 
 def test_an_encoded_reduction_on_a_route_without_hops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.terminal import load_torch, table_of
+from towpath.cli.terminal import check_launched, check_picture_file, load_torch, table_of
 from towpath.core.routes import Grid
-from towpath.errors import ConfigError
 from towpath.files import check_output_file, write_output_file
 from towpath.planner.profile import BROADCAST, Profile, collective_of, collective_seconds, slowdowns
 from towpath.planner.tables import seconds
@@ -44,15 +43,9 @@ def probe(
     Exit code: 0, or 2 for a mistake.
     """
     load_torch()
-    from towpath.topology.groups import launched
-
-    if not launched():
-        raise ConfigError(
-            "probe measures between ranks, but no launcher started this process as a rank. Start it with torchrun … "
-            "-m towpath probe on every node."
-        )
+    check_launched("probe")
     check_output_file("--output", output)
-    check_output_file("--picture", picture)
+    check_picture_file("--picture", picture)
     profile = _measure(budget)
     if profile is None:
         return
