@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -138,8 +137,7 @@ def simulate(
 
     Example: `towpath simulate zero3 --model llama-13b --cluster dgx-a100-200g --nodes 64 --jitter 0.05`
 
-    If codecs change during the run, it shows a step before each change and one after the last. With the strategy
-    "zero++ interleaved=1000", it adds the mean step of the run.
+    If codecs change during the run, it shows a step before each change and one after the last.
 
     Exit code: 0, or 2 for a mistake.
     """
@@ -161,7 +159,7 @@ def simulate(
         uneven = _variation(jitter, straggler or (), solver.cluster.topology.world)
         phases = _phases(_strategy(strategy, solver, offload), step, bool(trace or jitter or straggler))
         priced, late = _simulate(solver, phases, batching, uneven, trace)
-    _show_simulated(priced, _steps_of_run(strategy, step), solver, late, trace, as_json)
+    _show_simulated(priced, solver, late, trace, as_json)
 
 
 def _simulate(
@@ -203,30 +201,18 @@ def _phases(made: Strategy, step: int | None, one_step: bool) -> dict[int, Strat
     return {first: made.at(first) for first in steps}
 
 
-def _steps_of_run(strategy: str, step: int | None) -> int | None:
-    """Return the number of optimizer steps of the run, if the text of the strategy has it and no step was named."""
-    found = re.search(r"\binterleaved=(\d+)", strategy) if step is None else None
-    return None if found is None else int(found[1])
-
-
 def _show_simulated(
     phases: dict[int, Prediction],
-    steps: int | None,
     solver: Solver,
     late: Delay | None,
     trace: Path | None,
     as_json: bool,
 ) -> None:
-    """Show the simulated step, or one for each phase of a run whose codecs change, and the mean step of the run."""
+    """Show the simulated step, or one for each phase of a run whose codecs change."""
     firsts, sides = list(phases), list(phases.values())
-    mean = None
-    if steps is not None and len(sides) > 1:
-        lasts = [*firsts[1:], steps]
-        mean = sum((last - first) * p.seconds for first, last, p in zip(firsts, lasts, sides, strict=True)) / steps
     if as_json:
         found = [{"first_step": first} | tables.as_json(p, solver) for first, p in phases.items()]
         facts: dict[str, Any] = {"phases": found} if len(found) > 1 else tables.as_json(sides[0], solver)
-        facts |= {} if mean is None else {"mean_seconds": mean}
         print(json.dumps(facts if late is None else facts | {"late_seconds": asdict(late)}, indent=2))
         return
     found = [
@@ -234,7 +220,6 @@ def _show_simulated(
     ]
     if len(sides) > 1:
         found = [f"From step {first}: {text}" for first, text in zip(firsts, found, strict=True)]
-        found += [] if mean is None else [f"The mean over {steps:,} steps: {tables.seconds(mean)} a step."]
     _show_step(sides, solver, "\n".join(found), [f", from step {first}" for first in firsts if len(sides) > 1])
     if late is not None:
         usual, most = (tables.seconds(sides[0].seconds + more) for more in (late.mean, late.most))
