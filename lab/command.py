@@ -14,7 +14,7 @@ from rich.table import Table
 from lab import Lab, LabResult, Rate, available
 from lab.errors import LabError
 from lab.runs import check_script, describe_exit
-from towpath.cli.terminal import Commands, load_torch, table_of
+from towpath.cli.terminal import Commands, check_picture_file, load_torch, table_of
 from towpath.files import check_output_file, write_output_file
 from towpath.topology.cluster import Topology
 from towpath.train.progress import size
@@ -120,7 +120,7 @@ def demo(
     from lab import demo as story
     from lab.report import HEADINGS, MARKS, fastest_first, rows_of, wins, write_report
 
-    check_output_file("--output", output)
+    check_picture_file("--output", output)
     names = strategies or list(story.STRATEGIES)
     console = Console(width=100, highlight=False)
     rate, reason = Rate.parse(inter), available()

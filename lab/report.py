@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from towpath.cli.plots import (
+    Figure,
     axes_of,
     color,
     dashes,
     draw_stacked,
     draw_timelines,
-    figure_html,
     svg,
     table_html,
     write_page,
@@ -74,7 +74,7 @@ def _loss_seconds(figure: Any, outcomes: Sequence[Outcome]) -> None:
     axes.legend(frameon=False)
 
 
-def _plots(outcomes: Sequence[Outcome]) -> list[str]:
+def _plots(outcomes: Sequence[Outcome]) -> list[Figure]:
     """Return the figures of the report."""
     small = (5.2, 3.3)
 
@@ -111,21 +111,21 @@ def _plots(outcomes: Sequence[Outcome]) -> list[str]:
         ("Bytes of one step", "Over the cable of one node, and inside it.", stacked("MB", sent)),
         ("Memory of a rank", "What the engine holds, after the first steps.", stacked("MB", memory)),
     )
-    return [figure_html(*figure) for figure in figures]
+    return [Figure(*figure) for figure in figures]
 
 
 def write_report(path: Path, title: str, about: str, outcomes: Sequence[Outcome]) -> None:
     """Write a page that compares strategies. It has a table and plots, the fastest strategy first."""
     outcomes = fastest_first(outcomes)
     figures = _plots(outcomes)
-    traced = [o for o in outcomes if o.timeline]
+    traced = [(o.strategy, o.timeline) for o in outcomes if o.timeline]
     if traced:
         timelines = svg(draw_timelines, traced, (11, 0.8 + 0.95 * len(traced)))
         caption = (
             "Rank 0, on one scale of time: what it computes, and what is on its links meanwhile. Gaps in the first "
             "row are waiting."
         )
-        figures.append(figure_html("One step, from inside", caption, timelines, wide=True))
+        figures.append(Figure("One step, from inside", caption, timelines, wide=True))
     kinds = [" ".join(["best"] * wins(o, outcomes) + ["lossy"] * (not o.lossless)) for o in outcomes]
     write_page(path, title, f"{about} {MARKS}", table_html(HEADINGS, rows_of(outcomes), kinds), figures)
 

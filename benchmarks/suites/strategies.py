@@ -193,7 +193,7 @@ def figures_of(
     computing = workload.micro_steps * usual[COMPUTE]
     steps = {name: value for name, value in usual.items() if name not in (COMMUNICATION, COMPUTE)}
     return {
-        "intervals": {name: asdict(interval_of_median(comparison.seconds[name])) for name in steps},
+        "intervals": {name: interval_of_median(comparison.seconds[name])._asdict() for name in steps},
         "communication_share": {name: round(max(0.0, 1 - computing / value), 4) for name, value in steps.items()},
         "bytes_between_nodes": {name: round(median(comparison.between_nodes[name])) for name in steps},
         "processor_seconds": {name: round(sum(r["processor_seconds"] for r in facts[name]), 4) for name in steps},

@@ -73,6 +73,9 @@ def test_readme_install_line_in_an_empty_environment(tmp_path: Path) -> None:
     python = str(tmp_path / "empty" / "bin" / "python")
     constraints = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}  # else torch may bring its libraries for GPUs
     _run(python, "-m", *install.split(), cwd=tmp_path / "clone", **constraints)
+    brought = "import importlib.metadata as m; print(*sorted(d.name.lower() for d in m.distributions()))"
+    unwanted = {"matplotlib", "datasets", "transformers", "pillow", "pandas", "pyarrow"}
+    assert not unwanted & set(_run(python, "-c", brought).split())
     _check_that_the_example_learns(python, tmp_path)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks.harness import results
 from tools.docs import figures
-from towpath.cli.plan_report import TimelineRow
 from towpath.cli.plots import draw_timelines, standalone_svg
 from towpath.observing import Interval
 
@@ -99,7 +98,7 @@ def regret_sentence() -> str:
 def picture() -> str:
     drawn = next(run for run in last_runs() if run["case"]["name"] == DRAWN)["drawn"]
     steps = [
-        TimelineRow(f"{name}, {who}", [Interval(**interval, args={}) for interval in drawn[name][kept]])
+        (f"{name}, {who}", [Interval(**interval, args={}) for interval in drawn[name][kept]])
         for name in drawn
         for who, kept in (("traced", "engine"), ("simulated", "simulated"))
     ]

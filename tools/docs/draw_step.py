@@ -9,9 +9,9 @@ import argparse
 from pathlib import Path
 
 import lab
+from lab import demo
 from lab.report import Outcome
 from towpath.cli.plots import draw_timelines, standalone_svg
-from towpath.train import demo
 
 
 def main() -> None:
@@ -25,9 +25,9 @@ def main() -> None:
     outcomes: list[Outcome] = []
     with lab.Lab(demo.TOPOLOGY, inter=options.inter) as cluster:
         for strategy in options.strategies:
-            config = demo.configuration(strategy, steps=6)
-            outcomes.append(cluster.call(demo.trained, config, True, timeout_seconds=600)[0])
-    options.output.write_text(standalone_svg(draw_timelines, outcomes, (10, 0.8 + 0.8 * len(outcomes))))
+            outcomes.append(cluster.call(demo.trained, strategy, 6, True, timeout_seconds=600)[0])
+    steps = [(outcome.strategy, outcome.timeline) for outcome in outcomes]
+    options.output.write_text(standalone_svg(draw_timelines, steps, (10, 0.8 + 0.8 * len(outcomes))))
 
 
 if __name__ == "__main__":

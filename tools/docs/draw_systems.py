@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from towpath.cli.plan_report import TimelineRow
 from towpath.cli.plots import draw_timelines, standalone_svg
 from towpath.core import presets
 from towpath.core.pipeline import Compression, compression
+from towpath.core.placement import Placement
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
+from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.catalog import describe_model, load_cluster, model_shape
 from towpath.planner.cluster import GIB
@@ -50,8 +51,8 @@ DRAWN_PIPELINES = ("none", "optimus-cb+fe+sc")
 
 # Placements that no preset names, by what they are called here.
 _LINS = {
-    "lins, P 1×1": {"optimizer": Extent(4)},
-    "lins, P 2×1": {"params": Extent(2), "grads": Extent(4), "optimizer": Extent(4, 4)},
+    "lins, P 1×1": Placement(Extent(1), Extent(1), Extent(4)),
+    "lins, P 2×1": Placement(Extent(2), Extent(4), Extent(4, 4)),
 }
 
 
@@ -73,7 +74,7 @@ OPTIMUS = "optimus-cc"
 
 
 def strategy(name: str, topology: Topology = TOPOLOGY) -> Strategy:
-    return presets.strategy("lins", topology, **_LINS[name]) if name in _LINS else presets.strategy(name, topology)
+    return presets.strategy(_LINS.get(name, name), topology)
 
 
 def picture(system: System | None = None) -> str:
@@ -82,20 +83,20 @@ def picture(system: System | None = None) -> str:
     return standalone_svg(draw_timelines, steps, (10, 0.8 + 0.8 * len(steps)))
 
 
-def _steps(names: Sequence[str]) -> Iterator[TimelineRow]:
+def _steps(names: Sequence[str]) -> Iterator[tuple[str, list[Interval]]]:
     model = DRAWN.model("drawn", DRAWN_LENGTH)
     solver = Solver(model, CLUSTER, Request(batch=1, memory=CLUSTER.memory))
     for name in names:
-        yield TimelineRow(name, simulated_intervals(solver.timeline(strategy(name), DRAWN_BATCHING).events))
+        yield name, simulated_intervals(solver.timeline(strategy(name), DRAWN_BATCHING).events)
 
 
-def _stages() -> Iterator[TimelineRow]:
+def _stages() -> Iterator[tuple[str, list[Interval]]]:
     """Each rank of a pipeline, without compression and with it."""
     pipelines = _pipelines(DRAWN, "drawn", DRAWN_LENGTH)
     for name in DRAWN_PIPELINES:
         layout = Layout(STAGES, compression=PIPELINES[name], tensor=TENSOR)
         for rank, timeline in enumerate(pipelines.replay(layout, Batching(1, MICRO_BATCHES)).ranks):
-            yield TimelineRow(f"{name}\nstage {rank}", simulated_intervals(timeline.events))
+            yield f"{name}\nstage {rank}", simulated_intervals(timeline.events)
 
 
 def _pipelines(shape: Transformer, name: str, length: int) -> Pipelines:

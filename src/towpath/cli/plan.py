@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from towpath.cli.terminal import above_zero, table_of, whole
+from towpath.cli.terminal import above_zero, check_picture_file, table_of, whole
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, asked_of_micro_batches, plain_walk
@@ -121,8 +121,9 @@ def plan(
 
     Exit code: 0, or 1 if nothing fits in memory, or 2 for a mistake.
     """
-    for option, path in (("--output", output), ("--report", report), ("--trace", trace)):
-        check_output_file(option, path)
+    check_output_file("--output", output)
+    check_output_file("--trace", trace)
+    check_picture_file("--report", report)
     names = [name.strip() for name in allow.split(",") if name.strip()]
     weights, gradients = codecs_for_both(name for name in names if name not in COMPRESSIONS)
     for option, given in (("--report", report), ("--offload", offload), ("--allow outer", OUTER in names or None)):
@@ -338,9 +339,7 @@ def _show_steps(texts: Sequence[str], solver: Solver, stages: _Stages | None, fi
     with progress_bar("Simulating") as say:
         for number, text in enumerate(texts):
             for layout in layouts:
-                phases = _phases(text, solver, stages, layout)
-                shown += phases
-                conclusions += _mean_of_run(text, phases)
+                shown += _phases(text, solver, stages, layout)
             say(number + 1, len(texts))
     steps = [step for _, step in shown]
     _write_trace(files.trace, steps[0], solver, stages)
@@ -431,17 +430,6 @@ def _from_file(text: str) -> Strategy | None:
         raise ConfigError(f"strategy: cannot read {text}: {reason}. Check the path, or name a preset.") from None
 
 
-def _mean_of_run(text: str, phases: Sequence[tuple[int | None, Prediction]]) -> list[str]:
-    """Return a sentence about the mean step of a run, if the strategy's text has the number of its steps."""
-    found = re.search(r"\binterleaved=(\d+)", text)
-    if found is None or len(phases) == 1:
-        return []
-    steps, firsts = int(found[1]), [first or 0 for first, _ in phases]
-    lengths = [last - first for first, last in zip(firsts, [*firsts[1:], steps], strict=True)]
-    mean = sum(length * step.seconds for length, (_, step) in zip(lengths, phases, strict=True)) / steps
-    return [f"The mean over {steps:,} steps: {tables.seconds(mean)} a step."]
-
-
 def _write_trace(path: Path | None, step: Prediction, solver: Solver, stages: _Stages | None) -> None:
     """Write every micro-step of a predicted step as a trace. Of a pipeline, it has one copy of each of its ranks."""
     if path is None:
@@ -453,7 +441,7 @@ def _write_trace(path: Path | None, step: Prediction, solver: Solver, stages: _S
             f"--trace shows each micro-step, and there are {step.batching.micro_steps:,}. Expected at most "
             f"{_MOST_TRACED:,}: take a smaller --batch."
         )
-    from towpath.tracing import simulated_intervals, write_trace  # imports torch
+    from towpath.tracing import simulated_intervals, write_intervals  # imports torch
 
     if stages is not None and isinstance(step, PipelinePrediction):
         ranks = stages.pipelines.replay(step.layout, step.batching).ranks
@@ -461,4 +449,4 @@ def _write_trace(path: Path | None, step: Prediction, solver: Solver, stages: _S
     else:
         ranks = [solver.timeline(step.strategy, step.batching)]
         names = {0: f"every rank of {solver.cluster.name}, simulated"}
-    write_trace(path, {rank: simulated_intervals(each.events) for rank, each in enumerate(ranks)}, names)
+    write_intervals(path, {rank: simulated_intervals(each.events) for rank, each in enumerate(ranks)}, names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from typing import Any
 from towpath.cli.plots import (
     COLORS,
     Curve,
+    Figure,
     axes_of,
     draw_curves,
     draw_stacked,
     draw_timelines,
-    figure_html,
     set_log_scale,
     svg,
     table_html,
@@ -24,7 +24,6 @@ from towpath.cli.plots import (
 from towpath.core import presets
 from towpath.core.strategy import TransferKind
 from towpath.errors import TowpathError
-from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.prediction import Batching, Prediction, Ranking
@@ -43,19 +42,10 @@ _SHOWN = 6
 Say = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineRow:
-    """A row of `draw_timelines`."""
-
-    strategy: str
-    timeline: Sequence[Interval]
-
-
 def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, say: Say) -> None:
     """Write the page. `say` is called with how many simulations are done and how many there are."""
     ranked, shown = found.ranked, found.ranked[:_SHOWN]
-    best = shown[0]
-    total = len(PRESETS) * (len(_RATES) + len(_NODES))
+    best, total = shown[0], len(PRESETS) * (len(_RATES) + len(_NODES))
     counted = iter(range(1, total + 1))
 
     def step() -> None:
@@ -65,23 +55,24 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, 
     by_nodes = curves(solver, best.batching, nodes_of(solver), step)
     compared = dict.fromkeys([best.strategy, presets.strategy(tables.BASELINE, solver.cluster.topology)])
     steps = [
-        TimelineRow(name, simulated_intervals(solver.timeline(strategy, best.batching).events))
+        (name, simulated_intervals(solver.timeline(strategy, best.batching).events))
         for name, strategy in zip(("best: " + tables.label(best.strategy), tables.BASELINE), compared, strict=False)
     ]
-    small, wide = (5.2, 3.3), (11, 0.8 + 0.95 * len(steps))
-    front_drawn, parts_drawn = svg(draw_front, ranked, small), svg(draw_parts, shown, small)
-    rates_drawn, nodes_drawn = svg(draw_rates, by_rate, small), svg(draw_nodes, by_nodes, small)
-    steps_drawn = svg(draw_timelines, steps, wide)
-    inside = "What a rank computes, and what its links send in the meantime."
-    figures = [
-        figure_html(
-            "Time against memory", "The line is the Pareto front: no strategy is both faster and smaller.", front_drawn
+    drawn: list[tuple[str, str, Callable[[Any, Any], None], Any]] = [
+        (
+            "Time against memory",
+            "On the line, the Pareto front, no strategy is both faster and smaller.",
+            draw_front,
+            ranked,
         ),
-        figure_html("Where a step's time goes", "Computation, and the transfers that it waits for.", parts_drawn),
-        figure_html("Which strategy when: links", caption(by_rate), rates_drawn),
-        figure_html("Which strategy when: nodes", f"Each rank has the same batch. {caption(by_nodes)}", nodes_drawn),
-        figure_html("One step, from inside", inside, steps_drawn, wide=True),
+        ("Where a step's time goes", "Computation, and the transfers that it waits for.", draw_parts, shown),
+        ("Which strategy when: links", caption(by_rate), draw_rates, by_rate),
+        ("Which strategy when: nodes", f"Each rank has the same batch. {caption(by_nodes)}", draw_nodes, by_nodes),
     ]
+    figures = [Figure(title, about, svg(draw, what, (5.2, 3.3))) for title, about, draw, what in drawn]
+    timelines = svg(draw_timelines, steps, (11, 0.8 + 0.95 * len(steps)))
+    inside = "What a rank computes, and what its links send in the meantime."
+    figures.append(Figure("One step, from inside", inside, timelines, wide=True))
     rows = [tables.row(number, priced, solver) for number, priced in enumerate(found.ranked[:10], 1)]
     title = f"Which strategy for {solver.model.name} on {solver.cluster.name}?"
     write_page(path, title, heading, table_html(tables.HEADINGS, rows), figures)
@@ -186,17 +177,7 @@ def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
     draw_stacked(figure, names, "seconds", parts)
 
 
-def draw_rates(figure: Any, drawn: Sequence[Curve]) -> None:
-    """Draw curves over the rate of a node's link."""
-    _draw_curves(figure, drawn, "Gbit/s between nodes, each way")
-
-
-def draw_nodes(figure: Any, drawn: Sequence[Curve]) -> None:
-    """Draw curves over the number of nodes."""
-    _draw_curves(figure, drawn, "nodes")
-
-
-def _draw_curves(figure: Any, drawn: Sequence[Curve], label: str) -> None:
+def _draw_curves(label: str, figure: Any, drawn: Sequence[Curve]) -> None:
     axes = axes_of(figure, label, "seconds of a step")
     if not any(curve.points for curve in drawn):
         return
@@ -217,3 +198,7 @@ def _mark(axes: Any, at: float, text: str) -> None:
         text, (at, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
         va="bottom", ha="center",
     )  # fmt: skip
+
+
+draw_rates = partial(_draw_curves, "Gbit/s between nodes, each way")
+draw_nodes = partial(_draw_curves, "nodes")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from string import Template
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple
 
-from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval
+from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, Interval
 
 # One color for each strategy, or part of a bar. They can be told apart without seeing red and green.
 COLORS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#b08900", "#0b7285", "#c2255c", "#495057")
@@ -31,13 +31,10 @@ _IN_SECONDS = 3.0
 _COINCIDE = 0.012
 _DASH_POINTS = 5
 
-Shown = TypeVar("Shown")
-
-
 # Drawing --------------------------------------------------------------------------------------------------------------
 
 
-def svg(draw: Callable[[Any, Shown], None], shown: Shown, size: tuple[float, float]) -> str:
+def svg(draw: Callable[[Any, Any], None], shown: Any, size: tuple[float, float]) -> str:
     """Return a picture as an <svg> element for a page.
 
     Text in the picture is text. Each color is a CSS variable, which the pages of `write_page` change in dark mode.
@@ -50,7 +47,7 @@ def svg(draw: Callable[[Any, Shown], None], shown: Shown, size: tuple[float, flo
     return _with_variables(_drawn(draw, shown, size), ON_DARK)
 
 
-def standalone_svg(draw: Callable[[Any, Shown], None], shown: Shown, size: tuple[float, float]) -> str:
+def standalone_svg(draw: Callable[[Any, Any], None], shown: Any, size: tuple[float, float]) -> str:
     """Return a picture for a file of its own, with a background that is light or dark as the reader prefers."""
     with_background = _drawn(draw, shown, size).replace("<svg ", '<svg style="background: #ffffff" ', 1)
     return light_and_dark(with_background, ON_DARK)
@@ -63,7 +60,7 @@ def light_and_dark(text: str, on_dark: Mapping[str, str]) -> str:
     return f"{head}{bracket}\n{style}{rest}"
 
 
-def _drawn(draw: Callable[[Any, Shown], None], shown: Shown, size: tuple[float, float]) -> str:
+def _drawn(draw: Callable[[Any, Any], None], shown: Any, size: tuple[float, float]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -186,31 +183,21 @@ def draw_stacked(figure: Any, names: Sequence[str], label: str, parts: Mapping[s
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, ncols=3, loc="outside upper left")
 
 
-class TracedStep(Protocol):
-    """A strategy, and what happened in one step under it."""
-
-    @property
-    def strategy(self) -> str: ...
-
-    @property
-    def timeline(self) -> Sequence[Interval]: ...
-
-
-def draw_timelines(figure: Any, steps: Sequence[TracedStep]) -> None:
-    """Draw for each strategy what one step of a rank computed, and what its links carried at the same time."""
-    begins = [min(interval.start_seconds for interval in step.timeline) for step in steps]
-    ends = [max(interval.end_seconds for interval in step.timeline) for step in steps]
+def draw_timelines(figure: Any, steps: Sequence[tuple[str, Sequence[Interval]]]) -> None:
+    """Draw what a step of a rank computed, and what its links carried meanwhile. `steps` are intervals with a name."""
+    begins = [min(interval.start_seconds for interval in timeline) for _, timeline in steps]
+    ends = [max(interval.end_seconds for interval in timeline) for _, timeline in steps]
     longest = max(end - begin for begin, end in zip(begins, ends, strict=True))
     unit, scale = ("seconds", 1.0) if longest >= _IN_SECONDS else ("milliseconds", 1e3)
     axes = axes_of(figure, unit, "")
     tracks = {COMPUTE: (COLORS[0], 0), INSIDE: (COLORS[2], 1), BETWEEN: (COLORS[1], 2)}
-    for i, (step, begin) in enumerate(zip(steps, begins, strict=True)):
-        for interval in step.timeline:
+    for i, ((_, timeline), begin) in enumerate(zip(steps, begins, strict=True)):
+        for interval in timeline:
             if interval.track in tracks:
                 shade, row = tracks[interval.track]
                 bar = ((interval.start_seconds - begin) * scale, interval.seconds * scale)
                 axes.broken_barh([bar], (i * 4 + row, 0.82), facecolors=shade, alpha=0.8, linewidth=0)
-    axes.set_yticks([i * 4 + 1.4 for i in range(len(steps))], [step.strategy for step in steps])
+    axes.set_yticks([i * 4 + 1.4 for i in range(len(steps))], [name for name, _ in steps])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     handles = [(axes.broken_barh([(0, 0)], (0, 0), facecolors=c), name) for name, (c, _) in tracks.items()]
@@ -220,24 +207,31 @@ def draw_timelines(figure: Any, steps: Sequence[TracedStep]) -> None:
 # Pages ----------------------------------------------------------------------------------------------------------------
 
 
-def write_page(path: Path, title: str, about: str, table: str, figures: Sequence[str]) -> None:
-    """Write a page with a table of `table_html` and figures of `figure_html`. `about` may have several lines."""
-    page = Template(_PAGE).substitute(
+class Figure(NamedTuple):
+    """A figure of a page. A `wide` one takes the whole width, and scrolls sideways on a narrow screen."""
+
+    title: str
+    about: str
+    drawn: str  # by `svg`
+    wide: bool = False
+
+    def html(self) -> str:
+        """Return the figure as an element."""
+        drawn, kind = (_scrolling(self.drawn), ' class="wide"') if self.wide else (self.drawn, "")
+        return f"<figure{kind}><h2>{html.escape(self.title)}</h2><p>{html.escape(self.about)}</p>{drawn}</figure>"
+
+
+def write_page(path: Path, title: str, about: str, table: str, figures: Sequence[Figure]) -> None:
+    """Write a page with a table of `table_html` and figures."""
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    page = Template(template).substitute(
         title=html.escape(title),
-        about=html.escape(about).replace("\n", "<br>"),
+        about=html.escape(about),
         table=table,
-        figures="\n".join(figures),
+        figures="\n".join(figure.html() for figure in figures),
         dark_colors=_css_variables(ON_DARK),
     )
     path.write_text(page, encoding="utf-8")
-
-
-def figure_html(title: str, about: str, drawn: str, wide: bool = False) -> str:
-    """Return a figure of the page. A `wide` one takes the whole width, and scrolls sideways on a narrow screen."""
-    kind = ' class="wide"' if wide else ""
-    if wide and drawn.startswith("<svg"):
-        drawn = _scrolling(drawn)
-    return f"<figure{kind}><h2>{html.escape(title)}</h2><p>{html.escape(about)}</p>{drawn}</figure>"
 
 
 # A number with its unit, an interval of numbers, or nothing.
@@ -263,58 +257,3 @@ def table_html(headings: Sequence[str], rows: Sequence[Sequence[str]], kinds: Se
 def _scrolling(content: str) -> str:
     """Put content into a container that scrolls sideways, and shows that it does."""
     return f'<p class="hint">Scroll sideways for the rest →</p><div class="scrolls" tabindex="0">{content}</div>'
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; --ink: #1c2024; --muted: #59636e; --page: #f6f7f9; --card: #fff; --line: #eceef1;
-        --shade: #0003; --best: #e6f4ea; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0; }
-main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 60px; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 15px; margin: 0; }
-p { margin: 2px 0 10px; color: var(--muted); max-width: 75ch; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 7px 12px; text-align: right; border-top: 1px solid var(--line); white-space: nowrap; }
-th { border: 0; font-weight: 600; font-size: 12.5px; color: var(--muted); }
-th:first-child, td:first-child { text-align: left; font-weight: 600; } .text { text-align: left; }
-tr.best td { background: var(--best); } tr.lossy td { font-style: italic; }
-main > .scrolls { border-radius: 8px; margin: 18px 0; box-shadow: 0 1px 2px #0002; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: 16px; }
-figure { margin: 0; min-width: 0; background: var(--card); padding: 14px 16px 6px; border-radius: 8px;
-         box-shadow: 0 1px 2px #0002; }
-figure.wide { grid-column: 1 / -1; } svg { width: 100%; height: auto; display: block; }
-/* Where a table or a wide figure has no room, it scrolls sideways and the page does not. A shadow lies at each edge
-   beyond which there is more: the covers move with the content, the shadows stay at the edges. */
-.scrolls {
-  overflow-x: auto; scrollbar-width: thin;
-  background: linear-gradient(90deg, var(--card) 40%, transparent) left / 40px 100% no-repeat local,
-    linear-gradient(270deg, var(--card) 40%, transparent) right / 40px 100% no-repeat local,
-    linear-gradient(90deg, var(--shade), transparent) left / 14px 100% no-repeat,
-    linear-gradient(270deg, var(--shade), transparent) right / 14px 100% no-repeat, var(--card);
-}
-.hint { display: none; font-size: 12.5px; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e8ea; --muted: #aab2bb; --page: #14171a; --card: #1d2125; --line: #2c3238; --shade: #fff4;
-          --best: #20382a; $dark_colors }
-}
-@media (max-width: 700px) {
-  main { padding: 16px 10px 40px; } figure { padding: 10px 6px 4px; } .hint { display: block; margin: 8px 0 4px; }
-  figure.wide .scrolls svg { width: 760px; } main > .scrolls { margin-top: 0; }
-}
-</style>
-</head>
-<body><main>
-<h1>$title</h1>
-<p>$about</p>
-$table
-<div class="plots">
-$figures
-</div>
-</main></body>
-</html>
-"""

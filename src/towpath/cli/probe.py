@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.terminal import load_torch, table_of
-from towpath.errors import ConfigError
+from towpath.cli.terminal import check_launched, load_torch, table_of
 from towpath.files import check_output_file, write_output_file
 from towpath.planner.profile import BROADCAST, Profile, collective_of, collective_seconds
 from towpath.planner.tables import seconds
@@ -33,13 +32,7 @@ def probe(
     Exit code: 0, or 2 for a mistake.
     """
     load_torch()
-    from towpath.topology.groups import launched
-
-    if not launched():
-        raise ConfigError(
-            "probe measures between ranks, but no launcher started this process as a rank. Start it with torchrun … "
-            "-m towpath probe on every node."
-        )
+    check_launched("probe")
     check_output_file("--output", output)
     profile = _measure(budget)
     if profile is None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import io
 import os
 import select
 import sys
 from collections.abc import Callable
 from math import isfinite
+from pathlib import Path
 from typing import Any, TextIO, final
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from towpath.errors import ConfigError
+from towpath.files import check_output_file
 
 
 class Commands(typer.Typer):
@@ -79,6 +84,27 @@ def load_torch() -> None:
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
         with Console(stderr=True).status("Loading torch"):
             importlib.import_module("torch")
+
+
+def check_launched(command: str) -> None:
+    """Raise `ConfigError` if no launcher has started this process as a rank."""
+    from towpath.topology.groups import launched
+
+    if not launched():
+        raise ConfigError(
+            f"{command} measures between ranks, but no launcher started this process as a rank. Start it with torchrun "
+            f"… -m towpath {command} on every node."
+        )
+
+
+def check_picture_file(option: str, path: Path | None) -> None:
+    """Raise `ConfigError` if the option names a file of pictures that cannot be drawn or written."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{option} {path}: pictures are drawn by matplotlib, which is not installed. Run pip install matplotlib "
+            "(the extra towpath[plot])."
+        )
+    check_output_file(option, path)
 
 
 # --- output -----------------------------------------------------------------------------------------------------------

@@ -140,6 +140,8 @@ class Workload:
             profile in the user's cache.
         interleaved: Optimizer steps of the run, to use codecs of gradients only in the first half of it. Default: 0,
             which uses them in every step.
+        offload: What is in host memory, as for `towpath.strategy`. Default: nothing.
+        exact: Whether transports are exact. Default: where the predicted step is faster.
     """
 
     tokens: int
@@ -150,6 +152,8 @@ class Workload:
     inputs: Sequence[Any] = field(default=(), repr=False)
     profile: str | Path = ""
     interleaved: int = 0
+    offload: Offload | None = None
+    exact: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "micro_steps", "memory"):
