@@ -121,8 +121,8 @@ def plan(
 
     Exit code: 0, or 1 if nothing fits in memory, or 2 for a mistake.
     """
-    for option, path in (("--output", output), ("--trace", trace)):
-        check_output_file(option, path)
+    check_output_file("--output", output)
+    check_output_file("--trace", trace)
     check_picture_file("--report", report)
     names = [name.strip() for name in allow.split(",") if name.strip()]
     weights, gradients = codecs_for_both(name for name in names if name not in COMPRESSIONS)
