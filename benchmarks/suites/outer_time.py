@@ -45,7 +45,7 @@ from towpath.cli.plots import color, standalone_svg
 WORKLOAD = Workload(SQUARE, 1, "bfloat16", width=384, depth=5)
 LOSSLESS = "paro-igg exact=true"
 # Islands average their weights. In so short a training with a constant rate, Nesterov momentum overshoots.
-OUTER = {f"outer steps, {codec}": OuterSpec(codec, optimizer=AVERAGED) for codec in ("fp32", "int4", "top-k")}
+OUTER = {f"outer steps, {codec}": OuterSpec(codec, optimizer=AVERAGED) for codec in ("fp32", "int4")}
 # The fastest lossless strategy on slow links where blocks compute (`exact`), the fastest two with codecs
 # (`strategies`), outer steps, and the peers.
 CANDIDATES = (LOSSLESS, LOW_RANK, "ddp gradients=int4:64", *OUTER, POWERSGD, torchft_peer.NAME)

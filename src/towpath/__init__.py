@@ -109,8 +109,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"towpath.{name}")
-    if name == "Wire":
-        raise AttributeError("towpath.Wire is now towpath.Transport")
     if name not in __all__:
         raise AttributeError(f"module 'towpath' has no attribute {name!r}; it has {', '.join((*__all__, *_MODULES))}")
     return getattr(importlib.import_module(f"towpath.{_HOMES.get(name, 'api')}"), name)

@@ -87,7 +87,7 @@ def _check(answers: list[Sent]) -> None:
 
 
 # Starting ranks takes longer than their steps: each start serves several strategies.
-PLAIN = [*LABELS, "mics:2x2", "zero3@ring", "paro-nig@ring", "mics sync_gradients=micro-step"]
+PLAIN = [*LABELS, "mics:2x2", "zero3@ring", "paro-nig@ring"]
 
 
 @pytest.mark.parametrize("labels", [PLAIN[::3], seldom(PLAIN[1::3]), seldom(PLAIN[2::3])], ids=" ".join)

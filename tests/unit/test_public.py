@@ -110,11 +110,3 @@ towpath.integrations.accelerate.Accelerator
 towpath.optim.owner_stepped, towpath.optim.chain
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"), [(towpath, "Wire", "towpath.Transport"), (towpath.optim, "together", "chain")]
-)
-def test_a_renamed_name_says_its_new_name(module: ModuleType, old: str, new: str) -> None:
-    with pytest.raises(AttributeError, match=f"is now {new}"):
-        getattr(module, old)

@@ -124,9 +124,6 @@ def mics_rows() -> Iterator[Row]:
         what = f"MiCS / ZeRO-3, {model}, 128 V100, 100 Gbit/s"
         yield Row(what, 2.82, ZERO3, mics(8, nodes), mics_setting(model, 16), printed)
     yield Row("groups of 8 / of 64, bert-10b, 64 V100", 1.6, ZERO3, mics(8), mics_setting("bert-10b", 8))
-    one_hop = System("mics", {"group": Extent(8), "sync_gradients": "micro-step"})
-    what = "two-hop synchronization / every micro-step over all ranks, bert-10b, 128 V100"
-    yield Row(what, 1.249, one_hop, mics(8), mics_setting("bert-10b", 16))
     flat = System("mics", {"group": Extent(8, 2), "route": "flat"})
     what = "hierarchical / flat gathers, bert-15b, 128 V100"
     yield Row(what, 1.38, flat, mics(8, 2), mics_setting("bert-15b", 16), "1.31 to 1.38 ⁴")
