@@ -61,7 +61,7 @@ class Variant:
 
     def make(self, steps: int) -> towpath.Strategy:
         """Return the strategy for a run of so many steps."""
-        half = {"interleaved": steps} if self.half else {}
+        half = {"gradients_until": steps // 2} if self.half else {}
         return towpath.strategy(self.strategy, SHAPE, **self.options, **half)
 
 

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
         full_tensor,
         join,
         no_sync,
-        reshard,
         schedule,
         shard,
-        unshard,
     )
     from towpath.core.formats import Precision
     from towpath.core.outer import Outer
@@ -72,13 +70,11 @@ __all__ = [
     "no_sync",
     "offload_activations",
     "register_forward_method",
-    "reshard",
     "schedule",
     "shard",
     "stats",
     "strategies",
     "strategy",
-    "unshard",
 ]
 
 # Modules that are attributes after `import towpath` alone.

@@ -49,7 +49,7 @@ def _expected(ranks: int) -> reference.Result:
 def trains_as_one_process(label: str, offload: Any = None, shape: Topology = SHAPE) -> dict[str, Any]:
     """Losses, norms that clip, and parameters, in float64."""
     expected, entry = _expected(shape.world), MODELS["gpt"]
-    model: Any = towpath.shard(entry.make(torch.float64), strategy_of(label, shape), topology=shape, offload=offload)
+    model: Any = towpath.shard(entry.make(torch.float64), strategy_of(label, shape, offload=offload))
     optimizer = optimizer_for(model)
     worst = 0.0
     for step in range(STEPS):

@@ -18,7 +18,7 @@ from towpath.core.transfer import Matrices
 from towpath.optim import owner_stepped
 
 MICRO_STEPS = 2
-LABELS = [n for n in towpath.strategies() if n not in ("lins", *ROUNDING)]
+LABELS = [n for n in towpath.strategies() if n not in ROUNDING]
 # Encoded messages are small: in the small model gloo's own bytes would weigh too much beside them.
 WIDER = 384
 # Few: bytes do not depend on it, and where the processor knows no bf16 a product of matrices takes very long.

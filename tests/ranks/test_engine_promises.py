@@ -23,7 +23,6 @@ from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import Twin, loss_on, mean_of_all_ranks
 from towpath import Topology, errors
-from towpath.engine.executor import engine_of
 
 Worlds = Callable[[int], World]
 
@@ -371,31 +370,6 @@ def test_states_of_parameters_with_one_element_are_found() -> None:
         fresh.step()
         fresh.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         fresh.step()
-
-
-def test_peers_are_told_why_a_ranks_step_was_refused() -> None:
-    with World(2, group_timeout=3.0) as ranks:
-        refused, told = ranks.run(_refuse_and_leave)
-    assert "AdamW has already stepped weight" in refused
-    assert "rank 0: step 1; AdamW.step() failed" in told and "make a new optimizer afterwards" in told, told
-
-
-def _refuse_and_leave() -> str:
-    model: Any = nn.Linear(5, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    if dist.get_rank() == 0:
-        _stepped(model, optimizer)
-    towpath.shard(model, "zero3", topology=Topology(2, 1))
-    try:
-        for _ in range(2):
-            _stepped(model, optimizer)
-    except errors.ShardError as error:
-        for group in [*engine_of(model).comm.groups._made.values()]:
-            engine_of(model).comm.groups.leave(group)  # as if the process had ended
-        return str(error)
-    except errors.StepError as error:
-        return str(error)
-    raise AssertionError("the step was not refused")
 
 
 def test_one_rank_that_stepped_before_shard_leaves_none_waiting(world: Worlds) -> None:

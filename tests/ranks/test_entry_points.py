@@ -213,17 +213,13 @@ def _loss_of_parts(model: Any, rank: int, micro: int, step: int) -> Tensor:
 
 @on_ranks(2)
 def test_generate_gives_the_same_tokens_as_a_whole_model() -> None:
-    ids, sound = torch.arange(3, 9)[None], torch.linspace(-1, 1, 160, dtype=torch.float64).view(1, 8, 20)
-    for build, given in ((_llama, ids), (_peft, ids), (_t5, ids), (_whisper, sound)):
+    ids = torch.arange(3, 9)[None]
+    for build in (_llama, _peft, _t5):
         plain, sharded = (_seeded(build).eval() for _ in range(2))
         towpath.shard(sharded, "zero3", topology=SHAPE)
-        found, expected = (_tokens(model, given) for model in (sharded, plain))
+        found, expected = (model.generate(ids, do_sample=False, max_new_tokens=5) for model in (sharded, plain))
         assert torch.equal(found, expected), build.__name__
         assert _rests(sharded)
-
-
-def _tokens(model: Any, given: Tensor) -> Tensor:
-    return model.generate(given, do_sample=False, max_new_tokens=5)
 
 
 def _seeded(build: Callable[[], Any]) -> Any:
@@ -255,18 +251,6 @@ def _t5() -> Any:
 
     config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
     return T5ForConditionalGeneration(config)
-
-
-def _whisper() -> Any:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    halves = {f"{half}_{key}": 2 for half in ("encoder", "decoder") for key in ("layers", "attention_heads")}
-    halves |= {f"{half}_ffn_dim": 24 for half in ("encoder", "decoder")}
-    tokens = {"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    lengths = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20}
-    model = WhisperForConditionalGeneration(WhisperConfig(vocab_size=60, d_model=16, **halves, **tokens, **lengths))
-    model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
-    return model
 
 
 class Conditioned(nn.Module):
@@ -550,12 +534,6 @@ def test_a_penaltys_factor_may_differ_between_the_ranks(world: Worlds, label: st
     world(2).run(_train_with_penalties, label, towpath.Topology(1, 2))
 
 
-@pytest.mark.parity
-def test_a_penaltys_factor_may_differ_between_four_ranks(world: Worlds) -> None:
-    for label in ("paro-iig", "mics", "lins:1x1|2x1|2x2"):
-        world(4).run(_train_with_penalties, label, towpath.Topology(2, 2))
-
-
 def _train_with_penalties(label: str, topology: towpath.Topology) -> None:
     twin = Twin(Coder, _penalty, label, topology)
     for step in range(len(PENALTIES)):
@@ -633,32 +611,6 @@ def test_a_second_derivative_of_released_weights_is_refused_with_the_way_out() -
     x = _noise(0, 0, 0).requires_grad_()
     with pytest.raises(StepError, match=r"unit 'root': .*create_graph=True.*with towpath.full_parameters\(model\)"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
-
-
-@in_turn(LABELS, 1)
-@on_ranks(2)
-def test_both_kinds_of_weight_norm_train_exactly(label: str) -> None:
-    for build in (_old_weight_norm, _new_weight_norm):
-        twin = Twin(build, _loss, label, SHAPE)
-        twin.train(2, micro_steps=2)
-        twin.check_parameters()
-
-
-def _old_weight_norm() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated; models of audio have it all the same
-        return _normed(torch.nn.utils.weight_norm)
-
-
-def _new_weight_norm() -> nn.Module:
-    return _normed(torch.nn.utils.parametrizations.weight_norm)
-
-
-def _normed(norm: Callable[[nn.Module], Any]) -> nn.Module:
-    model = Coder()
-    for linear in [m for m in model.modules() if isinstance(m, nn.Linear)]:
-        norm(linear)
-    return model
 
 
 # --- units that are small --------------------------------------------------------------------------------------------

@@ -303,36 +303,6 @@ def test_a_model_in_another_memory_format_trains_exactly(
 # --- buffers ---------------------------------------------------------------------------------------------------------
 
 
-class Buffered(nn.Module):
-    """Buffers of every kind: of a unit and of the root, persistent and not, integers, strided, a single number."""
-
-    def __init__(self, fill: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
-        self.register_buffer("mask", torch.full((3,), bool(fill % 2)))
-        self.register_buffer("angles", torch.full((5,), float(fill)), persistent=False)
-        self.register_buffer("columns", torch.full((4, 3), float(fill)).t())
-        self.register_buffer("gaps", torch.full((4, 6), float(fill))[:, ::2])
-        self.register_buffer("rounded", torch.full((2,), float(fill), dtype=torch.bfloat16))
-        self.register_buffer("number", torch.tensor(fill), persistent=False)
-        for block in self.blocks:
-            block[1].running_mean.fill_(fill)  # pyright: ignore[reportIndexIssue]
-            block[1].num_batches_tracked.fill_(fill)  # pyright: ignore[reportIndexIssue]
-
-
-@on_ranks(4)
-def test_every_buffer_is_the_first_ranks_at_the_start_and_stays_the_same_tensor() -> None:
-    model = Buffered(dist.get_rank())
-    before = dict(model.named_buffers())
-    towpath.shard(model, "zero3", topology=SHAPE)
-    for name, expected in Buffered(0).named_buffers():
-        found = model.get_buffer(name)
-        assert found is before[name], name
-        assert torch.equal(found, expected), name
-        assert found.stride() == expected.stride(), name
-    assert [*model.state_dict()] == [*Buffered(0).state_dict()]
-
-
 @labels
 @on_ranks(4)
 def test_running_statistics_are_each_ranks_own_and_as_without_sharding(label: str) -> None:

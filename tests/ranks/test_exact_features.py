@@ -36,7 +36,6 @@ from towpath.core import exact
 from towpath.core.routes import Form
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
-from towpath.pipeline import Pipeline
 
 Worlds = Callable[[int], World]
 Loss = Callable[[nn.Module, int, int], Tensor]
@@ -100,8 +99,7 @@ class Training:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self.keep(f"{len(self.models)}: {name}.grad {step}", parameter.grad)
-        if not isinstance(model, Pipeline):
-            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
 
     def train(
         self, model: Any, optimizer: optim.Optimizer, steps: Sequence[int] | None = None, loss: Loss | None = None
@@ -161,30 +159,6 @@ def _tensor_parallelism(run: Training) -> None:
     model = parallelize_module(Plain(0, run.dtype), mesh["tp"], plan)
     model, optimizer = _with_adamw(run.shard(model, run.strategy(HALF), group=mesh["dp"].get_group(), units=[Block]))
     run.train(model, optimizer, loss=_square(run.dtype))
-    run.end(model, optimizer)
-
-
-def _pipeline(run: Training) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    model = Pipeline(
-        [partial(Plain, seed, run.dtype) for seed in range(2)],
-        run.strategy(HALF),
-        mesh=mesh,
-        micro_batches=2,
-        loss=lambda output, target: (output - target).square().mean(),
-        example=torch.empty(BATCH, WIDTH, dtype=run.dtype),
-        precision=PRECISIONS[run.precision][1],
-        units=[Block],
-    )
-    run.models.append(model)
-    optimizer = optim.AdamW(list(model.parameters()), lr=1e-3)
-    for step in range(run.steps):
-        x, y = torch.cat([_rows(mesh.get_local_rank("dp"), micro, step, run.dtype) for micro in range(2)], dim=1)
-        run.keep(f"loss {step}", model.step(x, target=y))
-        run.keep_gradients(model, step)
-        run.keep(f"norm {step}", model.clip_grad_norm_(1.0))
-        optimizer.step()
-        optimizer.zero_grad()
     run.end(model, optimizer)
 
 
@@ -272,7 +246,7 @@ def _codecs_that_come_and_go(run: Training) -> None:
 CASES: dict[str, Callable[[Training], None]] = {
     case.__name__.removeprefix("_"): case
     for case in (
-        *(_skipped_steps, _tensor_parallelism, _pipeline, _resumed, _user_writes, _frozen_parameters, _int4_gradients),
+        *(_skipped_steps, _tensor_parallelism, _resumed, _user_writes, _frozen_parameters, _int4_gradients),
         _codecs_that_come_and_go,
     )
 }

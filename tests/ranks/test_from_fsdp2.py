@@ -219,12 +219,12 @@ def test_every_method_of_theirs_is_ours_or_names_its_counterpart() -> None:
         model.set_nothing(True)
 
 
-# --- functions beside the methods -------------------------------------------------------------------------------------
+# --- functions and methods --------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_the_typed_functions_do_what_the_methods_do() -> None:
-    model = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "zero3", topology=SHAPE)
+def test_the_functions_take_a_model_of_any_class() -> None:
+    model: Any = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "zero3", topology=SHAPE)
     weight = model.get_parameter("0.weight")
     batches = [_batch()] * (1 + dist.get_rank())
     assert len(list(towpath.join(model, batches))) == 2
@@ -238,30 +238,28 @@ def test_the_typed_functions_do_what_the_methods_do() -> None:
     dist.all_gather(everyones, model.get_buffer("1.running_mean"))
     assert torch.equal(*everyones)
     whole = towpath.full_tensor(weight)
-    towpath.unshard(model)
+    model.unshard()
     assert torch.equal(model.get_parameter("0.weight"), whole)
     with torch.no_grad():
         model.get_parameter("0.weight").fill_(dist.get_rank())
-    towpath.reshard(model, modifier_rank=1)
+    model.reshard(modifier_rank=1)
     assert torch.equal(towpath.full_tensor(weight), torch.ones(8, 8))
 
 
 @on_ranks(1)
-def test_the_typed_functions_take_a_compiled_model() -> None:
+def test_functions_and_methods_take_a_compiled_model() -> None:
     model: Any = torch.compile(towpath.shard(_net(), "zero3"), backend="eager")
     with towpath.no_sync(model):
         pass
-    towpath.unshard(model)
-    towpath.reshard(model)
+    model.unshard()
+    model.reshard()
 
 
-def test_the_typed_functions_refuse_what_is_not_sharded() -> None:
+def test_the_functions_refuse_what_is_not_sharded() -> None:
     plain = nn.Linear(2, 2)
     for call in (
         lambda: towpath.no_sync(plain),
         lambda: next(towpath.join(plain, [1])),
-        lambda: towpath.unshard(plain),
-        lambda: towpath.reshard(plain),
         lambda: towpath.broadcast_buffers(plain),
     ):
         with pytest.raises(

@@ -29,8 +29,9 @@ def test_a_mesh_says_which_ranks_share_a_model_and_which_of_them_a_copy() -> Non
         (parts["replicate", "shard"], Topology(1, 2), [rank % 2, rank % 2 + 2]),
     ):
         for label in ("mics", "zero3"):
-            model: Any = towpath.shard(_model(), label, mesh=given, topology=None if given.ndim == 2 else shape)
-            assert model.towpath_engine.strategy.topology == shape
+            named = towpath.strategy(label, exact=True)
+            model: Any = towpath.shard(_model(), named, mesh=given, topology=None if given.ndim == 2 else shape)
+            assert model.towpath_engine.strategy == towpath.strategy(label, shape, exact=True)
             assert model.towpath_engine.comm.groups.members == over
             held = torch.tensor(model.weight.to_local().numel())
             dist.all_reduce(held)

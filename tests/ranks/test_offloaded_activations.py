@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import towpath
@@ -53,47 +52,6 @@ def _compare(label: str, checkpointed: bool) -> None:
                 run.optimizer.zero_grad()
             kept.clear()
     assert differing(offloaded.content(), plain.content()) == []
-
-
-class _NoteStrides(torch.autograd.Function):
-    """Does nothing, but saves its input and notes the strides with which the backward pass finds it."""
-
-    found: ClassVar[list[tuple[int, ...]]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        _NoteStrides.found.append(x.stride())
-        return grads[0]
-
-
-@on_ranks(2)
-def test_views_of_a_fused_projection_come_back_as_they_were() -> None:
-    """Queries, keys and values are permuted views of one tensor, with gaps: `GPTBlock` computes them at once."""
-    attention, gradients, strides = F.scaled_dot_product_attention, list[Any](), list[Any]()
-
-    def noted(*views: torch.Tensor, **options: Any) -> torch.Tensor:
-        return attention(*map(_NoteStrides.apply, views), **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_activations, "_WINDOW_BYTES", 1 << 12)
-        patch.setattr(F, "scaled_dot_product_attention", noted)
-        kept = _count_kept(patch)
-        for offload in (False, True):
-            run = Run.of("zero3", SHAPE)
-            _backward(run, 0, offload)
-            gradients.append([p.grad.full_tensor() for p in run.model.parameters()])
-            strides.append([*_NoteStrides.found])
-            _NoteStrides.found.clear()
-    assert kept and all(map(torch.equal, *gradients))
-    # The views have gaps: the strides are those of three times as much memory.
-    width = MODELS["gpt"].make(torch.float32).tokens.weight.shape[1]
-    assert strides[0] == strides[1] and {stride[2] for stride in strides[0]} == {3 * width}
 
 
 def _backward(run: Run, step: int, offload: bool = True) -> None:

@@ -107,21 +107,19 @@ def train_synchronously(label: str, topology: Topology) -> float:
     return max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
 
 
-@in_turn(PRESETS, 1, "preset")
-@pytest.mark.parametrize("shape", [(2, 2), (3, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
-def test_one_island_looks_ahead(preset: str, shape: tuple[int, int], world: Callable[[int], World]) -> None:
-    topology = Topology(*shape)
-    for off in world(topology.world).run(train, preset, topology, LOOKAHEAD, adamw, 7):
-        assert off <= TOLERANCE
+SETTINGS = [
+    *((shape, LOOKAHEAD) for shape in ((2, 2), (3, 1))),
+    *((shape, Outer(every=3, fragments=2, delay=1, blend=0.25)) for shape in ((2, 2), (3, 1))),
+    ((4, 1), Outer(every=3, fragments=2, delay=1, blend=0.25, islands=2)),
+]
 
 
 @in_turn(PRESETS, 1, "preset")
-@pytest.mark.parametrize("shape", [(2, 2), (3, 1), (4, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
-def test_islands_with_fragments_delay_and_blend(
-    preset: str, shape: tuple[int, int], world: Callable[[int], World]
+@pytest.mark.parametrize(("shape", "outer"), SETTINGS)
+def test_islands_look_ahead_with_fragments_delay_and_blend(
+    preset: str, shape: tuple[int, int], outer: Outer, world: Callable[[int], World]
 ) -> None:
     topology = Topology(*shape)
-    outer = Outer(every=3, fragments=2, delay=1, blend=0.25, islands=2 if shape == (4, 1) else None)
     for off in world(topology.world).run(train, preset, topology, outer, adamw, 8):
         assert off <= TOLERANCE
 

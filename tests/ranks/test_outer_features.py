@@ -204,7 +204,7 @@ def test_buffers_are_broadcast_inside_an_island(world: Worlds) -> None:
 def _broadcast_buffers() -> float:
     model = towpath.shard(_build(_normed), strategy_of("ddp", SHAPE, outer=STREAMING))
     _loss_of_rows(model, dist.get_rank(), 0, 0)
-    model.broadcast_buffers()
+    towpath.broadcast_buffers(model)
     return model[0].norm.running_mean.sum().item()
 
 
@@ -220,7 +220,7 @@ def _join(batches: tuple[int, ...]) -> tuple[int, float]:
     model = towpath.shard(model, strategy_of("zero3", SHAPE, outer=STREAMING))
     islands, optimizer = Islands(plain, STREAMING, 2, fragments_of(model, STREAMING), adamw), adamw(model)
     means = mean_of(lambda copy, r, micro, step: (step < batches[r]) * loss(copy, r, micro, min(step, batches[r] - 1)))
-    for step in model.join(range(batches[rank])):
+    for step in towpath.join(model, range(batches[rank])):
         loss(model, rank, 0, step).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -250,7 +250,7 @@ def _overflow(label: str, offload: str | None) -> tuple[float, float]:
     """On one rank of island 0, the loss overflows in the steps after which exchanges begin or end."""
     loss, rank = loss_on("gpt"), dist.get_rank()
     model, plain = (_build(partial(MODELS["gpt"].make, torch.float64)) for _ in range(2))
-    model = towpath.shard(model, strategy_of(label, SHAPE, outer=STREAMING), offload=offload)
+    model = towpath.shard(model, strategy_of(label, SHAPE, outer=STREAMING, offload=offload))
     islands, means = Islands(plain, STREAMING, 2, fragments_of(model, STREAMING), adamw), mean_of(loss)
     optimizer, scaler = adamw(model), torch.amp.GradScaler(DEVICE.type, init_scale=256.0)
     for step in range(STEPS):
@@ -273,11 +273,17 @@ def _overflow(label: str, offload: str | None) -> tuple[float, float]:
 
 
 def _trained(
-    label: str, topology: Topology, outer: Outer | None, steps: int = STEPS, **options: Any
+    label: str,
+    topology: Topology,
+    outer: Outer | None,
+    steps: int = STEPS,
+    offload: str | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Return weights and optimizer states of this rank's island after some steps of float32."""
     entry = MODELS["gpt"]
-    model = towpath.shard(entry.make(torch.float32), strategy_of(label, topology, outer=outer), **options)
+    strategy = strategy_of(label, topology, outer=outer, offload=offload)
+    model = towpath.shard(entry.make(torch.float32), strategy, **options)
     optimizer = adamw(model)
     for step in range(steps):
         entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
@@ -372,7 +378,7 @@ def _trace() -> dict[int, set[str]]:
             entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = tracing.intervals_of_ranks(model, trace)
+    found = observing.intervals_of_ranks(model, trace)
     return {rank: {each.name for each in intervals} for rank, intervals in found.items()}
 
 
@@ -427,7 +433,7 @@ def _state_dicts() -> tuple[int, str | None, list[str]]:
         model(_rows(dist.get_rank(), 0, step).float()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.broadcast_buffers()
+    towpath.broadcast_buffers(model)
     first: list[Any] = [content(model, optimizer)]
     dist.broadcast_object_list(first)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -463,7 +469,7 @@ def test_pytorchs_checkpoint_has_the_first_island(label: str, tmp_path: Path) ->
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-CODED = ("zero++", "qgz", "ddp gradients=low-rank:2", "zero3 exact=True", "zero++ interleaved=2")
+CODED = ("zero++", "qgz", "ddp gradients=low-rank:2", "zero3 exact=True", "zero++ gradients_until=1")
 
 
 @pytest.mark.parametrize("kind", ["offloaded", "coded"])

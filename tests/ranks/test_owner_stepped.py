@@ -410,75 +410,66 @@ class OneStepSize(optim.Optimizer):
                 p.sub_(p.grad.sign(), alpha=group["lr"] * group["d"])
 
 
-class ClippedTogether(optim.Optimizer):
-    """As LAMB and Adan with a maximum: gradients are divided by the norm of all of them. Its groups do not change."""
+class Elementwise(optim.Optimizer):
+    """Would be right, but for what a subclass does besides."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
     def step(self, closure: Any = None) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
-        for p in parameters:
-            p.data -= 0.1 * p.grad / (1 + norm)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data -= 0.1 * p.grad
+        self.besides()
+
+    def besides(self) -> None: ...
 
 
-class CountsBesideItsParameters(optim.Optimizer):
-    """As MADGRAD: a count in `state` that belongs to no parameter."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[call-overload]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data -= 0.1 / self.state["k"] * p.grad  # type: ignore[index]
+def _clip_together(self: Elementwise) -> None:
+    """As LAMB and Adan with a maximum."""
+    parameters = [p for group in self.param_groups for p in group["params"]]
+    norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
+    for p in parameters:
+        p.data -= 0.1 * p.grad / (1 + norm)
 
 
-class Noisy(ClippedTogether):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data -= 0.1 * torch.randn_like(p) * p.grad
+def _count_beside_parameters(self: Elementwise) -> None:
+    """As MADGRAD."""
+    self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[call-overload]
 
 
-class CountsWhereItHasParameters(ClippedTogether):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data -= 0.1 * p.grad
-            if group["params"]:
-                group["k"] = group.get("k", 0) + 1
+def _count_where_parameters_are(self: Elementwise) -> None:
+    for group in (group for group in self.param_groups if group["params"]):
+        group["k"] = group.get("k", 0) + 1
 
 
-class Around(optim.Optimizer):
+class Around(Elementwise):
     """As Lookahead: it steps another optimizer."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
+        super().__init__(params)
         self.inner = optim.SGD(self.param_groups, lr=0.1)
 
-    def step(self, closure: Any = None) -> None:
+    def besides(self) -> None:
         self.inner.step()
 
 
-class Communicates(ClippedTogether):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data -= 0.1 * p.grad
-                dist.all_reduce(p.data)
+def _communicate(self: Elementwise) -> None:
+    for p in (p for group in self.param_groups for p in group["params"]):
+        dist.all_reduce(p.data)
 
 
-COUPLED = {
-    OneStepSize: "what step.. writes into its groups depends on the parameters there: '(d|numerator)'",
-    ClippedTogether: "depends on the gradients of the others",
-    CountsBesideItsParameters: "keeps state.'k'., which belongs to no parameter",
-    Noisy: "draws random numbers",
-    CountsWhereItHasParameters: "other values into its groups where they have no parameters: 'k'",
+COUPLED: dict[type[optim.Optimizer], str] = {
     Around: "steps another optimizer, SGD",
-    Communicates: "communicates with other ranks .c10d.allreduce_",
+    OneStepSize: "what step.. writes into its groups depends on the parameters there: '(d|numerator)'",
+    **{
+        type(besides.__name__.strip("_"), (Elementwise,), {"besides": besides}): words
+        for besides, words in (
+            (_clip_together, "depends on the gradients of the others"),
+            (_count_beside_parameters, "keeps state.'k'., which belongs to no parameter"),
+            (_count_where_parameters_are, "other values into its groups where they have no parameters: 'k'"),
+            (_communicate, "communicates with other ranks .c10d.allreduce_"),
+        )
+    },
 }
 
 
@@ -628,32 +619,6 @@ def _averaged(model: nn.Module, kind: str, wrap: Callable[[Any], Any] = owner_st
         return Averaged(model.parameters(), whole=False)
     whole = wrap(Averaged(_matrices(model)))
     return whole if kind == "wrapped" else chain(whole, Averaged(_others(model), whole=False))
-
-
-@on_ranks(2)
-def test_a_mode_that_an_optimizer_is_in_already_moves_nothing() -> None:
-    model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
-    optimizer = owner_stepped(Averaged(_matrices(model)))
-    muon = owner_stepped(optim.Muon([_matrices(model)[0]]))
-
-    def runs() -> Counter[TransferKind]:
-        counts: Counter[TransferKind] = Counter()
-        for total in towpath.stats(model).transfers:
-            counts[total.transfer.kind] += total.calls if total.transfer.kind in OWNERS else 0
-        return counts
-
-    def moved(action: Callable[[], None]) -> set[TransferKind]:
-        before = runs()
-        action()
-        return set(runs() - before)
-
-    optimizer.train()
-    model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    assert moved(optimizer.train) == set()
-    assert moved(muon.eval) == set()
-    assert moved(optimizer.eval) == {TransferKind.MATRIX_WEIGHTS, TransferKind.MATRIX_UPDATES}
-    assert moved(optimizer.eval) == set()
 
 
 def _momentum(p: Tensor, grad: Tensor, sums: Tensor) -> None:

@@ -199,7 +199,7 @@ def test_what_ranks_may_do_differently_stays_allowed() -> None:
             _loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-        for batch in model.join([1, 2, 3][: 3 - dist.get_rank()]):
+        for batch in towpath.join(model, [1, 2, 3][: 3 - dist.get_rank()]):
             _loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -215,19 +215,24 @@ class Buffered(nn.Module):
             self.register_buffer(f"b{i}", values.view(2, 3).t())
         self.register_buffer("scalar", torch.tensor(seed, dtype=torch.int16))
         self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("gaps", torch.full((4, 6), float(seed))[:, ::2], persistent=False)
 
 
 @on_ranks(2)
-def test_buffers_of_every_dtype_and_layout_become_those_of_rank_0() -> None:
+def test_buffers_become_those_of_rank_0_and_stay_the_same_tensors() -> None:
     expected = dict(Buffered(0).named_buffers())
-    model: Any = towpath.shard(Buffered(dist.get_rank()), "zero3", topology=towpath.Topology(2, 1))
+    model: Any = Buffered(dist.get_rank())
+    before = dict(model.named_buffers())
+    towpath.shard(model, "zero3", topology=towpath.Topology(2, 1))
     for name, buffer in model.named_buffers():
         assert torch.equal(_bytes(buffer), _bytes(expected[name])), name
+        assert buffer is before[name] and buffer.stride() == expected[name].stride(), name
+    assert [*model.state_dict()] == [*Buffered(0).state_dict()]
     other = dict(Buffered(1).named_buffers())
     if dist.get_rank() == 1:
         for name, buffer in model.named_buffers():
             buffer.copy_(other[name])
-    model.broadcast_buffers(1)
+    towpath.broadcast_buffers(model, 1)
     for name, buffer in model.named_buffers():
         assert torch.equal(_bytes(buffer), _bytes(other[name])), name
 

@@ -83,18 +83,6 @@ def test_a_rank_that_is_through_lets_go_of_units_as_the_others_do() -> None:
         twin.step()
 
 
-@on_ranks(2)
-def test_buffers_become_those_of_one_rank_where_the_user_asks() -> None:
-    model: Any = towpath.shard(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "zero3", topology=SHAPE)
-    norm = model[1]
-    model(torch.randn(8, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
-    everyones = [torch.zeros(6) for _ in range(2)]
-    dist.all_gather(everyones, norm.running_mean)
-    assert not torch.equal(*everyones)
-    model.broadcast_buffers(rank=1)
-    assert torch.equal(norm.running_mean, everyones[1])
-
-
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
 def test_a_write_to_whole_parameters_that_differs_is_refused_by_name_or_taken_from_one_rank(
     world: Worlds, label: str

@@ -95,7 +95,7 @@ class TestCommand:
     [
         ("", "expected a preset's name"),
         ("auto", "expected a preset's name"),
-        ("lins params=[1,1]", r"got 'params=\[1,1\]', expected params=RANKSxNODES, such as 4x1"),
+        ("mics group=[1,1]", r"got 'group=\[1,1\]', expected group=RANKSxNODES, such as 4x1"),
         ("mics gradients", "got 'gradients', expected OPTION=VALUE"),
     ],
 )

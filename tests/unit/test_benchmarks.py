@@ -8,35 +8,25 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import towpath
-from benchmarks import __main__ as command
 from benchmarks import deepspeed_peer, environment, islands, recording, report, selection
 from benchmarks.harness import comparison, figures, results, suite
-from benchmarks.harness.candidates import CandidateError, CaseError, LabPlace, Launch, LocalPlace
-from benchmarks.harness.comparison import Pool
-from benchmarks.peers import CandidateSpec
+from benchmarks.harness.candidates import CandidateError, CaseError, Launch, LocalPlace
 from benchmarks.selection import LOW_RANK, POWERSGD, Candidate, lossless
-from benchmarks.suites import outer, outer_time, overlap, planner, quality_pipeline, strategies
+from benchmarks.suites import outer, outer_time, planner, strategies
 from benchmarks.workload import Workload
 from lab import LinkBytes, Rate
 from towpath.bench import CONFIDENCE, interleave, interval_of_median
-from towpath.core.presets import strategy
-from towpath.core.queues import QUEUES
-from towpath.core.strategy import TransferKind
 from towpath.errors import ConfigError
-from towpath.observing import BETWEEN, INSIDE, Interval
-from towpath.sim.timeline import Event
 from towpath.topology.cluster import Topology
 
 SQUARE = Topology(2, 2)
@@ -268,12 +258,6 @@ def test_a_rate_is_found_on_fast_and_slow_hosts(bits: float, asked: float) -> No
     assert derived.found == derived.trials[-1].comm_ratio == pytest.approx(asked, rel=environment.TOLERANCE)
 
 
-@pytest.mark.parametrize(("asked", "words"), [(0.3, "faster than any link here"), (1e6, "slower than 1mbit")])
-def test_a_ratio_that_no_link_gives_is_refused(asked: float, words: str) -> None:
-    with pytest.raises(environment.CommRatioError, match=words):
-        environment.derive_rate(asked, Host(0.4, 1e9).measure, lambda text: None)
-
-
 class Worker:
     """Answers, or fails as it is told."""
 
@@ -299,29 +283,6 @@ def test_a_candidate_runs_only_while_it_is_asked(capfd: pytest.CaptureFixture[st
     finally:
         candidate.close()
     assert candidate.gone
-
-
-class PretendedPlace(LabPlace):
-    def start(self, name: str, launch: Launch) -> Any:
-        links = [self.inter]
-        made = SimpleNamespace(
-            links=links, closed=False, ask=lambda *_: [0.1], shape=lambda inter, _: links.append(inter)
-        )
-        made.close = lambda: setattr(made, "closed", True)
-        return made
-
-
-def test_a_candidate_stays_for_links_of_another_rate_and_starts_anew_for_another_window() -> None:
-    def run_at(pool: Pool, inter: str | None) -> Any:
-        launch = Launch(PretendedPlace(SQUARE, inter), Worker, ("one",), warm_up=2, stays=True)
-        with pool.started({"one": launch}, lambda text: None) as made:
-            return made["one"]
-
-    with Pool() as pool:
-        first, second, third = (run_at(pool, inter) for inter in (None, "10mbit", "20mbit"))
-        assert first is not second and second is third
-        assert first.closed and not second.closed and second.links == ["10mbit", "20mbit"]
-    assert second.closed
 
 
 # --- who is compared with whom ---------------------------------------------------------------------------------------
@@ -354,16 +315,6 @@ def candidates(*names: str) -> list[Candidate]:
     return [Candidate.of(name, SQUARE, "bfloat16") for name in names]
 
 
-def test_every_strategy_and_every_tuned_peer_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_peer, "installed", lambda: True)
-    names = selection.every_name(4)
-    assert {*towpath.strategies(), "auto", LOW_RANK, POWERSGD} <= set(names) and len(set(names)) == len(names)
-    peers = [CandidateSpec.parse(name) for name in names if CandidateSpec.parse(name).foreign]
-    assert {kind.name for kind in peers} == {"fsdp2", "hsdp", "torch-ddp", "deepspeed"}
-    for kind in peers:  # every plain peer also comes tuned, and the other way around
-        assert any(k.name == kind.name and k.options == {**kind.options, "tuned": ""} for k in peers), kind
-
-
 def test_the_best_of_each_library_and_of_ours_reach_the_final(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_peer, "installed", lambda: False)
     names = selection.every_name(1)
@@ -393,32 +344,6 @@ def test_lossless_meets_lossless_and_deepspeed_is_met_anyway() -> None:
     assert check.found == 2.0 and check.met  # how many times as fast ours is
 
 
-@pytest.mark.parametrize("name", command.SUITES)
-def test_every_suite_has_help_from_which_a_case_can_be_copied(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main([name, "--help"])
-    listed = capsys.readouterr().out.partition("\ncases, as they are written in a shell:\n\n")[2]
-    cases = [[case.name] for case in command.suite_of(name).cases]
-    assert [shlex.split(row) for row in listed.splitlines() if row.startswith("  ")] == cases
-    assert len({*itertools.chain(*cases)}) == len(cases)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["speed"], "there is no suite 'speed', only strategies"),
-        (["strategies", "9x9"], "no case 9x9"),
-        (["strategies", "--candidates", "torch-ddp nope"], "nope"),
-        (["strategies", "--comm-ratio", "0"], "--comm-ratio: expected a number above 0; got 0"),
-        (["scaling", "--ranks", "3"], "6 ranks, which cannot share 32 sequences evenly|3 ranks, which cannot"),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_is_one_error_before_anything_starts(given: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        command.main(given)
-
-
 # --- figures of suites -----------------------------------------------------------------------------------------------
 
 
@@ -440,20 +365,6 @@ def test_scaling_compares_sent_bytes_with_the_schedule() -> None:
         assert check.found == factor and check.met == (factor == 1)
 
 
-def test_the_optimizer_counts_from_last_begin_to_last_end() -> None:
-    quick, late = [(0.0, 1.0), (10.0, 11.0), (20.0, 21.0)], [(0.5, 1.2), (10.5, 11.4), (20.5, 23.0)]
-    assert strategies.optimizer_seconds([quick, late]) == pytest.approx(0.9)
-
-
-def test_the_hidden_share_of_communication() -> None:
-    def interval(track: str, start: float, end: float) -> Any:
-        return SimpleNamespace(track=track, start_seconds=start, end_seconds=end)
-
-    computed = [interval("compute", 0.0, 1.0), interval("compute", 1.0, 2.0), interval("compute", 4.0, 5.0)]
-    sent = [interval("between nodes", 1.5, 3.0), interval("inside nodes", 2.5, 4.5)]  # 1.5 to 4.5 together
-    assert overlap.share_hidden([*computed, *sent]) == pytest.approx((0.5 + 0.5) / 3.0)
-
-
 def test_predictions_are_judged_by_medians() -> None:
     names = [*planner.LOSSLESS, *planner.LOSSY, "the plan's", "the plan's with codecs"]
     predicted = {name: float(number + 1) for number, name in enumerate(names)}
@@ -465,25 +376,6 @@ def test_predictions_are_judged_by_medians() -> None:
     assert found["regret"]["with codecs"] == pytest.approx(predicted["the plan's with codecs"] / 2 - 1)
     assert planner.rank_correlation([1, 2, 3], [1, 10, 1000]) == pytest.approx(1)
     assert planner.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-
-
-def test_traced_and_simulated_tasks_are_compared() -> None:
-    def message(kind: str, start: float, track: str = BETWEEN) -> Interval:
-        args: dict[str, str | int] = {"kind": kind, "unit": "a", "micro_step": 0}
-        return Interval(track=track, name="", start_seconds=start, seconds=1.0, args=args)
-
-    def event(kind: TransferKind, start: float) -> Event:
-        return Event(QUEUES[kind], "", start, start + 1, kind, "a")
-
-    trace = [message("gather", 1.0), message("gather", 1.5, INSIDE), message("reduce", 4.0), message("param_sync", 9.0)]
-    engine = planner.usual([planner.of_trace(s) for s in (trace, [message("gather", 2.0), message("reduce", 5.0)])])
-    # zero3 syncs nothing: what the queue has to do there is no message.
-    kinds = ((TransferKind.GATHER, 1.0), (TransferKind.REDUCE, 2.5), (TransferKind.GRAD_SYNC, 3.0))
-    replayed = planner.of_replay([*(event(*each) for each in kinds)], strategy("zero3", Topology(2, 1)))
-    found = planner.compared_tasks(engine, replayed, 10.0)
-    assert engine[("gather", "a", 0)] == planner.TaskTimes(1.5, 2.75) and len(engine) == 2
-    assert found["start_error"] == pytest.approx((0.5 + 2.0) / 2 / 10) and found["same_order"]
-    assert not found["only_in_engine"] and not found["only_in_simulator"]
 
 
 # --- outer steps and recorded gradients ------------------------------------------------------------------------------
@@ -530,11 +422,3 @@ def test_blocks_that_wait_have_the_gradients_of_training(tmp_path: Path, monkeyp
         assert micro_step > 1 or all(torch.equal(*pair) for pair in pairs)
         assert micro_step < 2 or not any(torch.equal(*pair) for pair in pairs)
     assert not torch.equal(rows[0, 0, 0], rows[0, 0, 1])  # another rank
-
-
-def test_every_variant_of_pipeline_quality_trains() -> None:
-    runs = [run for run in quality_pipeline.RUNS if run.seed == 0 and run.name != "bytes"]
-    final = {run.name: run.measure(suite.Settings(1, True, lambda text: None))["final"] for run in runs}
-    assert all(math.isfinite(loss) for loss in final.values())
-    assert final["control, seed 0"] == pytest.approx(final["baseline, seed 0"], rel=1e-6)
-    assert final["cb, seed 0"] == pytest.approx(final["cb+fe, seed 0"], rel=1e-6)

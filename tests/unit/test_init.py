@@ -80,11 +80,6 @@ def test_a_rank_gets_a_number_beside_the_others_of_its_rack(
     assert gpus["rank"] == 1 and os.environ["RANK"] == "1"
 
 
-def test_the_default_timeout_is_that_of_gloo_on_gpus_too() -> None:
-    default = dist.distributed_c10d._get_default_timeout  # pyright: ignore
-    assert {default(dist.Backend(name)) for name in ("gloo", "cpu:gloo,cuda:nccl")} == {timedelta(minutes=30)}
-
-
 def test_one_process_takes_the_first_gpu(gpus: dict[str, Any]) -> None:
     assert towpath.init() == torch.device("cuda", 0)
     assert (gpus["backend"], gpus["rank"], gpus["world_size"]) == ("cpu:gloo,cuda:nccl", 0, 1)

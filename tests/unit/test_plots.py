@@ -17,7 +17,7 @@ from lab.report import Outcome, rows_of, write_report
 from towpath.cli import plan_report
 from towpath.cli.main import _run
 from towpath.cli.plots import COLORS, draw_timelines, standalone_svg, svg
-from towpath.observing import COMPUTE, Interval
+from towpath.engine.streams.trace import COMPUTE, Interval
 
 
 def _line(figure: Any, last: float) -> None:

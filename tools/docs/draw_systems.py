@@ -14,6 +14,7 @@ from pathlib import Path
 from towpath.cli.plots import draw_timelines, standalone_svg
 from towpath.core import presets
 from towpath.core.pipeline import Compression, compression
+from towpath.core.placement import Placement
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
@@ -50,8 +51,8 @@ DRAWN_PIPELINES = ("none", "optimus-cb+fe+sc")
 
 # Placements that no preset names, by what they are called here.
 _LINS = {
-    "lins, P 1×1": {"optimizer": Extent(4)},
-    "lins, P 2×1": {"params": Extent(2), "grads": Extent(4), "optimizer": Extent(4, 4)},
+    "lins, P 1×1": Placement(Extent(1), Extent(1), Extent(4)),
+    "lins, P 2×1": Placement(Extent(2), Extent(4), Extent(4, 4)),
 }
 
 
@@ -73,7 +74,7 @@ OPTIMUS = "optimus-cc"
 
 
 def strategy(name: str, topology: Topology = TOPOLOGY) -> Strategy:
-    return presets.strategy("lins", topology, **_LINS[name]) if name in _LINS else presets.strategy(name, topology)
+    return presets.strategy(_LINS.get(name, name), topology)
 
 
 def picture(system: System | None = None) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
 from towpath.core.outer import Outer
-from towpath.core.placement import LABELS, Placement, PlacementCollectives, legal_extents, transitions
+from towpath.core.placement import LABELS, Placement, PlacementCollectives, check_extent, transitions
 from towpath.core.routes import Grid, Op
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
@@ -187,9 +187,9 @@ class Strategy:
                 and transport.encoding.stochastic
             ):
                 raise ConfigError(
-                    f"{self.name}: {kind.value} in {transport.codec} would round anew at each gather, and the backward "
-                    "pass "
-                    "compute with other weights than the forward pass. Take a codec without +stochastic for weights."
+                    f"{self.name}: {kind.value} in {transport.codec} would round anew at each gather, and the "
+                    "backward pass compute with other weights than the forward pass. Take a codec without +stochastic "
+                    "for weights."
                 )
             if kind is TransferKind.GRAD_SYNC and transport.low_rank is not None and self.placement.grads.size == 1:
                 continue  # gradients are unsharded here, as low rank requires
@@ -198,17 +198,12 @@ class Strategy:
 
     def _check_frozen(self) -> None:
         if self.frozen is not None and self.frozen != AS_TRAINED:
-            legal = legal_extents(self.topology)
             if not isinstance(self.frozen, Extent):
                 raise ConfigError(
                     f"{self.name}: frozen is an Extent, {AS_TRAINED!r}, or None for what memory allows; got "
                     f"{self.frozen!r}."
                 )
-            if self.frozen not in legal:
-                raise ConfigError(
-                    f"frozen {self.frozen} on {self.topology.words} is no legal extent: it divides the node, or "
-                    f"fills it. Legal are {', '.join(map(str, legal))}."
-                )
+            check_extent(self.frozen, self.topology, "frozen")
         if isinstance(self.frozen_codec, str) and self.frozen_codec != "none":
             object.__setattr__(self, "frozen_codec", Codec.parse(self.frozen_codec))
         if (codec := self.frozen_codec) == "none":
@@ -216,8 +211,7 @@ class Strategy:
         if not isinstance(codec, Codec) or codec.grain == 1 or codec.stochastic:
             raise ConfigError(
                 f"{self.name}: frozen parameters are stored in a codec of blocks, rounded the same way on every rank "
-                "('int8', "
-                f"'int4:64', 'e4m3'), or 'none'; got {codec!s}."
+                f"('int8', 'int4:64', 'e4m3'), or 'none'; got {codec!s}."
             )
 
     @property

@@ -17,7 +17,7 @@ from towpath.planner.request import OUTER
 from towpath.topology.cluster import Extent, Topology
 from towpath.train.options import FROM_0, check_limits, one_of, option, reason, refuse
 
-_EXTENTS = ("group", "params", "grads", "optimizer", "backward_params", "frozen")
+_EXTENTS = ("group", "frozen")
 _PRESET_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec")
 _AUTO_OPTIONS = ("allow", "memory", "profile", "exact_from", "pipelines", "tensors", "schedules", "compressions")
 
@@ -82,10 +82,6 @@ class StrategyConfig:
     offload: str = option("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     exact: bool | None = option(None, "fewer bytes, the same bits; empty: false, or auto decides")
     group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")
-    params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the parameters")
-    grads: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the gradients")
-    optimizer: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the states")
-    backward_params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share the copy for backward")
     frozen: tuple[int, ...] = option((), "[ranks, nodes] that share frozen parameters; empty: by memory")
     frozen_codec: str = option("", "codec in which frozen parameters are stored: int8, int4:64")
     allow: tuple[str, ...] = option((), "auto: codecs and outer, which it may use between nodes")
@@ -179,7 +175,7 @@ class StrategyConfig:
         topology = self.topology(launched)
         options: dict[str, Any] = {key: getattr(self, key) for key in _PRESET_OPTIONS if getattr(self, key)}
         options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
-        options |= {"interleaved": steps} if self.interleaved else {}
+        options |= {"gradients_until": steps // 2} if self.interleaved else {}
         options |= {"exact": True} if self.exact else {}
         options |= {} if (outer := self.outer.build()) is None else {"outer": outer}
         offload = self.offload_option

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from tools.docs.papers.lines import Line, Table, ticked
 from tools.docs.papers.settings import BLOCKS, MATRICES, cluster, model_of
@@ -92,9 +91,9 @@ def _broadcasts(move: MoveShape, numel: int, hardware: Hardware) -> float:
 
 
 def _placements() -> Iterator[Line]:
-    def cells(name: str, options: Mapping[str, Any]) -> list[str]:
+    def cells(name: str, placement: Placement) -> list[str]:
         everything, there = lins_placements(name), lins_setting(name).cluster.memory / GIB
-        own = next(p for p in everything if _is(p.placement, options))
+        own = next(p for p in everything if _is(p.placement, placement))
         places, best = dict[int, str](), own
         for reserved in (TEMPORARY_GIB, *OTHERS_GIB):
             placed = [p for p in everything if p.gib <= there - reserved]
@@ -109,11 +108,11 @@ def _placements() -> Iterator[Line]:
 
     for name, (system, *_) in LINS.items():
         note = " ¹" if name == "llama-30b" else ""
-        yield Line((f"{name}{note}",), partial(cells, name, system.options))
+        yield Line((f"{name}{note}",), partial(cells, name, system.preset))
 
 
-def _is(placement: Placement, options: Mapping[str, Any]) -> bool:
-    return (placement.params, placement.optimizer) == (options["params"], options["optimizer"])
+def _is(one: Placement, other: Placement) -> bool:
+    return (one.params, one.optimizer) == (other.params, other.optimizer)
 
 
 def collective_seconds(route: Route, here: Cluster, gigabytes: float) -> float:

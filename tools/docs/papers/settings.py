@@ -10,6 +10,7 @@ from typing import Any
 
 from towpath.core import presets
 from towpath.core.formats import Precision
+from towpath.core.placement import Placement
 from towpath.core.strategy import Strategy
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.planner.catalog import MODELS, load_cluster
@@ -85,7 +86,7 @@ class Setting:
 class System:
     """A strategy as one of the papers ran it."""
 
-    preset: str
+    preset: str | Placement
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def strategy(self, cluster: Cluster) -> Strategy:

@@ -20,6 +20,7 @@ from tools.docs.papers.settings import (
     cluster,
     mics,
 )
+from towpath.core.placement import Placement
 from towpath.planner.cluster import Cluster
 from towpath.planner.solver import Prediction
 from towpath.topology.cluster import Extent
@@ -77,7 +78,7 @@ def _one_after_the_other(priced: Prediction) -> float:
 
 
 def _lins(params: Extent, optimizer: Extent) -> System:
-    return System("lins", {"params": params, "grads": params, "optimizer": optimizer, "route": "flat"})
+    return System(Placement(params, params, optimizer), {"route": "flat"})
 
 
 # Table III of Lins with its group of MiCS, and what the paper says of 1,024 GPUs: percent of the peak by Lins, MiCS and
