@@ -17,7 +17,7 @@ from benchmarks.environment import UNSHAPED
 from benchmarks.harness import results
 from benchmarks.harness.figures import against_limit, verdict
 from towpath.errors import ConfigError
-from towpath.train.progress import size
+from towpath.progress import size
 from towpath.train.report import color
 
 Line = Mapping[str, Any]

@@ -176,7 +176,7 @@ OTHER = _files(
     """,
     unit="""
         api_reference bench benchmark_harness benchmark_outer benchmark_recording benchmark_suites commands
-        config data data_prepare docs extending features help json_lines metrics mixture mutants output package parquet
+        config data data_prepare docs extending features help metrics mutants output package
         plots progress public session stopping summary train_command train_models typing
     """,
 )

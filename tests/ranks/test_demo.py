@@ -50,7 +50,7 @@ def _small(whole: Any, strategy: str, steps: int) -> Config:
     return replace(
         config,
         model=replace(config.model, width=32, depth=2, heads=2),
-        train=replace(config.train, batch=4, micro_batch=1, length=32, evaluate_batches=2),
+        train=replace(config.train, batch=4, micro_batch=1, length=32),
     )
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.profiles import made_profile
 from tests.unit.test_planner import SMALL, priced_of, small_cluster
 from towpath.cli import main
-from towpath.core.exact import DIFFERENCES, VALUES
+from towpath.core.exact import DIFFERENCES, METRICS, VALUES
 from towpath.core.formats import Precision
 from towpath.core.presets import strategy
 from towpath.core.routes import Op
@@ -30,7 +30,7 @@ from towpath.planner.request import BF16, Request
 from towpath.planner.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.train.config import Config
-from towpath.train.metrics import JsonLines, StepRow
+from towpath.train.metrics import JsonLines
 
 SPEED = 1e9  # elements a second that a rank codes exactly
 
@@ -137,10 +137,10 @@ def test_measured_shares_are_written_with_the_metrics_and_read_for_plans(tmp_pat
     shares = {(DIFFERENCES, "bfloat16"): 0.25, (VALUES, "bfloat16"): 0.75}
     for share, steps in ((0.9, 1), (0.25, 3)):  # the last run of the file counts
         lines = JsonLines(tmp_path / "metrics.jsonl")
-        lines.start(0, {}, {})
+        lines.write("start", 0, {})
         for step in range(steps):
             seen = {**shares, (DIFFERENCES, "bfloat16"): 0.7 if step == 0 else share}  # the first one sends values
-            lines.write(_row(step + 1, seen))
+            lines.write("train", step + 1, {name: seen[key] for name, key in METRICS.items() if key in seen})
         lines.close()
 
     found = load_exact_shares(tmp_path)
@@ -159,17 +159,10 @@ def test_measured_shares_are_written_with_the_metrics_and_read_for_plans(tmp_pat
     assert first.seconds != best(solver(cluster)).seconds
 
 
-def _row(step: int, shares: dict[tuple[str, str], float]) -> StepRow:
-    return StepRow(
-        step=step, loss=1.0, learning_rate=1.0, gradient_norm=1.0, tokens=1, seconds=1.0, inter_bytes=1, intra_bytes=1,
-        exposed_seconds=0.0, memory_bytes=1, exact_shares=shares,
-    )  # fmt: skip
-
-
 def test_a_run_that_sent_nothing_exactly_is_refused(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines.start(0, {}, {})
-    lines.write(_row(1, {}))
+    lines.write("start", 0, {})
+    lines.write("train", 1, {"loss": 1.0})
     lines.close()
     with pytest.raises(ConfigError, match="has sent nothing exactly"):
         load_exact_shares(tmp_path)
@@ -221,11 +214,9 @@ def test_configurations_take_true_false_or_nothing(tmp_path: Path) -> None:
             assert config.strategy.exact is value
             file.write_text(str(config))
             assert Config.load(file, []) == config
-        assert config.strategy.build(Topology(2, 2), 10).is_exact is (value is True)
+        assert config.strategy.build(Topology(2, 2)).is_exact is (value is True)
     with pytest.raises(ConfigError, match=r'strategy\.exact = "often": expected true or false'):
         Config.load(file, ["strategy.exact=often"])
-    with pytest.raises(ConfigError, match=r"only with strategy\.name = auto"):
-        Config.load(file, ["strategy.exact_from=run"])
 
 
 def test_the_command_plans_with_exact_transports_or_without(tmp_path: Path) -> None:

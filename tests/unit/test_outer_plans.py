@@ -154,7 +154,7 @@ def test_the_command_ranks_outer_steps_and_says_up_to_which_link_they_pay(
     made = Strategy.from_toml(file.read_text())
     assert made.outer is not None
     assert made.outer.every == 64
-    assert Config.from_dict({"strategy": {"name": str(file)}}).strategy.build(Topology(2, 2), 10) == made
+    assert Config.from_dict({"strategy": {"name": str(file)}}).strategy.build(Topology(2, 2)) == made
 
 
 @pytest.mark.parity  # the command before plans the same

@@ -212,7 +212,7 @@ def _filled(found: Comparison) -> list[tuple[str, ...]]:
 def _rows(found: Comparison) -> list[tuple[str, ...]]:
     """Return the rows under `_HEADINGS`, the fastest candidate first."""
     from towpath.bench import COMPUTE
-    from towpath.train.progress import size
+    from towpath.progress import size
 
     peer, rows = found.fastest("peer"), list[tuple[str, ...]]()
     for name in sorted(found.samples, key=found.step):

@@ -16,8 +16,8 @@ from towpath.errors import LabError
 from towpath.files import check_output_file, write_output_file
 from towpath.lab import Lab, LabResult, Rate
 from towpath.lab.runs import check_script, describe_exit
+from towpath.progress import size
 from towpath.topology.cluster import Topology
-from towpath.train.progress import size
 
 app = Commands()
 

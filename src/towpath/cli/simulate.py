@@ -42,8 +42,8 @@ from towpath.planner import tables
 from towpath.planner.pipelines import Layout
 from towpath.planner.prediction import Batching, Prediction
 from towpath.planner.solver import Solver
+from towpath.progress import progress_bar
 from towpath.sim.timeline import Delay, RankVariation, expected_delay
-from towpath.train.progress import progress_bar
 
 # A trace, and ranks of different speeds, need each micro-step. Otherwise the third stands for all later ones.
 _MOST_REPLAYED = 1_000

@@ -21,10 +21,9 @@ from towpath.core.strategy import TransferKind
 from towpath.observing import Stats, stats
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, as_rank
-from towpath.train.config import Config, DataConfig, ModelConfig, TrainConfig
+from towpath.train.config import Config, DataConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import init_distributed
 from towpath.train.report import Outcome
-from towpath.train.strategy_config import StrategyConfig
 from towpath.train.trainer import Trainer
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
