@@ -5,16 +5,15 @@
 The position of a run is one counter of samples of the whole job, and samples k to k + n are the same for every caller.
 So the number of ranks may change between runs, and a resumed run reads on where it stopped.
 
-`towpath data prepare` (prepare.py) writes the tokens. All ranks of a node map them into memory, as one copy.
+`towpath data prepare` (prepare.py) writes them. All ranks of a node map them into memory, as one copy.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,67 +24,13 @@ from numpy.typing import NDArray
 
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
+from towpath.train.prepare import Manifest
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, int64 [count, length]
 
-TOKENS, MANIFEST = "tokens.bin", "tokens.json"  # the files of a folder of tokens
-FORMAT = "towpath tokens 2"
-DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
-
-# Files up to this size are verified at every start, which takes about a second.
-_VERIFIED_BYTES = 1 << 30
 # Parts of Python's library that differ between machines: distributions split packages off, and builds write files.
 _WITHOUT = "site-packages dist-packages test tests idlelib lib2to3 distutils ensurepip tkinter turtledemo lib-dynload"
 _WITHOUT_FILES = ("_sysconfigdata", "_sysconfig_vars", "sitecustomize", "usercustomize", "turtle", ".")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What tokens.json says of a folder of tokens."""
-
-    dtype: str
-    vocabulary: int  # a number above every token
-    tokenizer: str
-    documents: int
-    tokens: int
-    sha256: str  # of tokens.bin
-
-    def __str__(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
-
-    @staticmethod
-    def load(folder: Path) -> Manifest:
-        """Read the manifest of a folder.
-
-        Raises:
-            ConfigError: The folder is missing, or is not what `towpath data prepare` writes.
-        """
-        path = folder / MANIFEST
-        try:
-            table = json.loads(path.read_text(encoding="utf-8"))
-            if table.pop("format") != FORMAT or table["dtype"] not in DTYPES:
-                raise ValueError("another format")
-            return Manifest(**table)
-        except OSError as error:
-            what = "Expected a folder that `towpath data prepare` made"
-            raise ConfigError(f"data.tokens: cannot read {path}: {error.strerror}. {what}.") from None
-        except (AttributeError, KeyError, ValueError, TypeError) as error:
-            raise ConfigError(f"{path} is not what `towpath data prepare` writes ({error}): prepare it anew.") from None
-
-    def map(self, folder: Path, verify: bool) -> NDArray[Any]:
-        """Return all tokens, mapped into memory. With `verify`, compare the checksum of a file up to 1 GiB."""
-        path, size = folder / TOKENS, self.tokens * np.dtype(DTYPES[self.dtype]).itemsize
-        try:
-            if (found := path.stat().st_size) != size:
-                raise ConfigError(f"{path} has {found} bytes, expected {size}: prepare the tokens anew.")
-            if verify and size <= _VERIFIED_BYTES:
-                with path.open("rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
-                        raise ConfigError(f"{path} is not what {MANIFEST} says: prepare the tokens anew.")
-            # As a plain array: a slice of numpy's memmap costs several times as much.
-            return np.asarray(np.memmap(path, dtype=DTYPES[self.dtype], mode="r"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}. Prepare the tokens anew.") from None
 
 
 def python_sources() -> bytes:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,68 @@ from numpy.typing import NDArray
 
 from towpath.errors import ConfigError
 from towpath.files import sync_folder
-from towpath.train.data import DTYPES, MANIFEST, TOKENS, Manifest
 
+TOKENS, MANIFEST = "tokens.bin", "tokens.json"  # the files of a folder of tokens
+FORMAT = "towpath tokens 2"
+DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
+
+# Files up to this size are verified at every start, which takes about a second.
+_VERIFIED_BYTES = 1 << 30
 Pieces = list[tuple[bytes, bool]]  # text, and whether a document ends with it
 
 _PIECE_BYTES = 1 << 24  # a larger file is cut at the next end of a line
 _ROWS = 256  # of a dataset, encoded at once
 _BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<end_of_text>")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What tokens.json says of a folder of tokens."""
+
+    dtype: str
+    vocabulary: int  # a number above every token
+    tokenizer: str
+    documents: int
+    tokens: int
+    sha256: str  # of tokens.bin
+
+    def __str__(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+
+    @staticmethod
+    def load(folder: Path) -> Manifest:
+        """Read the manifest of a folder.
+
+        Raises:
+            ConfigError: The folder is missing, or is not what `towpath data prepare` writes.
+        """
+        path = folder / MANIFEST
+        try:
+            table = json.loads(path.read_text(encoding="utf-8"))
+            if table.pop("format") != FORMAT or table["dtype"] not in DTYPES:
+                raise ValueError("another format")
+            return Manifest(**table)
+        except OSError as error:
+            what = "Expected a folder that `towpath data prepare` made"
+            raise ConfigError(f"data.tokens: cannot read {path}: {error.strerror}. {what}.") from None
+        except (AttributeError, KeyError, ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is not what `towpath data prepare` writes ({error}): prepare it anew.") from None
+
+    def map(self, folder: Path, verify: bool) -> NDArray[Any]:
+        """Return all tokens, mapped into memory. With `verify`, compare the checksum of a file up to 1 GiB."""
+        path, size = folder / TOKENS, self.tokens * np.dtype(DTYPES[self.dtype]).itemsize
+        try:
+            if (found := path.stat().st_size) != size:
+                raise ConfigError(f"{path} has {found} bytes, expected {size}: prepare the tokens anew.")
+            if verify and size <= _VERIFIED_BYTES:
+                with path.open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
+                        raise ConfigError(f"{path} is not what {MANIFEST} says: prepare the tokens anew.")
+            # As a plain array: a slice of numpy's memmap costs several times as much.
+            return np.asarray(np.memmap(path, dtype=DTYPES[self.dtype], mode="r"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}. Prepare the tokens anew.") from None
 
 
 class Tokenizer:
