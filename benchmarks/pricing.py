@@ -39,20 +39,20 @@ def compared(line: results.Line) -> dict[str, Any]:
     """Return both predictions of a run, and their figures."""
     by_messages = line.get("by_messages")
     if by_messages is not None:
-        predicted = line["predicted_seconds"], by_messages["predicted_seconds"]
+        both = line["predicted_seconds"], by_messages["predicted_seconds"]
     else:
-        predicted = tuple(_predicted(line, measured) for measured in (True, False))
+        both = tuple(predicted(line, measured) for measured in (True, False))
     steps = medians(line["measured_seconds"])
     return {
         "case": line["case"]["name"],
         "commit": results.measured_at(line),
         "priced": "when it was measured" if by_messages is not None else "afterwards",
-        "with measured collectives": _judged(predicted[0], steps),
-        "by messages": _judged(predicted[1], steps),
+        "with measured collectives": judged(both[0], steps),
+        "by messages": judged(both[1], steps),
     }
 
 
-def _judged(predicted: Mapping[str, float], steps: Mapping[str, float]) -> dict[str, float]:
+def judged(seconds: Mapping[str, float], steps: Mapping[str, float]) -> dict[str, float]:
     """Return the figures of a prediction. The regret is that of the strategy which it ranks first among all measured.
 
     The planner's own choices are among them.
@@ -61,13 +61,14 @@ def _judged(predicted: Mapping[str, float], steps: Mapping[str, float]) -> dict[
 
     def regret(names: Iterable[str]) -> float:
         names = list(names)
-        return steps[min(names, key=lambda name: predicted[name])] / min(steps[name] for name in names) - 1
+        return steps[min(names, key=lambda name: seconds[name])] / min(steps[name] for name in names) - 1
 
-    error = statistics.fmean(abs(predicted[name] / step - 1) for name, step in steps.items())
+    error = statistics.fmean(abs(seconds[name] / step - 1) for name, step in steps.items())
     return dict(zip(FIGURES, (error, regret(lossless), regret(steps)), strict=True))
 
 
-def _predicted(line: results.Line, measured_collectives: bool) -> dict[str, float]:
+def predicted(line: results.Line, measured_collectives: bool) -> dict[str, float]:
+    """Return the step that today's planner predicts for each strategy of a recorded run."""
     case: dict[str, Any] = dict(line["case"]["workload"])
     workload = Workload(towpath.Topology(**case.pop("topology")), **case)
     profile = _renamed(Profile.from_json(line["profile"]))
@@ -75,7 +76,8 @@ def _predicted(line: results.Line, measured_collectives: bool) -> dict[str, floa
     named = [name for name in line["measured_seconds"] if name not in chosen]
     strategies = {name: CandidateSpec.parse(name).strategy(workload.topology) for name in named} | chosen
     model = _model(workload, line["computing_seconds"] / workload.micro_steps)
-    plan = Plan(profile, model, workload, measured_collectives)
+    shares = tuple(line.get("exact_shares", {}).items())
+    plan = Plan(profile, model, workload, measured_collectives, shares)
     return {name: plan.seconds(strategy) for name, strategy in strategies.items()}
 
 

@@ -29,7 +29,7 @@ FEATURES = (
             order="order",
             ranks="""
                 around_the_loop behind_the_engine collective_forms engine_promises entry_points events
-                foretold_memory from_fsdp2 launches leaves mesh never_silent one_rank optimizers
+                foretold_memory from_fsdp2 launches leaves mesh meta_device never_silent one_rank optimizers
                 parity schedule_is_executed steady uneven values
             """,
             unit="""
@@ -49,7 +49,7 @@ FEATURES = (
     Feature(
         "codec kernels",
         _files(
-            unit="codecs native_codecs registered_codecs top_k triton_codecs",
+            unit="codecs native_codecs registered_codecs triton_codecs",
         ),
     ),
     Feature(
@@ -110,7 +110,7 @@ FEATURES = (
     Feature(
         "checkpoints and resume",
         _files(
-            ranks="checkpoint old_checkpoints resume soak state_dicts stateful_loader",
+            ranks="checkpoint resume soak state_dicts stateful_loader",
             unit="checkpoint checkpoint_claims checkpoint_parts hostile_checkpoints",
         ),
     ),
@@ -125,13 +125,13 @@ FEATURES = (
     Feature(
         "tensor parallelism",
         _files(
-            ranks="tensor_parallel_checkpoints train_tensor_parallel",
+            ranks="tensor_parallel tensor_parallel_checkpoints train_tensor_parallel",
         ),
     ),
     Feature(
         "torch.compile and activation checkpointing",
         _files(
-            ranks="every_model",
+            ranks="compiled every_model",
         ),
     ),
     Feature(
@@ -175,8 +175,8 @@ OTHER = _files(
         train_models
     """,
     unit="""
-        api_reference bench benchmark_harness benchmark_outer benchmark_recording benchmark_suites commands
-        config data data_prepare docs extending features help metrics mutants output package
+        api_reference bench benchmarks budget commands
+        config data data_prepare docs extending features help metrics output package
         plots progress public session stopping summary train_command train_models typing
     """,
 )

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from benchmarks.harness.candidates import CaseError, LabPlace, Launch, RunningCandidate
 from benchmarks.harness.figures import medians, spreads
+from lab import LinkBytes, Rate, window_bytes
 from towpath.bench import interleave, reason_of
 from towpath.engine.layout import available_bytes
-from towpath.lab import LinkBytes, Rate, window_bytes
 
 Say = Callable[[str], None]
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import lab
 import towpath
 from benchmarks import gpt
 from benchmarks.harness.candidates import LabPlace, Launch, RunningCandidate, timed
@@ -28,7 +29,6 @@ from benchmarks.harness.shared_gpu import share_gpu
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import build, stepper
 from benchmarks.workload import LENGTH, SHORT, SQUARE, Workload
-from towpath import lab
 from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.steady_step import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters

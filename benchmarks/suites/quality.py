@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import lab
 import towpath
 from benchmarks import gpt
 from benchmarks.harness import results
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.islands import conclude, synchronize
-from towpath import lab
-from towpath.train.report import COLORS, color, standalone_svg
+from towpath.cli.plots import COLORS, color, standalone_svg
 
 SHAPE = towpath.Topology(2, 2)
 LENGTH, BATCH = 128, 1

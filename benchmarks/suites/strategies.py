@@ -33,13 +33,13 @@ from benchmarks.peers import AUTO, CandidateSpec, Period
 from benchmarks.report import comparison_table
 from benchmarks.selection import QUICK, Candidate, candidates_of, every_name, expanded, finalists, pairs
 from benchmarks.workload import Workload
+from lab import Rate
 from towpath.bench import interval_of_median
 from towpath.core.formats import Codec
 from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
-from towpath.lab import Rate
 from towpath.sim.hardware import CodecSpeed, Hardware
 from towpath.sim.hardware import Link as SimulatedLink
 from towpath.sim.replay import ComputeSeconds, Replay

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+import lab
 import towpath
-from towpath import lab
 from towpath.auto.probe import device_of_job
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.presets import parse_strategy

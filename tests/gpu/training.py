@@ -173,8 +173,7 @@ def resumes_in_an_exchange(folder: Path, label: str, delay: int, codec: str) -> 
 
     outer = Outer(every=3, fragments=2, delay=delay, blend=0.5 if delay else 0.0)
     if codec != "float32":
-        keeps: Any = {} if codec.startswith("top-k") else {"feedback": "all"}
-        outer = replace(outer, transport=Transport("flat", codec, **keeps))
+        outer = replace(outer, transport=Transport("flat", codec, feedback="all"))
     mine = outer_checkpoints._train_and_save(folder, label, outer, 4)
     expected: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(expected, mine)

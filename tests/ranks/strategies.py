@@ -28,8 +28,7 @@ def labels(topology: Topology) -> list[str]:
         for placement in sorted(legal_placements(topology), key=lambda p: [_order(e) for _, e in p.extents()])
     ]
     routed = [f"zero3@{route}" for route in ROUTES if route != "flat"] + ["paro-iig@ring", "ddp@ho-ring", "ddp@two-hop"]
-    one_hop = [f"{name} sync_gradients=micro-step" for name in ("mics", "paro-iig")]
-    return [*presets, *(f"mics:{group}" for group in sorted(groups)), *routed, *one_hop, *chains]
+    return [*presets, *(f"mics:{group}" for group in sorted(groups)), *routed, *chains]
 
 
 def strategy_of(label: str, topology: Topology, **more: Any) -> towpath.Strategy:

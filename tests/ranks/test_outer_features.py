@@ -25,9 +25,8 @@ from tests.forms import in_form
 from tests.ranks.checkpoints import content, differing
 from tests.ranks.islands import Islands, fragments_of, mean_of
 from tests.ranks.models import DEVICE, MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
-from tests.ranks.test_exact_features import Recomputed
 from tests.ranks.test_frozen import Model as Adapted
 from tests.ranks.test_frozen import _loss as _loss_of_adapted
 from tests.ranks.test_offload import MIXED
@@ -136,7 +135,6 @@ CASES: dict[str, Case] = {
     "buffers": Case(_normed, _loss_of_rows),
     "unused parameters": Case(Choices, _loss_of_choices, units=(Choice,)),
     "accumulation and clipping": _gpt(micro_steps=2, max_norm=0.5),
-    "activation checkpointing": _gpt(Recomputed),
 }
 OFTEN = ("matrices on owners", "accumulation and clipping")  # on islands of two nodes
 
@@ -308,11 +306,8 @@ def _offloaded(label: str, offload: str, form: Form, precision: Precision) -> No
 
 
 @in_turn(("zero3", "paro-igg", "zero1", "ddp"), 1)
-def test_exact_transports_inside_islands_change_no_bit(label: str, world: Worlds) -> None:
-    world(4).run(_exactly, label)
-
-
-def _exactly(label: str) -> None:
+@on_ranks(4)
+def test_exact_transports_inside_islands_change_no_bit(label: str) -> None:
     outer = replace(STREAMING, islands=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "SMALLEST_BYTES", 1)
@@ -343,11 +338,8 @@ FIRST, SECOND = replace(STREAMING, islands=2), Outer(every=2, fragments=1, islan
 
 
 @pytest.mark.parametrize("second", [SECOND, seldom(replace(SECOND, islands=2)), seldom(None)])
-def test_models_with_other_outer_steps_train_as_alone(second: Outer | None, world: Worlds) -> None:
-    world(4).run(_two_models, second)
-
-
-def _two_models(second: Outer | None) -> None:
+@on_ranks(4)
+def test_models_with_other_outer_steps_train_as_alone(second: Outer | None) -> None:
     entry, kinds = MODELS["gpt"], (("paro-iig", FIRST), ("zero3", second))
     models = [towpath.shard(entry.make(torch.float32), strategy_of(n, LONG, outer=o)) for n, o in kinds]
     optimizers = [adamw(model) for model in models]
@@ -448,13 +440,10 @@ def _state_dicts() -> tuple[int, str | None, list[str]]:
 
 
 @pytest.mark.parametrize("label", ["zero3", seldom("paro-iig"), seldom("ddp")])
-def test_pytorchs_checkpoint_has_the_first_island(label: str, world: Worlds, tmp_path: Path) -> None:
-    for wrong in world(4).run(_save_by_pytorch, tmp_path, label):
-        assert wrong == []
-
-
-def _save_by_pytorch(folder: Path, label: str) -> list[str]:
+@on_ranks(4)
+def test_pytorchs_checkpoint_has_the_first_island(label: str, tmp_path: Path) -> None:
     """Islands differ after two steps, and not after all of them have loaded."""
+    folder = tmp_path
     entry = MODELS["gpt"]
     model: Any = towpath.shard(entry.make(torch.float32), strategy_of(label, SHAPE, outer=Outer(every=9)))
     optimizer = adamw(model)
@@ -467,21 +456,24 @@ def _save_by_pytorch(folder: Path, label: str) -> list[str]:
     states = dict(zip(("model", "optimizer"), checkpoint.get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=folder)
     dcp.load(states, checkpoint_id=folder)
-    return differing(content(model, optimizer), first[0])
+    wrong = differing(content(model, optimizer), first[0])
+    assert wrong == []
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@in_turn([(n, each) for n in LABELS for each in ("optimizer", "params", "optimizer+params")], 1, "case")
-def test_an_offloaded_run_resumes_bit_for_bit_in_a_delay(case: tuple[str, str], world: Worlds, tmp_path: Path) -> None:
-    label, offload = case
-    world(4).run(_resume, tmp_path, f"{label} offload={offload}", SHAPE, STREAMING)
+CODED = ("zero++", "qgz", "ddp gradients=low-rank:2", "zero3 exact=True", "zero++ interleaved=2")
 
 
-@in_turn(("zero++", "qgz", "ddp gradients=low-rank:2", "zero3 exact=True", "zero++ interleaved=2"), 1)
-def test_a_run_with_codecs_resumes_bit_for_bit_in_a_delay(label: str, world: Worlds, tmp_path: Path) -> None:
-    world(4).run(_resume, tmp_path, label, LONG, replace(STREAMING, islands=2))
+@pytest.mark.parametrize("kind", ["offloaded", "coded"])
+@in_turn(range(15), 1, "number")
+def test_a_run_resumes_bit_for_bit_in_a_delay(number: int, kind: str, world: Worlds, tmp_path: Path) -> None:
+    if kind == "coded":
+        world(4).run(_resume, tmp_path, CODED[number % len(CODED)], LONG, replace(STREAMING, islands=2))
+        return
+    offload = ("optimizer", "params", "optimizer+params")[number // len(LABELS)]
+    world(4).run(_resume, tmp_path, f"{LABELS[number % len(LABELS)]} offload={offload}", SHAPE, STREAMING)
 
 
 class Position:

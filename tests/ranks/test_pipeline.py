@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -18,13 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.torch_version import TorchVersion
-from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
-from towpath.core.pipeline import PassKind, messages
+from towpath.core.pipeline import messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, ShardError, StepError
@@ -36,7 +33,7 @@ Worlds = Callable[[int], World]
 
 WIDTH, BATCH = 8, 2
 SINGLE = ("GPipe", "1F1B")
-SEVERAL = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", "paro-iig", "paro-nig")
 
 
@@ -47,13 +44,6 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Recomputed(Block):
-    """As Block, but what lies inside it is computed again in the backward pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + checkpoint(lambda x: self.down(torch.tanh(self.up(self.norm(x)))), x, use_reentrant=False)
 
 
 class Stage(nn.Module):
@@ -134,9 +124,9 @@ def _exact(ranks: int, copies: int, schedule: str, strategy: str, micro_batches:
         assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
 
 
-@pytest.mark.parametrize("schedule", [seldom("1F1B"), "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", [seldom("1F1B"), "Interleaved1F1B"])
 def test_a_trace_has_every_pass_every_message_and_what_was_waited(world: Worlds, schedule: str) -> None:
-    messages_of_a_rank = {"1F1B": 4, "InterleavedZeroBubble": 12}[schedule]  # as many each way
+    messages_of_a_rank = {"1F1B": 4, "Interleaved1F1B": 12}[schedule]  # as many each way
     for tracks, passes, expected in world(4).run(_traced, schedule):
         assert passes == expected
         sent, received = (sum(name.endswith(word) for name in tracks["inside nodes"]) for word in ("sent", "received"))
@@ -162,60 +152,15 @@ def _traced(schedule: str) -> tuple[dict[str, list[str]], int, int]:
     return tracks, len(passes), expected
 
 
-def test_what_is_recomputed_inside_a_unit_is_whole_for_the_weights_gradients_too(world: Worlds, steps: int) -> None:
-    world(4).run(_exact_recomputed, "InterleavedZeroBubble", "zero1", steps)
-
-
-def _exact_recomputed(schedule: str, strategy: str, steps: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "Block", Recomputed)
-        _exact(2, 2, schedule, strategy, 4, steps)
-
-
-@pytest.mark.parametrize("strategy, halved", [("zero1", True), ("zero3", False)])
-def test_weights_gradients_wait_where_the_weights_stay_whole(world: Worlds, strategy: str, halved: bool) -> None:
-    """Between the two halves of a backward pass none of them is there; elsewhere there is one pass.
-
-    In PyTorch 2.11 there is one everywhere.
-    """
-    assert world(4).run(_halves, strategy) == [halved and TorchVersion(torch.__version__) >= "2.13"] * 4
-
-
-def _halves(strategy: str) -> bool:
-    pipeline = _pipeline(2, 2, "InterleavedZeroBubble", strategy, 4)
-    kinds = {each.kind for passes in pipeline.order.values() for each in passes}
-    arrived: list[str] = []
-    engines = [stage.engine for stage in pipeline._stages if not stage.is_first]
-    with pytest.MonkeyPatch.context() as patch:
-        for engine in engines:
-            before = engine.gradient
-            patch.setattr(
-                engine,
-                "gradient",
-                lambda *a, e=engine, f=before: (arrived.append(str(e._only_weight_gradients)), f(*a)),
-            )
-        x, y = _batch(0, dist.get_rank() % 2, 4)
-        pipeline.step(x, target=y)
-    assert arrived and len(set(arrived)) == 1
-    assert (PassKind.WEIGHT_GRADIENTS in kinds) is (arrived[0] == "True")
-    return arrived[0] == "True"
-
-
-@in_turn(list(product((*SINGLE, *SEVERAL), STRATEGIES)), 1, "pair")
+@in_turn(list(product(SCHEDULES, STRATEGIES)), 1, "pair")
 def test_two_stages_of_two_ranks_are_one_process(world: Worlds, pair: tuple[str, str], steps: int) -> None:
     world(4).run(_exact, 2, 2, *pair, 4, steps)
-
-
-@pytest.mark.parity  # test_pipeline_layouts.py has four stages of two ranks
-@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
-def test_four_stages_are_one_process(world: Worlds, schedule: str, steps: int) -> None:
-    world(4).run(_exact, 4, 1, schedule, "ddp", 8, steps)
 
 
 # --- gradient accumulation -------------------------------------------------------------------------------------------
 
 
-@in_turn(list(product(("1F1B", "Interleaved1F1B", "ZBVZeroBubble"), ("zero1", "zero3", "hpz"))), 1, "case")
+@in_turn(list(product(("1F1B", "Interleaved1F1B"), ("zero1", "zero3", "hpz"))), 1, "case")
 def test_steps_inside_no_sync_accumulate(world: Worlds, case: tuple[str, str]) -> None:
     world(4).run(_accumulated, *case)
 
@@ -271,7 +216,7 @@ def _loss_of_two(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("every", [seldom(False), True], ids=["exposed", "every"])
-@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
+@in_turn(SCHEDULES, 1, "schedule")
 def test_gradients_of_the_rank_that_is_sent_arrive_exactly(world: Worlds, schedule: str, every: bool) -> None:
     world(4).run(_low_rank, schedule, every)
 
@@ -292,7 +237,7 @@ def _low_rank(schedule: str, every: bool) -> None:
             optimizer.step()
 
 
-@in_turn(list(product((*SINGLE, *SEVERAL), [(2, 4), (2, 8), (3, 6), (4, 4), (4, 8)])), 1, "case")
+@in_turn(list(product(SCHEDULES, [(2, 4), (2, 8), (3, 6), (4, 4), (4, 8)])), 1, "case")
 def test_exactly_the_exposed_gradients_are_encoded_at_both_ends(world: Worlds, case: Any) -> None:
     schedule, sizes = case
     found = world(sizes[0]).run(_sent, schedule, *sizes)
@@ -344,7 +289,7 @@ WARM_UP = Compression(
 )
 
 
-@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
+@in_turn(SCHEDULES, 1, "schedule")
 def test_both_ends_of_a_link_switch_their_codecs_in_the_same_step(world: Worlds, schedule: str) -> None:
     found = world(2).run(_warm_up, schedule)
     for losses, exact, ends, planned, counted in found:
@@ -394,7 +339,7 @@ def _message_bytes(transfers: Iterable[Any]) -> int:
     return sum(t.inter_bytes + t.intra_bytes for t in transfers if getattr(t, "transfer", t).kind in messages)
 
 
-@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
+@in_turn(SCHEDULES, 1, "schedule")
 def test_an_evaluation_leaves_what_senders_of_outputs_carry(world: Worlds, schedule: str) -> None:
     world(2).run(_evaluated_with_coded_outputs, schedule)
 
@@ -410,7 +355,7 @@ def _evaluated_with_coded_outputs(schedule: str) -> None:
         assert losses == [expected] * 2, step
 
 
-@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
+@in_turn(SCHEDULES, 1, "schedule")
 def test_evaluation_between_steps_gives_the_loss_and_changes_nothing(world: Worlds, schedule: str) -> None:
     world(4).run(_evaluated, schedule)
 
@@ -482,15 +427,6 @@ def test_a_model_that_is_cut_trains_as_one(world: Worlds, name: str, schedule: s
     world(4).run(_cut, name, schedule, "zero3")
 
 
-@pytest.mark.parametrize("fused", [True, seldom(False)], ids=["fused", "not fused"])
-@in_turn(list(product(["tied gpt", "tied gpt2"], ["zero1", "zero3"])), 1, "case")
-def test_tied_embeddings_whose_ends_are_on_one_rank_train_as_in_one_model(
-    world: Worlds, case: tuple[str, str], fused: bool
-) -> None:
-    name, strategy = case  # with zero1 the weights' gradients come later than the inputs'
-    world(4).run(_cut, name, "ZBVZeroBubble", strategy, Compression(fused_embeddings=fused))
-
-
 def _cut(name: str, schedule: str, strategy: str, compression: Any = "none") -> None:
     example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     stages = split(CUT[name](), 2 if schedule in SINGLE else 4, example)
@@ -560,35 +496,6 @@ def _check_norm(pipeline: Pipeline, stages: dist.ProcessGroup) -> None:
     assert pipeline.clip_grad_norm_(1e9).item() == pytest.approx((sum(parts) + shared) ** 0.5, rel=1e-12)
 
 
-def test_tied_embeddings_whose_ends_are_on_one_rank_send_what_is_scheduled(world: Worlds) -> None:
-    world(4).run(_meeting)
-
-
-def _meeting() -> None:
-    """As of zero1 among the D copies of the one rank that has both: V 2(D − 1)/D each; the other ranks send nothing."""
-    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    options: dict[str, Any] = {"mesh": mesh, "micro_batches": 4, "loss": _token_loss, "example": example}
-    pipeline = Pipeline(split(_gpt(tied=True), 4, example), "zero1", schedule="ZBVZeroBubble", **options)
-    parameters = list(pipeline.parameters())
-    assert len(parameters) == len(set(parameters))
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    for _ in range(3):
-        ids = _tokens(0, 0)
-        pipeline.step(ids, target=ids)
-        optimizer.step()
-        pipeline.zero_grad()
-    assert pipeline._tied is not None
-    (both,) = pipeline._tied.schedules(4, pipeline._passes(0))
-    assert both.ranks == (0, 1)
-    planned = [t for t in both.schedule.transfers if t.kind is not TransferKind.UNUSED_PARAMS]
-    assert sum(t.inter_bytes + t.intra_bytes for t in planned) == 2 * 24 * 16 * 8  # of both ranks, with D = 2
-    if pipeline._tied.module is not None:
-        found = [t for t in towpath.stats(pipeline._tied.module).last_step if t.kind is not TransferKind.UNUSED_PARAMS]
-        assert sorted(map(str, found)) == sorted(map(str, planned))
-    assert (pipeline._tied.module is not None) is (dist.get_rank() < 2)
-
-
 def _tokens(step: int, replica: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + replica)
     return torch.randint(24, (4 * BATCH, LENGTH), generator=generator)
@@ -613,7 +520,7 @@ class Plain(nn.Module):
 
 
 @in_turn(["zero3", "hpz", "paro-iig", "zero2"], 1, "strategy")
-@pytest.mark.parametrize("schedule", [seldom("1F1B"), seldom("Interleaved1F1B"), "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", [seldom("1F1B"), "Interleaved1F1B"])
 def test_stages_execute_what_the_jobs_schedule_says(world: Worlds, strategy: str, schedule: str) -> None:
     world(4).run(_executed, strategy, schedule)
 
@@ -658,13 +565,6 @@ def _norm_of_a_stage() -> None:
     assert float(found) >= largest
 
 
-def _unlike_ends() -> dict[str, Any]:
-    """Both on rank 0, and of different sizes."""
-    ends = [nn.Sequential(nn.Linear(WIDTH, width, bias=False), nn.Linear(width, WIDTH)).double() for width in (3, 5)]
-    middle = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
-    return {"stages": [ends[0], *middle, ends[1]], "schedule": "ZBVZeroBubble", "tied": ("0", "0"), "units": []}
-
-
 def test_a_batch_of_another_shape_is_refused_and_the_next_one_trains(world: Worlds) -> None:
     world(4).run(_another_shape)
 
@@ -694,6 +594,7 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(world: Worlds) -> Non
 def _refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     plain = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    flat = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "dp"))
     stages: list[Any] = [partial(Stage, seed) for seed in range(2)]
 
     def refused(match: str, stages: Any = stages, **options: Any) -> None:
@@ -723,14 +624,13 @@ def _refused() -> None:
     refused("expected 4 ranks.*group, which has 2", strategy=towpath.strategy("zero3", towpath.Topology(2, 2)))
     refused("embeddings need a module of the first and of the last stage; got 'blocks' and ''", tied=("blocks", ""))
     refused("tied embeddings: stage 1 has no module 'head'", tied=("blocks", "head"))
-    refused("'weight' is 3×8 at one and 5×8 at the other", **_unlike_ends())
     refused(
         "asks for equal rounds of micro-batches, as a multiple of the ranks gives; got 5",
         stages=stages * 2,
         schedule="Interleaved1F1B",
         micro_batches=5,
     )
-    refused("ZBVZeroBubble has two stages on each rank", stages=stages, schedule="ZBVZeroBubble")
+    refused("4 stages for one rank", stages=stages * 2, mesh=flat, schedule="Interleaved1F1B")
 
 
 class _Failing(Plain):

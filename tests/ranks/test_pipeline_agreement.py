@@ -142,10 +142,10 @@ WRONG = {
     "short target": ("1F1B", "zero1", 3, "a target of 7×8: expected 8 rows, for 4 micro-batches"),
     "target of one row each": ("Interleaved1F1B", "zero3", 2, "a target of 4×8: expected 8 rows"),
     "no target": ("GPipe", "ddp", 2, "no target: expected one of 8 rows on the rank of the last stage"),
-    "target of no dimension": ("ZBVZeroBubble", "zero1", 1, "a target of no dimension: expected 8 rows"),
+    "target of no dimension": ("Interleaved1F1B", "zero1", 1, "a target of no dimension: expected 8 rows"),
     "short input": ("1F1B", "mics", 1, "a batch of 7×8: expected 8×8"),
-    "input of another dtype": ("LoopedBFS", "zero2", 0, "a batch whose tensor 0 is float32: expected float64"),
-    "no tensor": ("InterleavedZeroBubble", "ddp", 0, "a batch with a list: expected tensors"),
+    "input of another dtype": ("Interleaved1F1B", "zero2", 0, "a batch whose tensor 0 is float32: expected float64"),
+    "no tensor": ("Interleaved1F1B", "ddp", 0, "a batch with a list: expected tensors"),
 }
 
 

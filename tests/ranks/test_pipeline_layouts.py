@@ -25,7 +25,7 @@ from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.test_pipeline import (
     BATCH,
     LENGTH,
-    SEVERAL,
+    SCHEDULES,
     SINGLE,
     STRATEGIES,
     WIDTH,
@@ -56,7 +56,7 @@ def _tensor_parallel(seed: int, mesh: DeviceMesh) -> nn.Module:
 
 
 # Schedules and strategies.
-PAIRS = list(product((*SINGLE, *SEVERAL), STRATEGIES))
+PAIRS = list(product(SCHEDULES, STRATEGIES))
 
 
 @in_turn(PAIRS, 1, "pair")

@@ -135,7 +135,7 @@ class TestCommand:
             app(["bench", *given], standalone_mode=False)
 
     def test_the_lab_needs_namespaces_and_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("towpath.lab.available", lambda: "the lab needs root.")
+        monkeypatch.setattr("lab.available", lambda: "the lab needs root.")
         with pytest.raises(ConfigError, match="--lab: this machine cannot emulate a cluster: the lab needs root"):
             app(["bench", "--lab"], standalone_mode=False)
 

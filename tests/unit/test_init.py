@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import towpath
+from lab.runs import direct
 from towpath.errors import ConfigError
-from towpath.lab.runs import direct
 from towpath.topology import init as module
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")

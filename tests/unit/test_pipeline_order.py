@@ -40,13 +40,11 @@ def test_every_pass_is_there_once_and_every_neighbour_is_sent_something(make: ob
     for ranks, micro_batches in SIZES:
         order: Order = make(ranks, micro_batches)
         for rank, passes in order.items():
-            expected = {(rank, part, j) for part in (PassKind.FORWARD, PassKind.BACKWARD) for j in range(micro_batches)}
+            expected = {(rank, part, j) for part in PassKind for j in range(micro_batches)}
             assert {(p.stage, p.kind, p.micro_batch) for p in passes} == expected
             assert len(passes) == len(expected)
             assert all(
-                [p.micro_batch for p in passes if p.kind is part] == list(range(micro_batches))
-                for part in PassKind
-                if part in "FB"
+                [p.micro_batch for p in passes if p.kind is part] == list(range(micro_batches)) for part in PassKind
             )
         found = [(m.source, m.target, m.micro_batch) for m in messages(order)]
         links = [(s, s + 1) for s in range(ranks - 1)] + [(s + 1, s) for s in range(ranks - 1)]
@@ -86,7 +84,7 @@ def test_of_every_schedule_what_is_sent_after_the_last_forward_pass_is_exposed(n
             expected |= {
                 (p.stage, p.micro_batch)
                 for i, p in enumerate(passes)
-                if i > last and p.kind in "BI" and homes.get(p.stage - 1, rank) != rank
+                if i > last and p.kind is PassKind.BACKWARD and homes.get(p.stage - 1, rank) != rank
             }
         assert {(m.source, m.micro_batch) for m in messages(order) if m.exposed} == expected, (ranks, micro_batches)
         assert encoded_gradients(order, Compression("low-rank:1")) == expected
@@ -109,21 +107,20 @@ def test_every_schedule_comes_to_its_end(name: str, ranks: int, micro_batches: i
     order = planned(name, ranks, micro_batches)
     assert order is not None
     last = max(p.stage for passes in order.values() for p in passes)
-    left, done = {rank: list(passes) for rank, passes in order.items()}, set[tuple[int, str, int]]()
+    left, done = {rank: list(passes) for rank, passes in order.items()}, set[tuple[int, PassKind, int]]()
 
     def ready(p: StagePass) -> bool:
         if p.kind is PassKind.FORWARD:
-            return p.stage == 0 or (p.stage - 1, "F", p.micro_batch) in done
-        own = (p.stage, "I" if p.kind is PassKind.WEIGHT_GRADIENTS else "F", p.micro_batch)
-        return own in done and (p.stage == last or (p.stage + 1, "I", p.micro_batch) in done)
+            return p.stage == 0 or (p.stage - 1, p.kind, p.micro_batch) in done
+        own = (p.stage, PassKind.FORWARD, p.micro_batch)
+        return own in done and (p.stage == last or (p.stage + 1, p.kind, p.micro_batch) in done)
 
     while any(left.values()):
         able = [rank for rank, passes in left.items() if passes and ready(passes[0])]
         assert able, left
         for rank in able:
             p = left[rank].pop(0)
-            kind = "I" if p.kind is PassKind.BACKWARD else p.kind.value
-            done.add((p.stage, kind, p.micro_batch))
+            done.add((p.stage, p.kind, p.micro_batch))
 
 
 def test_outputs_are_never_exposed_and_neighbours_on_one_rank_send_nothing() -> None:

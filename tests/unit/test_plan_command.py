@@ -21,9 +21,9 @@ from towpath.cli import main, plan_report
 from towpath.cli import plan as plan_command
 from towpath.cli import probe as probe_command
 from towpath.cli import simulate as simulate_command
+from towpath.cli.plots import svg
 from towpath.core.strategy import Strategy
 from towpath.train.config import Config
-from towpath.train.report import svg
 
 MODEL = str(Path(__file__).with_name("six-layers") / "config.json")  # few layers are quickly planned
 PLAN = ("plan", MODEL, "--cluster", "ethernet-10g", "--batch", "32", "--top", "3", "--length", "1024")

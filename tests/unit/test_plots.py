@@ -13,9 +13,10 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from lab.report import Outcome, rows_of, write_report
 from towpath.cli import plan_report
+from towpath.cli.plots import COLORS, draw_timelines, standalone_svg, svg
 from towpath.observing import COMPUTE, Interval
-from towpath.train.report import COLORS, Outcome, draw_timelines, rows_of, standalone_svg, svg, write_report
 
 
 def _line(figure: Any, last: float) -> None:

@@ -16,17 +16,17 @@ from towpath.core.pipeline import (
     Post,
     Run,
     Walk,
-    as_computed,
     gpipe,
     gpipe_walk,
     one_forward_one_backward,
     one_forward_one_backward_walk,
+    owners,
 )
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.pipeline.schedules import order_of, owners_of, schedule_class, walk_of
+from towpath.pipeline.schedules import walks
 from towpath.sim.hardware import CodecSpeed, Hardware, Link
 from towpath.sim.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.topology.cluster import Topology
@@ -63,11 +63,9 @@ def replayed(
     return PipelineReplay(stages, walk, hardware(ranks, cable), compression or Compression()).run()
 
 
-def found(name: str, ranks: int, micro_batches: int, halved: bool = False) -> tuple[Order, Walk, list[int]]:
-    kind, stages = schedule_class(name), SCHEDULES[name] * ranks
-    parts = set(range(stages)) if halved else set[int]()
-    order = as_computed(order_of(kind, stages, ranks, micro_batches), parts)
-    return order, walk_of(kind, order, stages, parts), owners_of(kind, stages, ranks, name)
+def found(name: str, ranks: int, micro_batches: int) -> tuple[Order, Walk, list[int]]:
+    order, walk = walks(name, ranks, micro_batches)
+    return order, walk, [rank for _, rank in sorted(owners(order).items())]
 
 
 def test_a_step_of_a_warm_up_is_replayed_with_the_messages_of_that_step() -> None:
@@ -93,9 +91,8 @@ def test_without_communication_a_step_is_its_passes_and_the_usual_bubble(
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("halved", [False, True], ids=["whole", "halved"])
-def test_every_schedule_computes_all_and_sends_every_message_once(name: str, halved: bool) -> None:
-    order, walk, owners = found(name, 4, 8, halved)
+def test_every_schedule_computes_all_and_sends_every_message_once(name: str) -> None:
+    order, walk, owners = found(name, 4, 8)
     for rank, operations in walk.items():
         assert [each.stage_pass for each in operations if isinstance(each, Run)] == list(order[rank])
     posted = [each for operations in walk.values() for each in operations if isinstance(each, Post)]
@@ -106,13 +103,6 @@ def test_every_schedule_computes_all_and_sends_every_message_once(name: str, hal
     seen = replayed(walk, owners)
     assert all(t.computed == pytest.approx(8 * (FORWARD + BACKWARD)) for t in seen.ranks)
     assert seen.inter_bytes == 4 * HIDDEN * len(ends) / 2
-
-
-def test_zero_bubble_with_halves_beats_all_at_once() -> None:
-    """It fills with weights' gradients what else would be waiting."""
-    for name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
-        whole, halved = (replayed(*found(name, 4, 8, half)[1:]).seconds for half in (False, True))
-        assert halved < 0.97 * whole, name
 
 
 def test_a_message_takes_its_cable_and_is_waited_for() -> None:

@@ -131,15 +131,6 @@ def test_what_pytorch_calls_a_placement_leads_to_the_preset_of_it(typed: str, me
         towpath.strategy(typed, TOPOLOGY)
 
 
-def test_two_hops_can_be_turned_off_where_there_are_two() -> None:
-    made = towpath.strategy("paro-iig", TOPOLOGY, sync_gradients="micro-step")
-    assert Strategy.from_toml(made.to_toml()) == made != towpath.strategy("paro-iig", TOPOLOGY)
-    with pytest.raises(ConfigError, match="zero3: sync_gradients='micro-step': G is sharded over all ranks"):
-        towpath.strategy("zero3", TOPOLOGY, sync_gradients="micro-step")
-    with pytest.raises(ConfigError, match="sync_gradients='never': expected 'step' or 'micro-step'"):
-        towpath.strategy("mics", TOPOLOGY, sync_gradients="never")
-
-
 def test_an_unknown_option_lists_those_of_the_strategy() -> None:
     with pytest.raises(
         ConfigError,
@@ -184,10 +175,3 @@ def test_a_world_of_one_needs_no_process_group() -> None:
         import torch
 
         towpath.shard(torch.nn.Linear(2, 2), "zero3", topology=towpath.Topology(2, 2))
-
-
-def test_a_file_with_the_old_names_of_transfers_is_read() -> None:
-    made = towpath.strategy("zero++", towpath.Topology(2, 2), gradients="int4:64")
-    old = made.to_toml().replace("[grad_sync]", "[sync]").replace("[param_sync]", "[publish]")
-    assert old != made.to_toml()
-    assert Strategy.from_toml(old) == made

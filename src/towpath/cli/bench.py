@@ -157,7 +157,7 @@ class _Place(NamedTuple):
 
 @contextmanager
 def _lab(topology: Topology, inter: str) -> Generator[_Place]:
-    from towpath import lab
+    import lab
     from towpath.bench import measure_in_lab
 
     if (reason := lab.available()) is not None:
@@ -237,7 +237,7 @@ def write_page(path: Path, about: str, found: Comparison) -> None:
     import torch
 
     import towpath
-    from towpath.train.report import figure_html, svg, table_html, write_page
+    from towpath.cli.plots import figure_html, svg, table_html, write_page
 
     names = sorted(found.samples, key=found.step)
     numbers = [str(number) for number in range(1, len(found.order) + 1)]
@@ -265,7 +265,7 @@ def write_page(path: Path, about: str, found: Comparison) -> None:
 
 
 def _draw_steps(figure: Any, found: Comparison) -> None:
-    from towpath.train.report import axes_of, color
+    from towpath.cli.plots import axes_of, color
 
     names = sorted(found.samples, key=found.step)
     axes = axes_of(figure, "seconds of a step", "")

@@ -8,17 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from towpath.core import presets
-from towpath.core.strategy import TransferKind
-from towpath.errors import TowpathError
-from towpath.observing import Interval
-from towpath.planner import tables
-from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.islands import RateRow, crossing
-from towpath.planner.prediction import Batching, Prediction, Ranking
-from towpath.planner.solver import Solver
-from towpath.tracing import simulated_intervals
-from towpath.train.report import (
+from towpath.cli.plots import (
     COLORS,
     Curve,
     axes_of,
@@ -31,6 +21,16 @@ from towpath.train.report import (
     table_html,
     write_page,
 )
+from towpath.core import presets
+from towpath.core.strategy import TransferKind
+from towpath.errors import TowpathError
+from towpath.observing import Interval
+from towpath.planner import tables
+from towpath.planner.cluster import GIB, Cluster
+from towpath.planner.islands import RateRow, crossing
+from towpath.planner.prediction import Batching, Prediction, Ranking
+from towpath.planner.solver import Solver
+from towpath.tracing import simulated_intervals
 
 # The presets drawn over link rates and numbers of nodes: the lossless ones that differ most.
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")

@@ -43,7 +43,14 @@ class Commands(typer.Typer):
     """A group of commands whose help is written in Markdown."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(cls=_Group, rich_markup_mode="markdown", **options)
+        super().__init__(
+            cls=_Group,
+            rich_markup_mode="markdown",
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+            **options,
+        )
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """Return a decorator that adds a command."""

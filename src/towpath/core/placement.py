@@ -244,12 +244,8 @@ class PlacementCollectives:
 
 
 @lru_cache(maxsize=256)
-def transitions(placement: Placement, topology: Topology, two_hops: bool = True) -> PlacementCollectives:
-    """Return the partitions and the collectives of `placement` on `topology`.
-
-    Without `two_hops`, every micro-step all-reduces gradients over all ranks, and each rank keeps its G slice. The
-    gradient sync then sends nothing.
-    """
+def transitions(placement: Placement, topology: Topology) -> PlacementCollectives:
+    """Return the partitions and the collectives of `placement` on `topology`."""
     levels = _levels(placement)
     params, grads, optimizer = (_cut(levels[: i + 1], topology, _is_nested(placement)) for i in range(3))
     whole = Partition(Extent(1), (0,) * topology.world)
@@ -261,11 +257,9 @@ def transitions(placement: Placement, topology: Topology, two_hops: bool = True)
         backward,
         gather=_collectives_between(Op.ALL_GATHER, whole, params, topology),
         backward_gather=_collectives_between(Op.ALL_GATHER, whole, backward, topology),
-        reduce=_collectives_between(Op.REDUCE_SCATTER, whole, grads, topology) if two_hops else everyone(topology),
+        reduce=_collectives_between(Op.REDUCE_SCATTER, whole, grads, topology),
         grad_sync=_collectives_between(Op.REDUCE_SCATTER, grads, optimizer, topology)
-        + _over_replicas(optimizer, topology)
-        if two_hops
-        else (),
+        + _over_replicas(optimizer, topology),
         param_sync=_collectives_between(Op.ALL_GATHER, params, optimizer, topology),
         assemble=_collectives_between(Op.ALL_GATHER, whole, optimizer, topology),
     )

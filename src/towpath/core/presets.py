@@ -17,7 +17,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from towpath.core.outer import Outer
 from towpath.core.placement import GroupCollective, Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
-from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, SyncGradients, TransferKind
+from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
 from towpath.core.transport import LOW_RANK, Feedback, Transport
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology
@@ -60,7 +60,6 @@ class Options(TypedDict, total=False):
     frozen: Extent | Literal["as-trained"] | None
     frozen_codec: str
     offload: Offload | None
-    sync_gradients: SyncGradients
     exact: bool
     outer: Outer | None
     gather: Transport
@@ -171,8 +170,6 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
             - `frozen_codec`: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
             - `offload`: 'optimizer' keeps what the optimizer works on in host memory, 'params' the P shards, and
               'optimizer+params' both. Use it to save device memory.
-            - `sync_gradients`: 'micro-step' turns the two-hop synchronization of gradients off (MiCS, section 3.4). Use
-              it only to measure what two hops save.
             - `exact`: True sends the parameter sync in fewer bytes, and over gloo gradients too, without losing a bit.
             - `outer`: An `Outer`, with which islands of nodes synchronize only now and then. Everything else is then
               that of one island. Use it on links below 1 Gbit/s. It changes the algorithm.
@@ -195,7 +192,6 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     route: Route | None = rest.pop("route", None)
     frozen = {option: rest.pop(option) for option in _FROZEN_OPTIONS if option in rest}
     offload: Offload | None = rest.pop("offload", None)
-    sync_gradients: SyncGradients = rest.pop("sync_gradients", "step")
     exact: bool = rest.pop("exact", False)
     outer: Outer | None = rest.pop("outer", None)
     encoded = _encoded(name, route, rest)
@@ -213,7 +209,7 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     if outer is not None:
         outer, topology = outer.on(topology)
     placement = placer(topology, **rest)
-    made = Strategy(topology, placement, name, offload=offload, sync_gradients=sync_gradients, outer=outer)
+    made = Strategy(topology, placement, name, offload=offload, outer=outer)
     chosen = _default_transports(made) if route is None else {k.value: Transport(route) for k in WITH_TRANSPORT}
     for kind, transport in encoded.items():
         if _crosses(getattr(made.moves, kind.value), topology):
@@ -298,7 +294,6 @@ def _check_known(name: str, placer: Callable[..., Placement], options: dict[str,
         *_CODEC_OPTIONS,
         "route",
         "offload",
-        "sync_gradients",
         "exact",
         "outer",
         *_FROZEN_OPTIONS,

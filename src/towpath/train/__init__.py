@@ -9,7 +9,6 @@
     job.py              the ranks: what they agree on, and signals
     checkpoints.py      where a run resumes, and when it saves
     metrics.py          what it reports
-    demo.py, report.py  `towpath demo`, plots and pages
 
-It may import everything except the command: the API, checkpoints, and for the demo the lab.
+It may import everything except the command.
 """

@@ -198,11 +198,6 @@ class StepTimers:
     agreement: float = 0.0  # the mean of the loss over all ranks
     evaluation: float = 0.0
 
-    @property
-    def besides_passes(self) -> float:
-        """The seconds of steps in addition to their passes."""
-        return self.data + self.optimizer + self.agreement
-
 
 class MetricsLogger:
     """Reports the steps of a run. Use it as a context around the steps. Rank 0 writes, and every rank must call it."""
