@@ -491,7 +491,7 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "no model": ({"model": {"hf": "nowhere"}}, "expected a config.json"),
     "cluster": ({"strategy": {"nodes": 3, "ranks_per_node": 1}}, "3"),
     "strategy file": ({"strategy": {"name": "nowhere.toml"}}, "cannot read the strategy nowhere.toml"),
-    "log folder": ({"log": {"folder": "/dev/null/run"}}, "cannot make /dev/null/run"),
+    "log folder": ({"log": {"folder": "/dev/null/run"}}, "cannot write /dev/null/run/metrics.jsonl"),
 }
 
 

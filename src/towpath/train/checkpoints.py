@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from towpath import checkpoint
 from towpath.checkpoint import folders
-from towpath.checkpoint.manifest import NAME as MANIFEST
 from towpath.errors import CheckpointError, ConfigError, StepError
 from towpath.train.config import Config
-from towpath.train.job import Job
 
 if TYPE_CHECKING:
     from towpath.train.trainer import Trainer
@@ -52,13 +50,6 @@ class TrainState:
             raise ValueError(f"steps and samples are {counts}; expected counts")
         self.step, self.samples = counts
         self.reordered = tuple(what for what, value in self.order.items() if state_dict["order"].get(what) != value)
-
-
-def will_resume(config: Config, job: Job) -> bool:
-    """Return whether there is a checkpoint to resume from. Then the model needs no initial values."""
-    source = _source(config)
-    found = source is not None and (checkpoint.latest(source, quiet=True) is not None or (source / MANIFEST).exists())
-    return all(job.groups.gather_objects(found))
 
 
 def _folder(config: Config) -> Path:

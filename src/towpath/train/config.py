@@ -250,9 +250,9 @@ class StrategyConfig(Section):
                 self.refuse(name, "nothing: auto chooses it" if self.auto else "only with strategy.name = auto")
         if self.auto and self.outer.every:
             self.outer.refuse("every", "0: auto chooses it, if strategy.allow has 'outer'")
-        for codec in self.allow:
+        for codec in (name for name in self.allow if name != OUTER):
             try:
-                Codec.parse("none" if codec == OUTER else codec)
+                Codec.parse(codec)
             except ConfigError as error:
                 raise ConfigError(f"strategy.allow = {codec!r}: expected a codec ({error})") from None
         if not self.auto and self.file is None and self.name not in presets.strategies():

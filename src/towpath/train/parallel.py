@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from towpath.api import Values, shard
+from towpath.api import shard
 from towpath.core import presets
 from towpath.core.pipeline import compression
 from towpath.core.strategy import Offload, Strategy
@@ -81,7 +81,7 @@ def _device_mesh(parallel: ParallelConfig, job: Job) -> DeviceMesh:
     return init_device_mesh(job.device.type, sizes[:used], mesh_dim_names=names[:used])
 
 
-def shard_model(config: Config, job: Job, bundle: ModelBundle, strategy: Strategy, values: Values | None) -> Any:
+def shard_model(config: Config, job: Job, bundle: ModelBundle, strategy: Strategy) -> Any:
     """Return the model of a run without stages, sharded. Every rank must call it."""
     tensor, group = config.parallel.tensor, None
     if tensor > 1:
@@ -90,12 +90,10 @@ def shard_model(config: Config, job: Job, bundle: ModelBundle, strategy: Strateg
         group = mesh["dp"].get_group()
         share_layers(bundle.model, bundle.tensor_plan, mesh["tp"])
         job.print_once(f"each layer of a block is shared by {tensor} ranks")
-    return shard(bundle.model, strategy, group=group, precision=config.train.dtypes, values=values)
+    return shard(bundle.model, strategy, group=group, precision=config.train.dtypes, values=bundle.values)
 
 
-def build_pipeline(
-    config: Config, job: Job, bundle: ModelBundle, strategy: Strategy, values: Values | None
-) -> Pipeline:
+def build_pipeline(config: Config, job: Job, bundle: ModelBundle, strategy: Strategy) -> Pipeline:
     """Return the model of a run with stages, as a pipeline. Every rank must call it."""
     from towpath.pipeline import Pipeline, split
 
@@ -127,7 +125,7 @@ def build_pipeline(
         example=example,
         precision=train.dtypes,
         compression=compression(parallel.compression),
-        values=values,
+        values=bundle.values,
     )
     per_rank = parallel.stages // parallel.pipeline
     held = f"{copies} ranks hold each" if parallel.tensor == 1 else f"{copies} × {parallel.tensor} ranks share each"

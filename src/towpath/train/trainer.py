@@ -33,12 +33,12 @@ from towpath.errors import ConfigError, StepError
 from towpath.observing import running_trace
 from towpath.topology.cluster import counted
 from towpath.topology.init import alone
-from towpath.train.checkpoints import CheckpointManager, TrainState, will_resume
+from towpath.train.checkpoints import CheckpointManager, TrainState
 from towpath.train.config import Config
 from towpath.train.data import Batch, Tokens, open_tokens
 from towpath.train.job import SIGNALS, Agreement, Job, StopRequest, handle_signals, init_distributed
-from towpath.train.metrics import MetricsLogger, StepTimers
-from towpath.train.models.bundle import build_model, checkpoint_blocks, compile_blocks, next_token_loss, zeros_of
+from towpath.train.metrics import JsonLines, MetricsLogger, StepTimers
+from towpath.train.models.bundle import build_model, checkpoint_blocks, compile_blocks, next_token_loss
 from towpath.train.models.tensor_parallel import plan_for
 from towpath.train.optimizers import build_optimizer, learning_rate, set_learning_rate
 from towpath.train.parallel import build_pipeline, choose_strategy, copies_of_model, shard_model, topology_of_copies
@@ -103,7 +103,7 @@ class Trainer:
         strategy: Strategy | None = None
         with job.fail_together():
             if job.rank == 0:
-                _check_folder(Path(config.log.folder))
+                JsonLines(Path(config.log.folder, "metrics.jsonl")).close()  # refuses a folder that it cannot write to
             if config.model.weights:
                 Safetensors(config.model.weights)  # refuses files that are missing or damaged, before data is read
             self.copies = copies_of_model(parallel, job.world)
@@ -132,17 +132,16 @@ class Trainer:
         if strategy.outer is not None:
             job.print_once(fill(f"{counted(strategy.islands, 'island')}, synchronized {strategy.outer}", 100))
 
-        # Sharding. Every rank draws the same new weights. With a checkpoint to resume from, they are zeros until then.
+        # Sharding. Every rank draws the same new weights, and a checkpoint replaces them later.
         if train.checkpointing:
             checkpoint_blocks(bundle)
         if train.compile:
             compile_blocks(bundle)
-        values = zeros_of(bundle) if will_resume(config, job) else bundle.values
         torch.manual_seed(train.seed)
         if self.pipelined:
-            self.model: Any = build_pipeline(self.config, job, bundle, strategy, values)
+            self.model: Any = build_pipeline(self.config, job, bundle, strategy)
         else:
-            self.model = shard_model(self.config, job, bundle, strategy, values)
+            self.model = shard_model(self.config, job, bundle, strategy)
         # Dropout differs between ranks, except between those that compute the same micro-batch.
         seed = train.seed + 1 + job.rank // parallel.tensor
         torch.manual_seed(seed)
@@ -361,16 +360,6 @@ class Trainer:
                 yield
         finally:
             setattr(self.timers, what, getattr(self.timers, what) + time.perf_counter() - began)
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written to, before data is read and the model is sharded."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"log.folder: cannot make {folder}: {error.strerror}. Choose another.") from None
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"log.folder: {folder} cannot be written to. Choose another.")
 
 
 def _check_same_on_all_ranks(config: Config, tokens: Tokens, job: Job) -> None:

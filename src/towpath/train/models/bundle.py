@@ -107,18 +107,6 @@ def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
     )
 
 
-def zeros_of(bundle: ModelBundle) -> Values:
-    """Return initial values for parameters that a checkpoint will fill."""
-    names = {name for name, _ in bundle.model.named_parameters(remove_duplicate=False)}
-
-    def zeros(name: str, start: int, end: int) -> Tensor:
-        if name not in names:
-            raise KeyError(name)
-        return torch.zeros(end - start)
-
-    return zeros
-
-
 def checkpoint_blocks(bundle: ModelBundle) -> None:
     """Enable activation checkpointing: each block keeps its input only, and computes the rest again in backward.
 
