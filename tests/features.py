@@ -21,65 +21,151 @@ def _files(**names: str) -> tuple[str, ...]:
     return tuple(f"tests/{folder}/test_{name}.py" for folder, text in names.items() for name in text.split())
 
 
-def _feature(name: str, **names: str) -> Feature:
-    return Feature(name, _files(**names))
-
-
 FEATURES = (
-    _feature(
+    Feature(
         "strategies and placements",
-        lab="bytes",
-        order="order",
-        ranks="""
+        _files(
+            lab="bytes",
+            order="order",
+            ranks="""
             around_the_loop behind_the_engine collective_forms engine_promises entry_points events
             foretold_memory from_fsdp2 launches leaves mesh meta_device never_silent one_rank optimizers
             parity schedule_is_executed steady uneven values
         """,
-        unit="""
+            unit="""
             blocks communicators executor launch_counts leaves placement schedule step strategies
             transitions trial_steps units
         """,
+        ),
     ),
-    _feature("routes", lab="racks routes", ranks="routes", unit="cells racks route_bytes route_phases routes sends"),
-    _feature("codec kernels", unit="codecs native_codecs registered_codecs triton_codecs"),
-    _feature("compressed training", ranks="codecs encoded_training low_rank", unit="encoded_transports low_rank"),
-    _feature("exact transport", ranks="exact exact_features", unit="exact_codecs exact_transports"),
-    _feature("outer steps", ranks="outer outer_checkpoints outer_faults outer_features train_outer", unit="outer"),
-    _feature("offload of weights and optimizer", ranks="offload", unit="offload"),
-    _feature("offload of activations", ranks="offloaded_activations", unit="saved_activations"),
-    _feature("mixed precision and loss scaling", ranks="precision"),
-    _feature("matrix optimizers (Muon, Adafactor)", ranks="owner_stepped", unit="owner_stepped_plan"),
-    _feature("LoRA and frozen weights", ranks="frozen lora", unit="adapter_export"),
-    _feature(
+    Feature(
+        "routes",
+        _files(
+            lab="racks routes",
+            ranks="routes",
+            unit="cells racks route_bytes route_phases routes sends",
+        ),
+    ),
+    Feature(
+        "codec kernels",
+        _files(
+            unit="codecs native_codecs registered_codecs triton_codecs",
+        ),
+    ),
+    Feature(
+        "compressed training",
+        _files(
+            ranks="codecs encoded_training low_rank",
+            unit="encoded_transports low_rank",
+        ),
+    ),
+    Feature(
+        "exact transport",
+        _files(
+            ranks="exact exact_features",
+            unit="exact_codecs exact_transports",
+        ),
+    ),
+    Feature(
+        "outer steps",
+        _files(
+            ranks="outer outer_checkpoints outer_faults outer_features train_outer",
+            unit="outer",
+        ),
+    ),
+    Feature(
+        "offload of weights and optimizer",
+        _files(
+            ranks="offload",
+            unit="offload",
+        ),
+    ),
+    Feature(
+        "offload of activations",
+        _files(
+            ranks="offloaded_activations",
+            unit="saved_activations",
+        ),
+    ),
+    Feature(
+        "mixed precision and loss scaling",
+        _files(
+            ranks="precision",
+        ),
+    ),
+    Feature(
+        "matrix optimizers (Muon, Adafactor)",
+        _files(
+            ranks="owner_stepped",
+            unit="owner_stepped_plan",
+        ),
+    ),
+    Feature(
+        "LoRA and frozen weights",
+        _files(
+            ranks="frozen lora",
+            unit="adapter_export",
+        ),
+    ),
+    Feature(
         "checkpoints and resume",
-        ranks="checkpoint resume soak state_dicts stateful_loader",
-        unit="checkpoint checkpoint_claims checkpoint_parts hostile_checkpoints",
+        _files(
+            ranks="checkpoint resume soak state_dicts stateful_loader",
+            unit="checkpoint checkpoint_claims checkpoint_parts hostile_checkpoints",
+        ),
     ),
-    _feature(
+    Feature(
         "pipelines",
-        lab="pipeline_bytes",
-        ranks="pipeline pipeline_agreement pipeline_checkpoints pipeline_layouts train_stages",
-        unit="compression pipeline_order split stage_link",
+        _files(
+            lab="pipeline_bytes",
+            ranks="pipeline pipeline_agreement pipeline_checkpoints pipeline_layouts train_stages",
+            unit="compression pipeline_order split stage_link",
+        ),
     ),
-    _feature("tensor parallelism", ranks="tensor_parallel tensor_parallel_checkpoints train_tensor_parallel"),
-    _feature("torch.compile and activation checkpointing", ranks="compiled every_model"),
-    _feature(
+    Feature(
+        "tensor parallelism",
+        _files(
+            ranks="tensor_parallel tensor_parallel_checkpoints train_tensor_parallel",
+        ),
+    ),
+    Feature(
+        "torch.compile and activation checkpointing",
+        _files(
+            ranks="compiled every_model",
+        ),
+    ),
+    Feature(
         "start, and errors of dead or diverging ranks",
-        lab="faults",
-        ranks="device_waits divergence programs start",
-        unit="activity agree collective_log init rendezvous streams",
+        _files(
+            lab="faults",
+            ranks="device_waits divergence programs start",
+            unit="activity agree collective_log init rendezvous streams",
+        ),
     ),
-    _feature("Accelerate, Trainer and Lightning", ranks="accelerate lightning trainer"),
-    _feature(
+    Feature(
+        "Accelerate, Trainer and Lightning",
+        _files(
+            ranks="accelerate lightning trainer",
+        ),
+    ),
+    Feature(
         "planner and auto",
-        lab="probe",
-        ranks="auto pipeline_planned",
-        unit="""
+        _files(
+            lab="probe",
+            ranks="auto pipeline_planned",
+            unit="""
             exact_plans launching live_model measure measured_collectives outer_plans plan_command planner
             planner_pipelines sim sim_outer sim_pipeline
         """,
+        ),
     ),
-    _feature("statistics and traces", ranks="profiler trace", unit="record"),
+    Feature(
+        "statistics and traces",
+        _files(
+            ranks="profiler trace",
+            unit="record",
+        ),
+    ),
 )
 
 OTHER = _files(
@@ -90,7 +176,7 @@ OTHER = _files(
         """,
     unit="""
             api_reference bench benchmarks budget commands config data data_prepare docs extending features
-            help json_lines metrics mixture output package parquet plots progress public session stopping
-            summary train_command train_models typing
+            help metrics output package plots progress public session stopping summary train_command
+            train_models typing
         """,
 )

@@ -183,6 +183,6 @@ def test_configurations_take_true_false_or_nothing(tmp_path: Path) -> None:
             assert config.strategy.exact is value
             file.write_text(str(config))
             assert Config.load(file, []) == config
-        assert config.strategy.build(Topology(2, 2), 10).is_exact is (value is True)
+        assert config.strategy.build(Topology(2, 2)).is_exact is (value is True)
     with pytest.raises(ConfigError, match=r'strategy\.exact = "often": expected true or false'):
         Config.load(file, ["strategy.exact=often"])

@@ -137,7 +137,7 @@ def test_the_command_ranks_outer_steps(command: tuple[str, ...], tmp_path: Path)
     assert all(len(line) <= 100 for line in found.stdout.splitlines() if "towpath train" not in line), found.stdout
     made = Strategy.from_toml(file.read_text())
     assert made.outer is not None
-    assert Config.from_dict({"strategy": {"name": str(file)}}).strategy.build(Topology(2, 2), 10) == made
+    assert Config.from_dict({"strategy": {"name": str(file)}}).strategy.build(Topology(2, 2)) == made
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_what_it_writes_is_a_strategy_that_train_takes(
     config.write_text("[train]\nbatch = 32\n")
     made = Config.load(config, overrides[1].split())
     assert made.strategy.file == Path(file.name)
-    made.strategy.build(Strategy.from_toml(file.read_text()).topology, 100)
+    made.strategy.build(Strategy.from_toml(file.read_text()).topology)
 
 
 def test_codecs_are_planned_only_where_they_are_allowed(found: dict[str, Any]) -> None:

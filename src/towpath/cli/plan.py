@@ -28,7 +28,7 @@ from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
 from towpath.planner.request import BF16, OUTER, Request, codecs_for_both
 from towpath.planner.solver import MOST, Solver
-from towpath.train.progress import progress_bar
+from towpath.progress import progress_bar
 
 # The number of strategies whose time and memory a report shows.
 _IN_REPORT = 40

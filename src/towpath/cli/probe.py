@@ -46,8 +46,8 @@ def _measure(budget: float) -> Profile | None:
     import torch.distributed as dist
 
     from towpath.auto.probe import probe as measure
+    from towpath.progress import progress_bar
     from towpath.topology.init import init
-    from towpath.train.progress import progress_bar
 
     init()
     try:
