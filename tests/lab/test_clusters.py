@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,6 @@ STAND_INS = {
     "srun": '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n',
     "scontrol": '#!/bin/bash\necho "${@: -1}"\n',
 }
-SMALL = (
-    "model.width=32 model.depth=1 model.heads=2 train.steps=2 train.batch=4 train.micro_batch=2 train.length=16 "
-    "train.evaluate_every=0"
-)
 
 
 def _yaml(name: str) -> list[Any]:
@@ -104,20 +99,3 @@ def test_the_job_of_kubernetes_is_consistent() -> None:
     assert said["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{name}" and pod["subdomain"] == name
     assert service["spec"]["selector"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
     assert {each["name"] for each in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("name", SETS)
-def test_two_nodes_train_by_its_command(lab: Labs, tmp_path: Path, stand_ins: Path, name: str) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("All day the barge went up the canal, and the towpath with it.\n" * 200)
-    training = f"{ROOT / 'examples/gpt.toml'} log.folder={tmp_path / 'run'} {SMALL} data.text={text}"
-    _stand_in(stand_ins, "torchrun", f'#!/bin/bash\nexec {sys.executable} -m torch.distributed.run "$@"\n')
-    # The lab starts a Python on each node; this one becomes what the scheduler would start.
-    node = f"export {SETS[name]}; unset RANK WORLD_SIZE; {command_of(name, training)}"
-    program = f"import os; os.execvp('bash', ['bash', '-c', {node!r}])"
-    path = {"PATH": f"{stand_ins}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    found = lab(NODES, 1).run(["-c", program], env=path, launcher="direct", timeout_seconds=120, capture=True)
-    assert found.returncode == 0, found.output
-    assert (tmp_path / "run/checkpoints").is_dir(), found.output
-    assert all(link.sent_bytes > 10_000 for link in found.links), "they did not train together"

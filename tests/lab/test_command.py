@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -25,33 +24,6 @@ def command(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.Complet
     return subprocess.run(
         [*before, *LAB, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120
     )
-
-
-@pytest.mark.parity
-def test_a_script_runs_under_torchrun_and_its_links_are_told(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "if dist.get_rank() == 0: dist.send(torch.zeros(500_000), 1)\n"
-        "else: dist.recv(torch.zeros(500_000), 0); print('received')\n"
-        "dist.barrier()\n"
-        "dist.destroy_process_group()\n"
-    )
-    done = command(*SHAPE, "--intra", "1gbit", "--json", str(tmp_path / "links.json"), "--", str(script))
-    assert done.returncode == 0, done.stderr
-    head, _, table = done.stdout.partition("What each link carried")
-    assert head.strip() == "received"
-    rows = table.splitlines()
-    assert rows[1].split() == ["node", "cable", "sent", "cable", "received", "loopback"]
-    assert [row.split()[0] for row in rows[2:4]] == ["0", "1"]
-    assert max(map(len, done.stdout.splitlines())) <= 100
-    record = json.loads((tmp_path / "links.json").read_text())
-    assert record["nodes"] == 2
-    assert record["inter_bits_per_second"] == 200_000_000
-    assert record["returncode"] == 0
-    assert [link["node"] for link in record["links"]] == [0, 1]
-    assert record["links"][0]["sent_bytes"] > 2_000_000
 
 
 def test_a_failing_script_is_exit_code_1(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import Lab, LinkBytes, Rate, link_counters
+from lab import Lab, Rate, link_counters
 from lab.errors import LabError
 from tests.lab import functions
 from tests.ranks.strategies import seldom
@@ -250,7 +250,3 @@ def test_a_rate_is_a_number_and_a_unit(text: str, bits: int) -> None:
 def test_other_rates_are_refused(text: str) -> None:
     with pytest.raises(LabError, match="rate"):
         Rate.parse(text)
-
-
-def test_counters_subtract() -> None:
-    assert LinkBytes(5, 7, 9) - LinkBytes(1, 2, 3) == LinkBytes(4, 5, 6)

@@ -10,16 +10,13 @@ import tarfile
 import tomllib
 import venv
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tests.documented import ROOT, all_fences, commands, programs
-from towpath.topology.groups import as_rank
 
 ON_LOOPBACK = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-WHERE = "print(towpath.__version__, towpath.__file__, flush=True)\n"
+WHERE = "import towpath; print(towpath.__version__, towpath.__file__)"
 
 
 def _version() -> str:
@@ -33,12 +30,9 @@ def test_a_wheel_without_a_compiler_runs_the_readme_example(tmp_path: Path) -> N
     _run(*build, "--outdir", str(tmp_path / "dist"), str(ROOT))
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     python = _environment(tmp_path / "fresh", wheel)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    (tmp_path / "train.py").write_text(f"{programs('README.md')['']}\n{WHERE}")
-    said = _ranks(python, str(tmp_path / "train.py"), store.port)
-    version, file = said[0].splitlines()[-1].split()
+    version, file = _run(python, "-c", WHERE).split()
     assert version == _version() and Path(file).is_relative_to(tmp_path)
-    _check_losses("".join(said))
+    _check_that_the_example_learns(python, tmp_path)
 
 
 @pytest.mark.parity
@@ -83,10 +77,7 @@ def _check_that_the_example_learns(python: str, folder: Path) -> None:
     """Run README's example as written, on two ranks of CPUs."""
     (folder / "train.py").write_text(programs("README.md")[""])
     torchrun = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    _check_losses(_run(*torchrun, str(folder / "train.py"), **ON_LOOPBACK))
-
-
-def _check_losses(said: str) -> None:
+    said = _run(*torchrun, str(folder / "train.py"), **ON_LOOPBACK)
     losses = [float(loss) for loss in re.findall(r"loss after 50 steps: ([\d.]+)", said)]
     assert len(losses) == 2 and max(losses) < 0.9, said  # about 1 before the first step
 
@@ -106,18 +97,3 @@ def _run(*command: str, cwd: Path = Path("/"), **environment: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def _ranks(python: str, program: str, port: int) -> list[str]:
-    """What each of two ranks prints. They start without torchrun, whose own process would load torch, too."""
-    options: dict[str, Any] = {"cwd": "/", "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    environments = [{**os.environ, **ON_LOOPBACK, **as_rank(rank, 2, port)} for rank in range(2)]
-    ranks = [subprocess.Popen([python, program], env=environment, **options) for environment in environments]
-    try:
-        said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    return said

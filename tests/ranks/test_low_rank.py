@@ -7,23 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
-from benchmarks.suites.emulated_pipeline import EmulatedPipeline
-from benchmarks.suites.pipeline import Sizes, Stage, compression_of, loss_of
 from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import seldom
-from towpath.codecs.low_rank import first_factor
-from towpath.engine.parameters import low_rank_sync
 from towpath.engine.parameters.low_rank_sync import LowRankSync
-from towpath.pipeline import Pipeline
 
 Worlds = Callable[[int], World]
 
@@ -172,46 +165,3 @@ def test_the_first_steps_may_travel_as_they_are() -> None:
 
 
 # The benchmarks' pipeline in one process ------------------------------------------------------------------------------
-
-SIZES = Sizes(16, 2, 2, 24, batch=2, length=6, micro_batches=4, wait_seconds=0.0, rank=2, gradient_rank=3)
-
-
-def _same_factor(columns: int, rank: int, seed: int, *like: Any) -> torch.Tensor:
-    return first_factor(columns, rank, 0, *like)
-
-
-@on_ranks(4)
-def test_emulated_steps_are_those_of_the_pipeline() -> None:
-    """With errors carried between steps, encoded sums of the first stage, and one sum of the tied embeddings."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    compression = compression_of("cb+fe+sc, 0.5 of stages", SIZES)
-    with (
-        patch.object(low_rank_sync, "first_factor", _same_factor),
-        patch("benchmarks.suites.emulated_pipeline.first_factor", _same_factor),
-    ):
-        made = Pipeline(
-            [lambda index=index: Stage(SIZES, index, count=2).double() for index in range(2)],
-            "ddp",
-            mesh=mesh,
-            micro_batches=SIZES.micro_batches,
-            loss=loss_of,
-            example=torch.zeros(SIZES.batch, SIZES.length, dtype=torch.int64),
-            compression=compression,
-            tied=("tokens", "head"),
-        )
-        emulated = EmulatedPipeline(SIZES, compression, 0, stages=2, copies=2, dtype=torch.float64)
-        optimizer, other = (torch.optim.SGD(each, lr=1.0) for each in (list(made.parameters()), emulated.parameters()))
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(3):
-            ids, targets = torch.randint(
-                24, (2, 2 * SIZES.batch * SIZES.micro_batches, SIZES.length), generator=generator
-            )
-            copy = mesh["dp"].get_local_rank()
-            made.step(ids.chunk(2)[copy], target=targets.chunk(2)[copy])
-            emulated.step(ids, targets)
-            optimizer.step(), other.step()
-            optimizer.zero_grad()
-    (index,) = made.modules
-    for name, parameter in made.modules[index].named_parameters():
-        expected = emulated.stages[index].get_parameter(name)
-        torch.testing.assert_close(parameter.full_tensor(), expected, rtol=1e-9, atol=1e-12, msg=name)
