@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
-from tests.ranks.test_auto import laid_out
 from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, WIDTH, _batch, _loss, _token_loss
 from towpath.errors import MismatchError, ShardError, StepError
 from towpath.pipeline import Compression, Pipeline, split
@@ -73,17 +72,6 @@ def _refuse_auto_and_sharded_stages() -> tuple[str, str]:
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", [seldom("1F1B"), "Interleaved1F1B"])
-def test_a_pipeline_lays_each_stage_out_once(world: Worlds, schedule: str) -> None:
-    world(4).run(_lays_each_stage_out_once, schedule)
-
-
-def _lays_each_stage_out_once(schedule: str) -> None:
-    with laid_out() as models:
-        made = _made(schedule)
-    assert list(map(id, models)) == list(map(id, made.modules.values()))
 
 
 # --- construction ----------------------------------------------------------------------------------------------------

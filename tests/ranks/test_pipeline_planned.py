@@ -69,30 +69,6 @@ def test_as_many_bytes_are_planned_as_are_scheduled(
     assert planned == scheduled
 
 
-@pytest.mark.parity  # of eight ranks
-def test_as_many_bytes_are_planned_with_any_extents(world: Worlds) -> None:
-    """Every strategy that the planner may choose for two nodes of two ranks that have a copy of a stage each."""
-    for planned, scheduled, _ in (found := world(8).run(_bytes_of_others)[0]):
-        assert planned == scheduled
-    assert len({placement for *_, placement in found}) > 8
-
-
-def _bytes_of_others() -> list[tuple[Any, Any, str]]:
-    batching = Batching(1, 4)
-    _, planner = _both(Layout(2), None, towpath.Precision(), copies=4)
-    found: list[tuple[Any, Any, str]] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("towpath.planner.pipelines.MOST_OTHERS", 100)
-        others = list(planner._others(Layout(2), batching, {}))
-    for other in others:
-        layout = Layout(2, strategy=other)
-        pipeline, planner = _both(layout, None, towpath.Precision(), copies=4)
-        scheduled, priced = pipeline.schedule(towpath.Topology(4, 2)), planner.predict(layout, batching)
-        bytes_of = [(each.inter_bytes, each.intra_bytes) for each in (priced, scheduled)]
-        found.append((*bytes_of, str(other.placement)))
-    return found
-
-
 BOTH = Compression("low-rank:2", Transport(codec="int8", feedback="first"))
 
 
