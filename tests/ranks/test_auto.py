@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,37 +171,6 @@ def _named_alone() -> str:
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def laid_out() -> Generator[list[nn.Module]]:
-    """Yield the models that `lay_out` divides into units meanwhile, by whichever module of Towpath calls it."""
-    seen: list[nn.Module] = []
-
-    def noting(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        seen.append(model)
-        return lay_out(model, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("towpath.") and vars(module).get("lay_out") is lay_out:
-                patch.setattr(module, "lay_out", noting)
-        yield seen
-
-
-@pytest.mark.parametrize("strategy", ["zero3", seldom("auto"), "auto, measured"])
-def test_shard_lays_the_model_out_once(world: Worlds, profile: Path, strategy: str) -> None:
-    assert world(4).run(_times_laid_out, strategy, profile) == [1] * 4
-
-
-def _times_laid_out(strategy: str, profile: Path) -> int:
-    inputs = (torch.zeros(2, 4, dtype=torch.long),) if "measured" in strategy else ()
-    workload = towpath.Workload(TOKENS, memory=1 << 30, profile=profile, inputs=inputs)
-    name, model = strategy.partition(",")[0], TiedGPT(layers=3)
-    with laid_out() as models, contextlib.redirect_stderr(io.StringIO()):
-        towpath.shard(model, name, topology=SHAPE, workload=workload if name == "auto" else None)
-    assert all(each is model for each in models)
-    return len(models)
-
-
 # --- agreement -------------------------------------------------------------------------------------------------------
 
 
@@ -335,17 +303,6 @@ def _measured_collectives(topology: towpath.Topology) -> list[str]:
 # --- in a training ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parity
-def test_a_training_takes_the_micro_batch_and_checkpointing_that_go_with_it(
-    world: Worlds, profile: Path, tmp_path: Path
-) -> None:
-    """Of two sequences a rank: both at once, since every gather counts, and nothing recomputed, since all fits."""
-    seen = world(4).run(_begun, _options(tmp_path, profile))
-    assert all(one == seen[0] for one in seen)
-    strategy, micro_batch, checkpointing = seen[0]
-    assert strategy.topology == SHAPE and (micro_batch, checkpointing) == (2, False)
-
-
 def _options(folder: Path, profile: Path, *more: str) -> tuple[str, ...]:
     text = folder / "corpus.txt"
     text.write_text("lock barge weir horse canal " * 400)
@@ -357,13 +314,6 @@ def _options(folder: Path, profile: Path, *more: str) -> tuple[str, ...]:
         *("strategy.ranks_per_node=2", "strategy.name=auto", f"strategy.profile={profile}", f"log.folder={folder}"),
         *more,
     )
-
-
-def _begun(options: tuple[str, ...]) -> Any:
-    with contextlib.redirect_stderr(io.StringIO()), init_distributed() as job:
-        training = Trainer(Config.load(os.devnull, options), job)
-        training.train_step()
-    return training.strategy, training.config.train.micro_batch, training.config.train.checkpointing
 
 
 NARROW, WIDE = 2e5, 2e12

@@ -256,19 +256,6 @@ def _largest(values: Tensor, codec: Codec | None) -> Tensor:
     return values[:0] if codec is None else _in_blocks(values, codec).abs().amax(1)
 
 
-@on_ranks(4)
-def test_a_tiny_embedding_keeps_its_gradient() -> None:
-    """Rounded to zero beside a norm's ones, it made gradients of 1e12."""
-    norms = {}
-    for name in ("zero3", "qwz", "zero++"):
-        model: Any = towpath.shard(_tiny(), towpath.strategy(name, SQUARE))
-        _tiny_loss(model, dist.get_rank(), 0).backward()
-        norms[name] = nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-    # int8 moves weights by 0.5 %; int4 each rank's gradients by 10 %, at random.
-    assert norms["qwz"] == pytest.approx(norms["zero3"], rel=0.02)
-    assert norms["zero++"] == pytest.approx(norms["zero3"], rel=0.05)
-
-
 # --- as it is shipped ------------------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,6 @@ class Training:
     label: str
     precision: str
     steps: int
-    folder: Path
     models: list[Any] = field(default_factory=list)
     kept: dict[str, Tensor] = field(default_factory=dict)
 
@@ -60,8 +59,8 @@ class Training:
     def dtype(self) -> torch.dtype:
         return PRECISIONS[self.precision][0]
 
-    def strategy(self, topology: Topology = SHAPE, label: str = "", **options: Any) -> Strategy:
-        made = replace(strategy_of(label or self.label, topology), **options)
+    def strategy(self, topology: Topology = SHAPE, **options: Any) -> Strategy:
+        made = replace(strategy_of(self.label, topology), **options)
         if self.exactly:
             return made.with_exact_transports()
         return _by_messages(made) if self.form is Form.MESSAGES else made
@@ -162,22 +161,6 @@ def _tensor_parallelism(run: Training) -> None:
     run.end(model, optimizer)
 
 
-def _resumed(run: Training) -> None:
-    """Under the same strategy, another one, one without exact transports, and the first one again."""
-    legs = [("", run.exactly), ("", run.exactly), ("zero1@ring", run.exactly), ("", False), ("", run.exactly)]
-    each = max(run.steps // len(legs), 3)
-    for leg, (label, exactly) in enumerate(legs):
-        strategy = replace(run, exactly=exactly).strategy(label=label)
-        model, optimizer = run.gpt(strategy)
-        state = checkpoint.State(model, optimizer)
-        if leg:
-            loaded = checkpoint.load(run.folder, state)
-            assert loaded is not None and loaded.step == leg * each
-        run.train(model, optimizer, range(leg * each, (leg + 1) * each))
-        assert checkpoint.save(run.folder, (leg + 1) * each, state).ok
-    run.end(model, optimizer)
-
-
 def _user_writes(run: Training) -> None:
     """Inside full_parameters() and to the parameters themselves, alike on every rank."""
     model, optimizer = run.gpt()
@@ -220,20 +203,6 @@ def _frozen_parameters(run: Training) -> None:
     run.end(model, optimizer)
 
 
-def _int4_gradients(run: Training) -> None:
-    """Runs with and without exact transports take over each other's error feedback."""
-    for leg, exactly in enumerate((run.exactly, False, run.exactly)):
-        strategy = strategy_of(f"{run.label} gradients=int4 feedback=both", SHAPE)
-        model, optimizer = run.gpt(strategy.with_exact_transports() if exactly else strategy)
-        state = checkpoint.State(model, optimizer)
-        if leg:
-            loaded = checkpoint.load(run.folder, state)
-            assert loaded is not None and not loaded.notes, loaded
-        run.train(model, optimizer, range(3 * leg, 3 * leg + 3))
-        assert checkpoint.save(run.folder, leg + 1, state).ok
-    run.end(model, optimizer)
-
-
 def _codecs_that_come_and_go(run: Training) -> None:
     """Weights are encoded until step 2, and gradients from step 3 on."""
     gradients = {kind: Transport("one-hop", "int8:64", after=3) for kind in ("reduce", "grad_sync")}
@@ -245,13 +214,9 @@ def _codecs_that_come_and_go(run: Training) -> None:
 
 CASES: dict[str, Callable[[Training], None]] = {
     case.__name__.removeprefix("_"): case
-    for case in (
-        *(_skipped_steps, _tensor_parallelism, _resumed, _user_writes, _frozen_parameters, _int4_gradients),
-        _codecs_that_come_and_go,
-    )
+    for case in (*(_skipped_steps, _tensor_parallelism, _user_writes, _frozen_parameters, _codecs_that_come_and_go),)
 }
 SYNCED = ("zero1", "paro-iig", "paro-nig", "zero2")  # with a parameter sync between nodes
-UNSYNCED = ("ddp", "mics", "zero3", "hpz")
 QUICK = ("tensor_parallelism", "user_writes", "frozen_parameters", "codecs_that_come_and_go")
 
 
@@ -259,22 +224,13 @@ QUICK = ("tensor_parallelism", "user_writes", "frozen_parameters", "codecs_that_
 @pytest.mark.parametrize("name", [name if name in QUICK else seldom(name) for name in CASES])
 @in_turn(list(product(SYNCED, PRECISIONS)), 1, "kind")
 def test_training_is_the_same_to_the_bit(
-    world: Worlds, form: Form, name: str, kind: tuple[str, str], whole_product: bool, tmp_path: Path
+    world: Worlds, form: Form, name: str, kind: tuple[str, str], whole_product: bool
 ) -> None:
-    world(4).run(_compare, form, name, *kind, 20 if whole_product else 5, tmp_path)
+    world(4).run(_compare, form, name, *kind, 20 if whole_product else 5)
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize("kind", list(product(UNSYNCED, ("bf16", "bf16, fp32 masters"))), ids=str)
-@pytest.mark.parametrize("name", [name for name in CASES if name != "int4_gradients"])
-def test_without_parameter_syncs_it_is_too(world: Worlds, name: str, kind: tuple[str, str], tmp_path: Path) -> None:
-    world(4).run(_compare, Form.MESSAGES, name, *kind, 20, tmp_path)
-
-
-def _compare(form: Form, name: str, label: str, precision: str, steps: int, folder: Path) -> None:
-    plain, found = runs = [
-        Training(exactly, form, label, precision, steps, folder / str(exactly)) for exactly in (False, True)
-    ]
+def _compare(form: Form, name: str, label: str, precision: str, steps: int) -> None:
+    plain, found = runs = [Training(exactly, form, label, precision, steps) for exactly in (False, True)]
     with pytest.MonkeyPatch.context() as patch, in_form(form):
         patch.setattr(exact, "SMALLEST_BYTES", 1)
         syncs = _note_syncs(patch)
@@ -339,7 +295,7 @@ LOADS = (_load_folder, _load_state_dict, _set_model_state_dict, _load_with_dcp, 
 def test_a_load_repairs_replicas_that_have_diverged(precision: str, form: Form, tmp_path: Path) -> None:
     """What is sent after a load does not depend on what receivers hold. What is sent later does."""
     folder = tmp_path
-    run = Training(True, form, "zero1", precision, 0, folder)
+    run = Training(True, form, "zero1", precision, 0)
     with pytest.MonkeyPatch.context() as patch, in_form(form):
         patch.setattr(exact, "SMALLEST_BYTES", 1)
         model, optimizer = run.gpt(run.strategy(HALF))

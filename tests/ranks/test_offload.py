@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from tests.forms import in_form
 from tests.ranks.checkpoints import Run, content, differing
 from tests.ranks.models import DEVICE, MODELS
 from tests.ranks.server import World, on_ranks
-from tests.ranks.strategies import in_turn, seldom, strategy_of
+from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import Twin, loss_on
 from towpath import Precision, Topology, checkpoint
 from towpath.core import exact
@@ -183,22 +182,6 @@ def test_whole_parameters_may_be_read_and_written(label: str, offload: str, form
     assert differing(*contents) == []
 
 
-def _state_dicts() -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    found: list[dict[str, Any]] = []
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    for offload in (None, "optimizer+params"):
-        run = Run.of("zero3", SHAPE, offload=offload)
-        run.train(range(2))
-        found.append(checkpoint.get_model_state_dict(run.model, options=options))
-        given = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
-        checkpoint.set_model_state_dict(run.model, found[-1], options=given)
-        run.train(range(2, 3))
-        found.append(content(run.model, run.optimizer))
-    assert differing(found[0], found[2]) == differing(found[1], found[3]) == []
-
-
 def test_an_overflow_that_one_rank_sees_is_skipped_by_all(world: Worlds) -> None:
     assert len(set(world(2).run(_overflow))) == 1
 
@@ -228,11 +211,3 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
     mine = "optimizer" if dist.get_rank() else None
     with pytest.raises(MismatchError, match="given different things"):
         Run.of("zero3", Topology(1, 2), offload=mine)
-
-
-def test_the_choice_is_a_part_of_the_strategy() -> None:
-    made = towpath.strategy("mics", SHAPE, offload="optimizer")
-    assert made == strategy_of("mics offload=optimizer", SHAPE)
-    assert towpath.Strategy.from_toml(made.to_toml()) == made
-    assert "offload" not in towpath.strategy("mics", SHAPE).to_toml()
-    assert "the host's memory" in str(made)

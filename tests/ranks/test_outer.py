@@ -194,21 +194,6 @@ def average(label: str, topology: Topology, after: str) -> tuple[float, float]:
 
 
 @on_ranks(4)
-def test_islands_average_what_the_outer_step_of_their_last_step_leaves() -> None:
-    """On a rank: return how far averaged parameters are from the simulated ones, and from the islands' mean before."""
-    topology = Topology(2, 2)
-    model, islands = train_beside("paro-iig", topology, Outer(every=2), adamw, 2)
-    mean = torch.cat([towpath.full_tensor(p).detach().flatten() for p in model.parameters()])
-    dist.all_reduce(mean)
-    towpath.average_islands(model)
-    islands.average()
-    after = torch.cat([towpath.full_tensor(p).detach().flatten() for p in model.parameters()])
-    (off, from_mean) = away(model, islands.models[0]), (after - mean / dist.get_world_size()).abs().max().item()
-    assert off <= TOLERANCE
-    assert from_mean > 1e-5  # with momentum, an outer step goes beyond the mean of the islands
-
-
-@on_ranks(4)
 def test_islands_that_made_other_numbers_of_steps_are_not_averaged() -> None:
     """On a rank: let island 1 make one step more, without an exchange, and return the error."""
     label = "zero1"

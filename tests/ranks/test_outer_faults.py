@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-import errno
 import multiprocessing.connection
 import os
 import signal
@@ -24,7 +23,6 @@ from tests.ranks.server import World
 from tests.ranks.strategies import seldom, strategy_of
 from tests.ranks.test_outer import STREAMING, adamw
 from towpath import Outer, Topology, checkpoint
-from towpath.checkpoint import safetensors
 from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.outer import FragmentExchange
 from towpath.errors import StepError
@@ -141,43 +139,6 @@ def _check_resumed(label: str, world: Worlds, root: Path) -> None:
     resumed, undisturbed = (world(4).run(_train, label, folder) for folder in (root, root / "undisturbed"))
     for found, expected in zip(resumed, undisturbed, strict=True):
         assert len(expected) == STEPS and found == expected[2:]
-
-
-def test_a_full_disk_in_an_exchange_ends_nothing(world: Worlds, tmp_path: Path) -> None:
-    for failure, losses, expected in world(4).run(_fill_the_disk, tmp_path):
-        assert failure is not None and "rank 2: " in failure and "No space left on device" in failure
-        assert losses == expected
-    assert checkpoint.latest(tmp_path / "full") == tmp_path / "full" / "step-000002"
-    _check_resumed("zero3", world, tmp_path / "full")
-
-
-def _fill_the_disk(root: Path) -> tuple[str | None, list[float], list[float]]:
-    """Rank 2 finds the disk full while its exchange after step 3 is under way, which then goes on."""
-    expected = _train("zero3", root / "undisturbed")
-    run = _Run("zero3", root / "full")
-    run.train(3)
-    exchange, has_begun, is_full = FragmentExchange.run, threading.Event(), threading.Event()
-
-    def begin(self: FragmentExchange, workspace: Any) -> None:
-        has_begun.set()
-        assert is_full.wait(HANGS_SECONDS)
-        exchange(self, workspace)
-
-    def full(file: Any, data: memoryview) -> None:
-        assert has_begun.wait(HANGS_SECONDS)
-        is_full.set()
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    saver = checkpoint.Saver(root / "full", run.state)
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 2:
-            patch.setattr(FragmentExchange, "run", begin)
-            patch.setattr(safetensors, "put", full)
-        saver.save(3)
-        run.train(4)
-        outcome = saver.close()
-    assert outcome is not None
-    return outcome.failure, run.train(STEPS), expected
 
 
 # --- inside an island -------------------------------------------------------------------------------------------------

@@ -321,23 +321,6 @@ def test_exact_transports_inside_islands_change_no_bit(label: str) -> None:
     assert differing(found, _trained(label, LONG, outer)) == []
 
 
-@in_turn(("zero++", "qwz", "qgz", "ddp gradients=low-rank:2"), 1)
-def test_codecs_inside_islands_round_and_islands_stay_together(label: str, world: Worlds) -> None:
-    """With `every=1, lr=1, momentum=0` all islands have the same weights after each step, whatever they rounded."""
-    answers = world(4).run(_coded, label)
-    assert len({digest for digest, _ in answers}) == 1
-    for _, off in answers:
-        assert 0 < off < 0.05
-
-
-def _coded(label: str) -> tuple[str, float]:
-    together = Outer(every=1, lr=1.0, momentum=0.0, islands=2)
-    found, expected = (_trained(each, LONG, together, 3) for each in (label, "ddp"))
-    names = dict(MODELS["gpt"].make(torch.float32).named_parameters())
-    off = max((found[n] - expected[n]).abs().max().item() for n in names)
-    return sum(found[n].double().sum().item() for n in names).hex(), off
-
-
 # --- several models ---------------------------------------------------------------------------------------------------
 
 FIRST, SECOND = replace(STREAMING, islands=2), Outer(every=2, fragments=1, islands=4)

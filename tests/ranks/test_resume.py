@@ -12,9 +12,8 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -175,20 +174,6 @@ def test_another_strategy_on_another_world_goes_on_and_so_does_the_first_from_th
         assert world(1).run(_train, (*options, *alone))[0].losses == pytest.approx(seen[0].losses, rel=ROUNDING)
 
 
-def test_from_one_rank_to_two_and_back_under_another_strategy(
-    world: Worlds, options: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Elastic: the folder stays, and each run takes what ranks there are."""
-    alone = world(1).run(_train, (*options, *_in(tmp_path / "alone")))[0].losses
-    losses: list[float] = []
-    for number, (ranks, strategy) in enumerate(((1, "ddp"), (2, "zero3"), (1, "paro-iig")), 1):
-        told: Told = {0: (number * THIRD - 1, signal.SIGTERM)} if number < 3 else {}
-        seen = world(ranks).run(_train, (*options, *_in(tmp_path / "elastic", f"strategy.name={strategy}")), told)
-        assert not any(rank.error for rank in seen)
-        losses += seen[0].losses
-    assert len(losses) == STEPS and losses == pytest.approx(alone, rel=ROUNDING)
-
-
 @pytest.mark.parametrize("strategy", ["zero++ both", seldom("zero3"), seldom("paro-iig")])
 def test_the_same_strategy_and_world_go_on_bit_for_bit(
     world: Worlds, options: tuple[str, ...], tmp_path: Path, strategy: str
@@ -292,32 +277,6 @@ def test_another_model_is_refused_in_one_line_on_every_rank(
     assert "the checkpoint is of another model" in error and "\n" not in error
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_that_is_said(
-    world: Worlds, options: tuple[str, ...], tmp_path: Path
-) -> None:
-    options = (*options, *_in(tmp_path, "train.steps=6", "checkpoint.every=2", "checkpoint.keep=0"))
-    losses = world(2).run(_train, options)[0].losses
-    for step, damage in (("step-000006", _truncate), ("step-000004", _flip)):
-        damage(tmp_path / "checkpoints" / step / "rank-00001.safetensors")
-    seen = world(2).run(_train, options)
-    assert seen[0].losses == losses[2:]
-    for step, what in (("step-000006", "truncated"), ("step-000004", "corrupted")):
-        assert re.search(f"note: {step} was passed over: .*rank-00001.safetensors is {what}", seen[0].said)
-    assert "step-000002: 2 steps are done" in seen[0].said
-    assert all(checkpoint.verify(path).ok for path in (tmp_path / "checkpoints").iterdir())
-
-
-def _truncate(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 1)
-
-
-def _flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
 def test_without_a_number_of_steps_the_ranks_save_when_the_time_is_over(
     world: Worlds, options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -350,44 +309,15 @@ def _train_by_the_clock(options: tuple[str, ...]) -> Seen:
 def test_training_goes_on_when_a_checkpoint_cannot_be_written(
     world: Worlds, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    options = (*options, *_in(tmp_path, "train.steps=10", "checkpoint.every=2", "checkpoint.keep=0"))
+    options = (*options, *_in(tmp_path, "train.steps=8", "checkpoint.every=2", "checkpoint.keep=0"))
     folder = tmp_path / "checkpoints"
-    with _switch_to_read_only(folder) as writable:
-        seen = world(2).run(_fail, options, folder, writable)
-        assert len(seen[0].losses) == 10
-        assert not any(rank.error for rank in seen)
-        for step, why in (
-            (4, "0 bytes are free"),
-            (6, "No such file|is not there"),
-            (8, "Read-only|Permission denied"),
-        ):
-            assert re.search(f"STEP {step} NOT SAVED: .*({why})", seen[0].said), seen[0].said
-        assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000010"]
-        assert all(checkpoint.verify(path).ok for path in folder.iterdir())
-
-
-@contextlib.contextmanager
-def _switch_to_read_only(folder: Path) -> Generator[Callable[[bool], None]]:
-    """Root writes whatever the modes of a folder say, but not into what is mounted read-only."""
-    folder.mkdir()
-    if os.geteuid():
-        yield partial(_change_mode, folder)
-        return
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"root may not mount here: {mounted.stderr.strip()}")
-    try:
-        yield partial(_remount, folder)
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def _change_mode(folder: Path, writable: bool) -> None:
-    folder.chmod(0o755 if writable else 0o555)
-
-
-def _remount(folder: Path, writable: bool) -> None:
-    subprocess.run(["mount", "-o", f"remount,{'rw' if writable else 'ro'}", folder], check=True)
+    seen = world(2).run(_fail, options, folder)
+    assert len(seen[0].losses) == 8
+    assert not any(rank.error for rank in seen)
+    for step, why in ((4, "0 bytes are free"), (6, "No such file|is not there")):
+        assert re.search(f"STEP {step} NOT SAVED: .*({why})", seen[0].said), seen[0].said
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000008"]
+    assert all(checkpoint.verify(path).ok for path in folder.iterdir())
 
 
 def test_what_is_being_written_when_the_run_fails_is_written_to_its_end(
@@ -420,8 +350,8 @@ def _fail_while_it_saves(options: tuple[str, ...]) -> tuple[Seen, Path | None]:
     return seen, checkpoint.latest(Path(Config.load(os.devnull, options).log.folder, "checkpoints"))
 
 
-def _fail(options: tuple[str, ...], folder: Path, writable: Callable[[bool], None]) -> Seen:
-    """The disk is full in step 4; what is half written vanishes in step 6; nobody may write in step 8."""
+def _fail(options: tuple[str, ...], folder: Path) -> Seen:
+    """The disk is full in step 4; what is half written vanishes in step 6."""
     real_put, real_free = safetensors.put, dcp.free_bytes
 
     def vanishing(file: Any, data: memoryview) -> None:
@@ -432,8 +362,6 @@ def _fail(options: tuple[str, ...], folder: Path, writable: Callable[[bool], Non
     def before(step: int) -> None:
         dcp.free_bytes = (lambda folder: 0) if step in (4, 5) else real_free
         safetensors.put = vanishing if step in (6, 7) else real_put
-        if dist.get_rank() == 0 and step in (8, 9):
-            writable(step == 9)
 
     return _train(options, None, before, background=False)
 
@@ -513,24 +441,6 @@ def test_all_ranks_stop_after_the_same_step_and_save(
     assert "stopped after step 5. The same command goes on from there." in seen[0].said
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
     assert checkpoint.verify(tmp_path / "checkpoints" / "step-000005").ok
-
-
-def test_a_signal_during_a_step_stops_after_that_step(world: Worlds, options: tuple[str, ...], tmp_path: Path) -> None:
-    seen = world(2).run(_signalled_in_step_3, (*options, *_in(tmp_path)))
-    assert [(len(rank.losses), rank.error) for rank in seen] == [(3, "")] * 2
-
-
-def _signalled_in_step_3(options: tuple[str, ...]) -> Seen:
-    own = Trainer._accumulate_gradients
-
-    def accumulate(training: Trainer) -> Any:
-        if (training.job.rank, training.state.step) == (1, 2):
-            signal.raise_signal(signal.SIGTERM)
-        return own(training)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_accumulate_gradients", accumulate)
-        return _train(options)
 
 
 def test_with_a_dead_peer_nothing_is_saved_and_that_is_said(options: tuple[str, ...], tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import towpath
 from tests.ranks.models import VOCABULARY, gpt2_config, llama_config
@@ -26,7 +24,7 @@ from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath import Topology
 from towpath.train.config import ModelConfig
 from towpath.train.models import bundle
-from towpath.train.models.bundle import ModelBundle, build_model
+from towpath.train.models.bundle import build_model
 
 Worlds = Callable[[int], World]
 
@@ -58,94 +56,6 @@ def _batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1 + rank + 10 * step)
     rows = torch.randint(VOCABULARY, (2, LENGTH + 1), generator=generator)
     return rows[:, :-1], rows[:, 1:]
-
-
-def _plain_loss(model: Any, rank: int, step: int) -> Tensor:
-    """As one writes it without us."""
-    inputs, targets = _batch(rank, step)
-    output = model(inputs)
-    logits = output if isinstance(output, Tensor) else output.logits
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-5, weight_decay=0.1)
-
-
-# Thirty steps. In float64 sums are taken in another order, nothing else differs: 1e-16, and AdamW may raise it by 1e5.
-# Llama computes its norms and its rotary tables in fp32 whatever the dtype is: there, what differs by 1e-16 before may
-# differ by 6e-8 after, and AdamW with eps = 1e-5 makes of that some 1e-5 in thirty steps of 2e-3.
-TOLERANCE = {"gpt2": 1e-9, "ours": 1e-9, "llama": 2e-5}
-
-
-@pytest.mark.parametrize(
-    "kind, label",
-    [
-        seldom("llama", "paro-iig"),
-        ("ours", "paro-iig"),
-        *(
-            seldom(*case)
-            for case in (
-                ("llama", "zero3"),
-                ("gpt2", "zero3"),
-                ("gpt2", "paro-iig"),
-                ("ours", "zero3"),
-            )
-        ),
-    ],
-)
-def test_training_is_that_of_plain_pytorch(
-    world: Worlds, folders: dict[str, Path], kind: str, label: str, whole_product: bool
-) -> None:
-    config = ModelConfig(hf=str(folders[kind])) if kind in folders else OURS
-    steps = STEPS if whole_product else 10
-    for losses, expected, distance in world(4).run(_train_both, config, label, steps):
-        assert len(losses) == steps
-        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= TOLERANCE[kind]
-        assert distance <= TOLERANCE[kind]
-
-
-def _train_both(config: ModelConfig, label: str, steps: int) -> tuple[list[float], list[float], float]:
-    """The mean losses of ours and of one process, and how far apart their parameters are in the end."""
-    built = build_model(config, VOCABULARY)
-    torch.manual_seed(3)
-    sharded: Any = towpath.shard(built.model.double(), strategy_of(label, SHAPE))
-    plain = _plain_twin(config, {name: p.full_tensor().detach() for name, p in sharded.named_parameters()})
-    optimizers = [_optimizer(sharded), _optimizer(plain)]
-    losses: list[float] = []
-    expected: list[float] = []
-    for step in range(steps):
-        loss = bundle.next_token_loss(sharded, *_batch(dist.get_rank(), step))
-        loss.backward()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / 4)
-        expected.append(0.0)
-        for rank in range(4):
-            loss = _plain_loss(plain, rank, step) / 4
-            loss.backward()
-            expected[-1] += loss.item()
-        for model, optimizer in zip((sharded, plain), optimizers, strict=True):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
-    return losses, expected, max((a.full_tensor() - b.detach()).abs().max().item() for a, b in pairs)
-
-
-def _plain_twin(config: ModelConfig, values: dict[str, Tensor]) -> nn.Module:
-    """Made on a real device, by its own constructor."""
-    if config.hf:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        plain: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.hf))
-    else:
-        plain = type(build_model(config, VOCABULARY).model)(build_model(config, VOCABULARY).model.shape)
-    plain.double()
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            parameter.copy_(values[name])
-    return plain
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -191,41 +101,6 @@ def _checkpointed_alike(config: ModelConfig) -> bool:
         bundle.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
         gradients.append([p.grad.full_tensor() for p in model.parameters()])
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize(
-    "order", [seldom("compiled"), seldom("compiled, checkpointed"), seldom("checkpointed, compiled")]
-)
-def test_compiled_blocks_share_one_graph_and_train_alike(world: Worlds, order: str) -> None:
-    for graphs, distance in world(2).run(_compiled_alike, order):
-        assert graphs == 1  # for ten blocks, two more than torch.compile makes graphs of one function
-        assert distance <= 1e-12  # float64, and the compiler may reorder sums
-
-
-def _compiled_alike(order: str) -> tuple[int, float]:
-    ways: dict[str, Callable[[ModelBundle], None]] = {
-        "compiled": lambda built: bundle.compile_blocks(built, backend="aot_eager", fullgraph=True),
-        "checkpointed": bundle.checkpoint_blocks,
-    }
-    config = replace(OURS, depth=10)
-    gradients: list[list[Tensor]] = []
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    for names in ((), order.split(", ")):
-        built = build_model(config, VOCABULARY)
-        for name in names:
-            ways[name](built)
-        torch.manual_seed(3)
-        model: Any = towpath.shard(built.model.double(), "zero3", topology=towpath.Topology(2, 1))
-        with warnings.catch_warnings():
-            # It looks at the .grad of a block's input, and hides the warning in a way that does not work for errors.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            bundle.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
-        gradients.append([p.grad.full_tensor() for p in model.parameters()])
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
-    return graphs, max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
 
 
 # --- weights from files ----------------------------------------------------------------------------------------------

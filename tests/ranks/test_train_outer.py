@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
-from tests.ranks.test_train import TINY, _failed, _steps, _train, _weights, rows_of, tokens
-from towpath.errors import ConfigError, TowpathError
-from towpath.train import trainer as trainer_module
+from tests.ranks.test_train import TINY, _failed, _steps, _weights, rows_of, tokens
+from towpath.errors import ConfigError
 from towpath.train.config import Config
 from towpath.train.job import SIGNALS, StopRequest, init_distributed
 from towpath.train.trainer import Trainer
@@ -154,41 +150,13 @@ def _stopped_during(config: Config, step: int) -> tuple[int, int]:
 # --- losses that are not finite ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _poisoned(steps: set[int]) -> Any:
-    """The loss of rank 2, which is of the second island, is NaN in these steps, counted from 0."""
-    whole, passes = trainer_module.next_token_loss, 0
-
-    def loss_of(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        nonlocal passes
-        loss = whole(model, inputs, targets)
-        if not model.training:
-            return loss
-        passes += 1
-        return loss * math.nan if dist.get_rank() == 2 and (passes - 1) // 2 in steps else loss
-
-    trainer_module.next_token_loss = loss_of
-    try:
-        yield
-    finally:
-        trainer_module.next_token_loss = whole
-
-
-def _fail_poisoned(config: Config, steps: set[int]) -> tuple[str, str]:
-    with _poisoned(steps):
-        try:
-            _train(config)
-        except TowpathError as error:
-            return type(error).__name__, str(error)
-    return "", ""
-
-
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_loss_that_is_not_finite_on_one_island_ends_all(
     world: Worlds, config: Callable[..., Config], step: int
 ) -> None:
     """Also in the last step, after which there is no other."""
-    first, second, third, fourth = world(4).run(_fail_poisoned, config(STREAMING, train={"steps": 7}), {step})
+    mine = config(STREAMING, train={"steps": 7})
+    first, second, third, fourth = world(4).run(_failed, mine, "_poisoned_train", {step})
     for kind, told in (third, fourth):
         assert kind == "StepError"
         assert told.startswith(f"step {step + 1}: the loss is nan")
