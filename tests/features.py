@@ -110,8 +110,8 @@ FEATURES = (
     Feature(
         "checkpoints and resume",
         _files(
-            ranks="checkpoint old_checkpoints resume soak state_dicts stateful_loader",
-            unit="checkpoint checkpoint_claims checkpoint_parts hostile_checkpoints",
+            ranks="checkpoint resume soak state_dicts stateful_loader",
+            unit="checkpoint checkpoint_lock checkpoint_parts hostile_checkpoints",
         ),
     ),
     Feature(

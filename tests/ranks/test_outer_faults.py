@@ -24,7 +24,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import seldom, strategy_of
 from tests.ranks.test_outer import STREAMING, adamw
 from towpath import Outer, Topology, checkpoint
-from towpath.checkpoint import safetensors
+from towpath.checkpoint import storage
 from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.outer import FragmentExchange
 from towpath.errors import StepError
@@ -163,7 +163,7 @@ def _fill_the_disk(root: Path) -> tuple[str | None, list[float], list[float]]:
         assert is_full.wait(HANGS_SECONDS)
         exchange(self, workspace)
 
-    def full(file: Any, data: memoryview) -> None:
+    def full(*_: Any) -> Any:
         assert has_begun.wait(HANGS_SECONDS)
         is_full.set()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -172,7 +172,7 @@ def _fill_the_disk(root: Path) -> tuple[str | None, list[float], list[float]]:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 2:
             patch.setattr(FragmentExchange, "run", begin)
-            patch.setattr(safetensors, "put", full)
+            patch.setattr(storage, "write_tensors", full)
         saver.save(3)
         run.train(4)
         outcome = saver.close()

@@ -28,7 +28,7 @@ from torch import nn
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from towpath import checkpoint
-from towpath.checkpoint import dcp, safetensors
+from towpath.checkpoint import storage
 from towpath.errors import StepError, TowpathError
 from towpath.train import checkpoints, trainer
 from towpath.train.config import Config, DataConfig
@@ -314,7 +314,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_that_is_said
     for step, what in (("step-000006", "truncated"), ("step-000004", "corrupted")):
         assert re.search(f"note: {step} was passed over: .*rank-00001.safetensors is {what}", seen[0].said)
     assert "step-000002: 2 steps are done" in seen[0].said
-    assert all(checkpoint.verify(path).ok for path in (tmp_path / "checkpoints").iterdir())
+    assert all(checkpoint.verify(path) is None for path in (tmp_path / "checkpoints").iterdir())
 
 
 def _truncate(path: Path) -> None:
@@ -379,7 +379,7 @@ def test_training_goes_on_when_a_checkpoint_cannot_be_written(
         ):
             assert re.search(f"STEP {step} NOT SAVED: .*({why})", seen[0].said), seen[0].said
         assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000010"]
-        assert all(checkpoint.verify(path).ok for path in folder.iterdir())
+        assert all(checkpoint.verify(path) is None for path in folder.iterdir())
 
 
 @contextlib.contextmanager
@@ -417,37 +417,37 @@ def test_what_is_being_written_when_the_run_fails_is_written_to_its_end(
 
 def _fail_while_it_saves(options: tuple[str, ...]) -> tuple[Seen, Path | None]:
     """And the newest checkpoint when the run is over."""
-    real_put, failed = safetensors.put, threading.Event()
+    real, failed = storage.write_tensors, threading.Event()
 
-    def put(file: Any, data: memoryview) -> None:
+    def patient(*args: Any) -> Any:
         failed.wait()
-        real_put(file, data)
+        return real(*args)
 
     def before(step: int) -> None:
         if step == 4:
             failed.set()
             raise StepError("for the test")
 
-    safetensors.put = put
+    storage.write_tensors = patient
     try:
         seen = _train(options, None, before)
     finally:
-        safetensors.put = real_put
+        storage.write_tensors = real
     return seen, checkpoint.latest(Path(Config.load(os.devnull, options).log.folder, "checkpoints"))
 
 
 def _fail(options: tuple[str, ...], folder: Path, writable: Callable[[bool], None]) -> Seen:
     """The disk is full in step 4; what is half written vanishes in step 6; nobody may write in step 8."""
-    real_put, real_free = safetensors.put, dcp.free_bytes
+    real_write, real_free = storage.write_tensors, storage.free_bytes
 
-    def vanishing(file: Any, data: memoryview) -> None:
+    def vanishing(*args: Any) -> Any:
         for path in folder.glob("*.partial-*"):
             shutil.rmtree(path, ignore_errors=True)
-        real_put(file, data)
+        return real_write(*args)
 
     def before(step: int) -> None:
-        dcp.free_bytes = (lambda folder: 0) if step in (4, 5) else real_free
-        safetensors.put = vanishing if step in (6, 7) else real_put
+        storage.free_bytes = (lambda folder: 0) if step in (4, 5) else real_free
+        storage.write_tensors = vanishing if step in (6, 7) else real_write
         if dist.get_rank() == 0 and step in (8, 9):
             writable(step == 9)
 
@@ -465,13 +465,13 @@ def test_where_the_last_state_cannot_be_saved_the_run_has_failed_and_says_what_i
 
 
 def _fail_last(options: tuple[str, ...]) -> Seen:
-    real_free = dcp.free_bytes
+    real_free = storage.free_bytes
 
     def before(step: int) -> None:
-        dcp.free_bytes = (lambda folder: 0) if step == 5 else real_free
+        storage.free_bytes = (lambda folder: 0) if step == 5 else real_free
 
     seen = _train((*options, "checkpoint.background=false"), {1: (4, signal.SIGTERM)}, before)
-    dcp.free_bytes = real_free
+    storage.free_bytes = real_free
     return seen
 
 
@@ -528,7 +528,7 @@ def test_all_ranks_stop_after_the_same_step_and_save(
     assert [(len(rank.losses), rank.error) for rank in seen] == [(5, "")] * 4
     assert "stopped after step 5. The same command goes on from there." in seen[0].said
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
-    assert checkpoint.verify(tmp_path / "checkpoints" / "step-000005").ok
+    assert checkpoint.verify(tmp_path / "checkpoints" / "step-000005") is None
 
 
 def test_a_signal_during_a_step_stops_after_that_step(world: Worlds, options: tuple[str, ...], tmp_path: Path) -> None:

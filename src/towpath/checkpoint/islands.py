@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from towpath.checkpoint.manifest import Manifest, StoredTensor
-from towpath.checkpoint.safe_open import DamagedError
+from towpath.checkpoint.safe_files import DamagedError
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from towpath.checkpoint import dcp, folders
-from towpath.checkpoint.dcp import FolderWriter, JsonSavePlanner, Pieces
-from towpath.checkpoint.folders import Claim, FolderInUseError, claim_of, release
-from towpath.checkpoint.rank_contents import ControlGroup, RanksDifferError, check_same, described
-from towpath.checkpoint.safe_open import shown
+from towpath.checkpoint import folders, storage
+from towpath.checkpoint.folders import Lock, RefusedError, lock_of, release
+from towpath.checkpoint.rank_contents import ControlGroup, check_same, described
+from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
+from towpath.checkpoint.storage import FolderWriter, JsonSavePlanner, Pieces
 from towpath.errors import CheckpointError
 from towpath.logs import logger
 
@@ -240,12 +240,12 @@ class Saver:
         self._memory = HostMemory()
         self._under_way: Saving | None = None
         self._hook: RemovableHandle | None = None
-        self._lost: FolderInUseError | RanksDifferError | None = None
+        self._refused: RefusedError | None = None  # by the last save, for the next one to raise
         self._open()
         state.savers.add(self)
 
     def _open(self) -> None:
-        """Claim the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
+        """Lock the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
         lanes: dict[int, Path] = self.state.everyone.shared("lanes of savers", dict)
         folder = self.root.resolve()
         keep_last, keep_every = self._keep
@@ -259,7 +259,7 @@ class Saver:
         answers = self.state.everyone.gather_objects((given, is_taken, list(lanes)))
         check_same([given for given, _, _ in answers])
         if any(taken for _, taken, _ in answers):
-            raise FolderInUseError(
+            raise RefusedError(
                 f"{self.root} is in use: another Saver of this job has it open. Use that one, or close() it first."
             )
         # The threads of two savers would mix their messages in one process group. Each has its own therefore, a "lane",
@@ -268,26 +268,22 @@ class Saver:
         self._control = ControlGroup(self.state.everyone, f"checkpoint {lane}")
         lanes[lane] = folder
 
-        def claimed() -> str | None:
-            """Return "" if this job has the folder, why it has not, or None if that is not known yet."""
+        def locked() -> str:
+            """Return why this job does not have the folder, or ""."""
             try:
-                if not self._claim.take():
-                    time.sleep(folders.PAUSE_SECONDS)
-                    return None
+                self._lock.hold()
                 folders.sweep(self.root)
-            except FolderInUseError as error:
+            except RefusedError as error:
                 return str(error)
             except OSError:  # a folder that cannot be written to: each save tries again, and reports it
-                return ""
+                pass
             return ""
 
-        self._claim = claim_of(self.root)
-        self._release = weakref.finalize(self, _give_back, self._claim, self._control, lanes, lane)
-        while (problem := self._control.first(claimed)) is None:
-            pass
-        if problem:
+        self._lock = lock_of(self.root)
+        self._release = weakref.finalize(self, _give_back, self._lock, self._control, lanes, lane)
+        if problem := self._control.first(locked):
             self._release()
-            raise FolderInUseError(problem)
+            raise RefusedError(problem)
 
     def save(self, step: int) -> Saving:
         """Save the state after `step`. If the previous checkpoint is still being written, wait for it first.
@@ -308,9 +304,7 @@ class Saver:
         _check_step(step)
         began = time.perf_counter()
         self.wait()
-        before = self._lost
-        if before is not None:  # on every rank
-            raise type(before)(str(before))
+        self._raise_refusal()
         if not self._release.alive:  # it was closed
             self._open()
         if self._background and self._hook is None and self.state.optimizer is not None:
@@ -341,11 +335,14 @@ class Saver:
             saving.thread.start()
         else:
             work()
-            if isinstance(self._lost, RanksDifferError):
-                lost, self._lost = self._lost, None
-                raise lost
+            self._raise_refusal()
         saving.held_seconds = time.perf_counter() - began
         return saving
+
+    def _raise_refusal(self) -> None:
+        refused, self._refused = self._refused, None
+        if refused is not None:  # on every rank
+            raise refused
 
     def settle(self) -> None:
         """Return when everything that is being saved has been copied.
@@ -379,15 +376,15 @@ class Saver:
     ) -> Outcome:
         contents = self.state.contents
         island = contents.islands.island if contents.islands is not None else 0
-        writer = FolderWriter(self.root, step, self._claim, contents.strategy, same, island)
+        writer = FolderWriter(self.root, step, self._lock, contents.strategy, same, island)
         failure: str | None = None
         try:
             if self._control.lost:
                 raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
-            dcp.write(found, writer, JsonSavePlanner(problem), self._control.group)
+            storage.write(found, writer, JsonSavePlanner(problem), self._control.group)
         except CheckpointError as error:  # the same on every rank
             failure = str(error)
-            self._lost = error if isinstance(error, (FolderInUseError, RanksDifferError)) else None
+            self._refused = error if isinstance(error, RefusedError) else None
         except Exception as error:
             failure = described(error)
             self._control.leave()
@@ -422,14 +419,14 @@ def _is_count(value: object, low: int) -> bool:
     return type(value) is int and value >= low
 
 
-def _give_back(claim: Claim, control: ControlGroup, lanes: dict[int, Path], lane: int) -> None:
-    release(claim)
+def _give_back(lock: Lock, control: ControlGroup, lanes: dict[int, Path], lane: int) -> None:
+    release(lock)
     if not control.lost:  # other ranks may still have a group that this rank has left
         del lanes[lane]
 
 
 def _settling(saver: weakref.ref[Saver]) -> Callable[..., None]:
-    """Return a hook for an optimizer's step. It keeps neither the saver nor its claim on the folder alive."""
+    """Return a hook for an optimizer's step. It keeps neither the saver nor its lock on the folder alive."""
 
     def before_step(*_: object) -> None:
         found = saver()

@@ -3,10 +3,11 @@
 DCP sees a checkpoint as a flat dict of tensors, pieces of tensors, and JSON values. `write` and `read` call DCP.
 `FolderWriter` and `FolderReader` are its storage: a folder of safetensors files and a manifest.
 
-Write: each rank writes its file into a partial folder. When all ranks have finished, rank 0 adds the manifest and gives
-the folder its final name. After a failure nothing is published.
+Write: each rank writes its files into a partial folder. When all ranks have finished, rank 0 adds the manifest and
+gives the folder its final name. After a failure nothing is published.
 
-Read: where several ranks of a node need the same bytes, one of them reads the bytes and sends them to the others.
+Read: each rank reads its slices of the files. Meanwhile the ranks together compute the checksum of each file that any
+of them reads, once.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import time
 import traceback
-import zlib
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -51,14 +50,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from towpath.checkpoint import folders, safetensors
-from towpath.checkpoint.folders import Claim, FolderInUseError
-from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, StoredBox, StoredFile, StoredTensor, write_manifest
-from towpath.checkpoint.rank_contents import RanksDifferError, check_same, described
+from towpath.checkpoint import folders
+from towpath.checkpoint.folders import Lock, RefusedError
+from towpath.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, box_in, write_manifest
+from towpath.checkpoint.rank_contents import check_same, described
+from towpath.checkpoint.safe_files import DamagedError, map_tensors, write_tensors, writing
 from towpath.errors import CheckpointError
 from towpath.version import __version__
 
-_SENDS_UNDER_WAY = 16
+_OF_OPTIMIZER = re.compile(r"(island\.\d+\.)?optimizer\.")
 _MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what the file system itself needs
 
 
@@ -118,17 +118,17 @@ def _explained(work: Callable[[], object]) -> None:
         rank, (first, _) = min(error.failures.items())
         others = len(error.failures) - 1
         more = f" ({others} more ranks failed)" if others else ""
-        # Frames of these errors hold the errors themselves. The cycle would keep the saver, its memory and its claim on
+        # Frames of these errors hold the errors themselves. The cycle would keep the saver, its memory and its lock on
         # the folder alive until Python collects garbage.
         for each in (error, *(failed for failed, _ in error.failures.values())):
             current: BaseException | None = each
             while current is not None:
                 traceback.clear_frames(current.__traceback__)
                 current = current.__context__
-        if isinstance(first, RanksDifferError):  # rank 0 has compared all ranks
-            raise RanksDifferError(str(first)) from None
-        kind = FolderInUseError if isinstance(first, FolderInUseError) else CheckpointError
-        raise kind(f"rank {rank}: {described(first)}{more}") from None
+        if isinstance(first, RefusedError):  # rank 0 has compared all ranks
+            raise RefusedError(str(first)) from None
+        is_damage = all(isinstance(failed, DamagedError) for failed, _ in error.failures.values())
+        raise (DamagedError if is_damage else CheckpointError)(f"rank {rank}: {described(first)}{more}") from None
 
 
 # --- planning ---------------------------------------------------------------------------------------------------------
@@ -196,25 +196,28 @@ class JsonSavePlanner(DefaultSavePlanner):
 @dataclass(frozen=True, slots=True)
 class _WrittenBox:
     box: StoredBox
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     file: StoredFile
 
 
 class FolderWriter(StorageWriter):
-    """Writes the checkpoint of one step into `root`, which this job holds by its `claim`."""
+    """Writes the checkpoint of one step into `root`, of which rank 0 of this job holds the `lock`.
+
+    `same` has the texts that must be the same on every rank of an island.
+    """
 
     def __init__(
         self,
         root: Path,
         step: int,
-        claim: Claim,
+        lock: Lock,
         strategy: str | None = None,
         same: Mapping[str, str] | None = None,
         island: int = 0,
     ) -> None:
-        self._root, self._step, self._claim, self._strategy = root, step, claim, strategy
-        self._same = island, dict(same or {})  # what must be the same on every rank of the island
+        self._root, self._step, self._lock, self._strategy = root, step, lock, strategy
+        self._same = island, dict(same or {})
         self._world = 1
         self._partial: Path | None = None
 
@@ -222,10 +225,10 @@ class FolderWriter(StorageWriter):
         """Do nothing: a writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Claim the folder on rank 0, which also creates it."""
+        """Lock the folder on rank 0, which also creates it."""
         if is_coordinator:
-            with safetensors.writing(self._root):
-                self._claim.hold()
+            with writing(self._root):
+                self._lock.hold()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add the size of this rank's data to its plan, and what must be the same on every rank."""
@@ -233,7 +236,7 @@ class FolderWriter(StorageWriter):
         return replace(plan, storage_data=(needed, self._step, self._same))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the partial folder on rank 0, if there is room, and give each rank a file in it."""
+        """Create the partial folder on rank 0, if there is room, and give each rank its files in it."""
         check_same([{"step": plan.storage_data[1]} for plan in plans])
         islands: dict[int, dict[int, Mapping[str, str]]] = {}
         for rank, plan in enumerate(plans):
@@ -242,32 +245,44 @@ class FolderWriter(StorageWriter):
         for members in islands.values():
             check_same([*members.values()], [*members])
         needed = sum(plan.storage_data[0] for plan in plans) + _MARGIN_BYTES
-        with safetensors.writing(self._root):
+        with writing(self._root):
             free = free_bytes(self._root)
-        if needed > free:
-            raise CheckpointError(
-                f"{self._root}: {free:,} bytes are free, and a checkpoint of step {self._step} takes {needed:,}. Make "
-                "room, or keep fewer."
-            )
+            if needed > free:
+                raise CheckpointError(
+                    f"{self._root}: {free:,} bytes are free, and a checkpoint of step {self._step} takes {needed:,}. "
+                    "Make room, or keep fewer."
+                )
+            self._partial = folders.new_partial(self._root, self._step)
         self._world = len(plans)
-        self._partial = partial = folders.partial_of(self._root, self._step)
-        folders.mark_in_use(partial)
-        with safetensors.writing(partial):
-            partial.mkdir()
-        return [replace(plan, storage_data=partial / f"rank-{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=self._partial / f"rank-{rank:05d}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file."""
-        if not isinstance(planner, JsonSavePlanner):
-            raise CheckpointError(f"{type(planner).__name__} would pickle what is no tensor: pass JsonSavePlanner().")
+        """Write this rank's files: one for the states of the optimizer, and one for everything else."""
         path: Path = plan.storage_data
         if not path.parent.is_dir():
             raise CheckpointError(
                 f"{path.parent}, made by rank 0, is not there. The folder of checkpoints must be one that all nodes "
                 "share, and must not be removed meanwhile."
             )
-        with safetensors.writing(path):
-            results = _write(path, plan, planner)
+        results: list[WriteResult] = []
+        parts: dict[str, list[tuple[WriteItem, torch.Tensor]]] = {}
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            if isinstance(data, io.BytesIO):
+                results.append(WriteResult(item.index, 0, data.getvalue().decode()))
+            else:
+                part = "-optimizer" if _OF_OPTIMIZER.match(item.index.fqn) else ""
+                parts.setdefault(part, []).append((item, data.contiguous().cpu()))
+        for part, items in parts.items():
+            file = path.with_name(f"{path.name}{part}.safetensors")
+            boxes = [StoredBox(tuple(i.index.offset or ()), tuple(data.shape), file.name) for i, data in items]
+            named = {box.key(item.index.fqn): data for box, (item, data) in zip(boxes, items, strict=True)}
+            with writing(file):
+                facts = StoredFile(*write_tensors(file, named))
+            for box, (item, data) in zip(boxes, items, strict=True):
+                assert item.tensor_data is not None
+                written = _WrittenBox(box, data.dtype, tuple(item.tensor_data.size), facts)
+                results.append(WriteResult(item.index, data.nbytes, written))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -295,9 +310,9 @@ class FolderWriter(StorageWriter):
             },
             values=values,
         )
-        with safetensors.writing(self._partial):
+        with writing(self._partial):
             write_manifest(self._partial, manifest)
-            self._claim.hold()  # writing may have taken long enough to lose the claim
+            self._lock.hold()  # somebody may have removed it meanwhile
             folders.publish(self._partial, folders.checkpoint_of(self._root, self._step))
         self._partial = None
 
@@ -317,86 +332,23 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _write(path: Path, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-    results: list[WriteResult] = []
-    tensors: dict[str, tuple[Any, torch.Tensor]] = {}
-    for item in plan.items:
-        data = planner.resolve_data(item)
-        if isinstance(data, io.BytesIO):
-            results.append(WriteResult(item.index, 0, data.getvalue().decode()))
-        else:
-            name = f"{item.index.fqn}@{','.join(map(str, item.index.offset or ()))}"
-            tensors[name] = (item, data.contiguous().cpu())
-    if not tensors:
-        return results
-    entries = safetensors.in_order(
-        safetensors.Entry(name, safetensors.dtype_name(data.dtype, item.index.fqn), tuple(data.shape))
-        for name, (item, data) in tensors.items()
-    )
-    writer = safetensors.FileWriter(path, entries, {})
-    written: list[tuple[safetensors.Entry, int, int]] = []
-    try:
-        for entry in entries:
-            start = writer.at
-            written.append((entry, start, writer.write(safetensors.bytes_of(tensors[entry.name][1]))))
-        file = writer.close()
-    finally:
-        writer.abandon()
-    for entry, start, crc in written:
-        item = tensors[entry.name][0]
-        box = StoredBox(tuple(item.index.offset or ()), entry.sizes, path.name, start, crc)
-        facts = _WrittenBox(box, entry.dtype, tuple(item.tensor_data.size), file)
-        results.append(WriteResult(item.index, entry.bytes, facts))
-    return results
-
-
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _SharedRead:
-    """One range of one file: the rank that reads it, and the ranks that receive it. All ranks use the same order."""
-
-    number: int
-    item: int  # in this rank's own plan
-    reader: int
-    others: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadRange:
-    """The bytes [start, end) of a box that a rank read, and their checksum."""
-
-    name: str
-    box: int
-    start: int
-    end: int
-    crc32: int
-
-
 class FolderReader(StorageReader):
-    """Reads a checkpoint.
+    """Reads a checkpoint: the slices that this rank needs, and the checksums of some of the files."""
 
-    `nodes` gives the node of each rank. The ranks of a node use `group` to send each other what one of them read.
-    """
-
-    def __init__(
-        self, folder: Path, manifest: Manifest, nodes: Sequence[int] = (0,), group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
-        self._nodes, self._group = nodes, group
-        self._rank = 0
-        self.ranges: list[ReadRange] = []
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget what was read."""
-        self.ranges = []
+        """Do nothing: a reader reads one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the manifest in DCP's terms."""
         found: dict[str, Any] = {
             name: TensorStorageMetadata(
-                TensorProperties(TORCH_DTYPES[t.dtype]),
+                TensorProperties(t.dtype),
                 torch.Size(t.shape),
                 [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in t.boxes],
             )
@@ -405,82 +357,46 @@ class FolderReader(StorageReader):
         return Metadata(found)  # tensors only, so that DCP has nothing to unpickle
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Store this rank's number."""
-        self._rank = kwargs.get("rank", 0)
+        """Do nothing: the manifest has been read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Assign each range to one of the ranks of a node that need it: the rank that has the least to read so far."""
-        wanted: dict[tuple[Any, ...], dict[int, int]] = {}  # by node and range: rank → its item
-        for rank, plan in enumerate(plans):
-            for number, item in enumerate(plan.items):
-                where = (item.storage_index.fqn, item.storage_index.index, *item.storage_offsets, *item.lengths)
-                wanted.setdefault((self._nodes[rank], *where), {})[rank] = number
+        """Let one rank compute the checksum of each file that any rank reads: the rank with the least to do so far."""
+        files = {file for plan in plans for item in plan.items for file in [self._box(item).file]}
+        checked: list[list[str]] = [[] for _ in plans]
         load = [0] * len(plans)
-        reads: list[list[_SharedRead]] = [[] for _ in plans]
-        for number, ranks in enumerate(wanted.values()):
-            reader = min(ranks, key=lambda rank: load[rank])
-            load[reader] += prod(plans[reader].items[ranks[reader]].lengths)
-            others = tuple(rank for rank in ranks if rank != reader)
-            for rank, item in ranks.items():
-                reads[rank].append(_SharedRead(number, item, reader, others))
-        return [replace(plan, storage_data=mine) for plan, mine in zip(plans, reads, strict=True)]
+        for file in sorted(files, key=lambda name: (-self._manifest.files[name].bytes, name)):
+            rank = load.index(min(load))
+            checked[rank].append(file)
+            load[rank] += self._manifest.files[file].bytes
+        return [replace(plan, storage_data=mine) for plan, mine in zip(plans, checked, strict=True)]
+
+    def _box(self, item: Any) -> StoredBox:
+        return self._manifest.tensors[item.storage_index.fqn].boxes[item.storage_index.index]
 
     @torch.no_grad()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill this rank's targets, and send what other ranks of the node need."""
-        failure: CheckpointError | None = None
-        sent: deque[tuple[Any, torch.Tensor]] = deque()
-        for shared in plan.storage_data:
-            item = plan.items[shared.item]
-            target = planner.resolve_tensor(item).detach()
-            # The bytes go into the target itself, if it can take them.
-            dtype = TORCH_DTYPES[self._manifest.tensors[item.storage_index.fqn].dtype]
-            direct = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
-            buffer = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
-            octets = buffer.reshape(-1).view(torch.uint8)
-            if shared.reader == self._rank:
-                try:
-                    self._read(item, buffer)
-                except CheckpointError as error:
-                    failure = failure or error  # the other ranks wait for bytes: they get some, and the error later
-                for rank in shared.others:
-                    work = dist.isend(octets, group=self._group, group_dst=rank, tag=shared.number)
-                    sent.append((work, buffer))
-                # All ranks use the same order, so a rank that is waited for never waits for an earlier range.
-                while len(sent) > _SENDS_UNDER_WAY:
-                    sent.popleft()[0].wait()
-            else:
-                dist.recv(octets, group=self._group, group_src=shared.reader, tag=shared.number)
-            if not direct:
-                target.copy_(buffer)
-        for work, _ in sent:
-            work.wait()
-        if failure is not None:
-            raise failure
+        """Fill this rank's targets, and check its files at the same time."""
+
+        def check() -> None:
+            for file in plan.storage_data:
+                self._manifest.check_file(self._folder, file)
+
+        with ThreadPoolExecutor(1) as pool:
+            checking = pool.submit(check)
+            files = {name: map_tensors(self._folder / name) for name in {self._box(item).file for item in plan.items}}
+            for item in plan.items:
+                name, box = item.storage_index.fqn, self._box(item)
+                stored = box_in(files[box.file], name, self._manifest.tensors[name], box)
+                where = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                planner.resolve_tensor(item).detach().copy_(stored[where])
+            checking.result()
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _read(self, item: ReadItem, buffer: torch.Tensor) -> None:
-        name, number = item.storage_index.fqn, item.storage_index.index
-        assert number is not None
-        stored = self._manifest.tensors[name]
-        box = stored.boxes[number]
-        strides = [prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]
-        first = sum(o * stride for o, stride in zip(item.storage_offsets, strides, strict=True))
-        count = 1 + sum((n - 1) * stride for n, stride in zip(item.lengths, strides, strict=True))
-        # A part with gaps, such as columns of a matrix, is read with the elements in its gaps.
-        has_gaps = count != buffer.numel()
-        elements = safetensors.empty((count,), buffer.dtype, name) if has_gaps else buffer
-        start, data = first * stored.itemsize, safetensors.bytes_of(elements)
-        safetensors.take(self._folder / box.file, box.start + start, data)
-        self.ranges.append(ReadRange(name, number, start, start + len(data), zlib.crc32(data)))
-        if has_gaps:
-            buffer.copy_(elements.as_strided(tuple(item.lengths), strides))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
