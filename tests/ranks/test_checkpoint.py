@@ -35,7 +35,6 @@ from towpath import Topology, checkpoint
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.manifest import Manifest, read_manifest
 from towpath.checkpoint.saving import Snapshot
-from towpath.checkpoint.storage import FolderWriter
 from towpath.core.strategy import TransferKind
 from towpath.errors import CheckpointError
 
@@ -324,14 +323,14 @@ def _save_with_two(root: Path) -> None:
     best = checkpoint.Saver(root / "best", state, keep_last=1)
     with pytest.raises(CheckpointError, match="another Saver of this job"):
         checkpoint.Saver(root / ".." / root.name / "best", state)
-    threads, meet = threading.Barrier(2), FolderWriter.write_data
+    threads, meet = threading.Barrier(2), storage.write_files
 
     def together(*args: Any) -> Any:
         threads.wait(30)
         return meet(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FolderWriter, "write_data", together)
+        patch.setattr(storage, "write_files", together)
         for step in range(1, 13, 2):
             run.train([step])
             recent.save(step)
@@ -511,22 +510,14 @@ def _lose_the_others(root: Path) -> list[str | None]:
     run.train([0])
     saver = checkpoint.Saver(root, run.state())
     if rank() == 1:
-        write = storage.FolderWriter.write_data
-
-        def lost(*args: Any) -> Any:
-            write(*args)
-            results: torch.futures.Future[Any] = torch.futures.Future()
-            results.set_result([_Unpicklable()])
-            return results
-
-        storage.FolderWriter.write_data = lost  # pyright: ignore
+        storage.write_files = lambda *_: _Unpicklable()  # pyright: ignore
     failures = [saver.save(step).outcome().failure for step in (1, 2)]
     run.train([1])
     return failures
 
 
 class _Unpicklable:
-    """Breaks on its way to the others, as a message over a dead connection does: DCP does not agree on that."""
+    """Breaks on its way to the others, as a message over a dead connection does."""
 
     def __reduce__(self) -> Any:
         raise RuntimeError("Connection closed by peer")

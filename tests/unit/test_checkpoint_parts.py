@@ -30,7 +30,7 @@ from towpath.checkpoint.manifest import (
     to_json,
     write_manifest,
 )
-from towpath.checkpoint.rank_contents import rng_state, seed_anew, set_rng_state
+from towpath.checkpoint.rank_contents import ControlGroup, rng_state, seed_anew, set_rng_state
 from towpath.checkpoint.safe_files import write_tensors
 from towpath.engine.parameters.parallel import Box, boxes_of, ranges_of
 from towpath.errors import CheckpointError
@@ -115,8 +115,8 @@ def test_a_part_with_gaps_is_read_from_a_wider_box(
     path = checkpoint.save(tmp_path, 1, checkpoint.State(model)).path
     part = torch.empty(1).expand(4, 6, 5).as_subclass(Rectangle)
     part.first, part.local = first, torch.zeros(sizes) if dense else torch.zeros(sizes[::-1]).permute(2, 1, 0)
-    reader = storage.FolderReader(path, read_manifest(path))
-    storage.read({"model.w": part}, reader, None)
+    control = ControlGroup(checkpoint.State(model).everyone, "loading")
+    storage.read({"model.w": part}, path, read_manifest(path), control)
     where = tuple(slice(o, o + n) for o, n in zip(first, sizes, strict=True))
     assert torch.equal(part.local, model.w[where])
 

@@ -5,23 +5,18 @@ Rank 0 chooses a checkpoint. If any rank finds it damaged, every rank learns tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.manifest import read_manifest
-from towpath.checkpoint.rank_contents import ControlGroup, described
+from towpath.checkpoint.rank_contents import ControlGroup
 from towpath.checkpoint.safe_files import DamagedError, Progress
 from towpath.checkpoint.state import Restore, State
-from towpath.checkpoint.storage import FolderReader
 from towpath.errors import CheckpointError
 from towpath.logs import logger
 
 _LOG = logger("checkpoint")
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
             folders.refuse_others(path)
         return named, [path.resolve()] if named else folders.checkpoints(folders.search_folder(path))
 
-    named, paths = _on_rank_0(control, candidates)
+    named, paths = control.first(candidates)
     notes: list[str] = []
     for path in paths:
         try:
@@ -86,50 +81,15 @@ def load(where: str | Path, state: State) -> Loaded | None:
 
 
 def _load(path: Path, state: State, control: ControlGroup) -> Loaded:
-    manifest = _on_rank_0(control, lambda: read_manifest(path))
-    _on_all_ranks(control, lambda: manifest.check_sizes(path))
+    manifest = control.first(lambda: read_manifest(path))
+    control.each(lambda: manifest.check_sizes(path))
     view = state.view(manifest)
-    _on_all_ranks(control, lambda: state.check(view.manifest))
-    restore = _on_all_ranks(control, lambda: Restore(state, view.manifest))
+    control.each(lambda: state.check(view.manifest))
+    restore = control.each(lambda: Restore(state, view.manifest))
     targets = {view.stored[name]: target for name, target in restore.targets.items()}
-    storage.read(targets, FolderReader(path, manifest), control.group)
-    _on_all_ranks(control, restore.check)
-    return Loaded(manifest.step, path, tuple(_on_all_ranks(control, restore.finish)))
-
-
-def _on_rank_0(control: ControlGroup, work: Callable[[], Found]) -> Found:
-    """Return the result of `work` on rank 0. If it fails there, raise on every rank."""
-
-    def attempted() -> tuple[Found | None, str | None, bool]:
-        try:
-            return work(), None, False
-        except Exception as error:  # any error, because the other ranks wait for an answer
-            return None, described(error), isinstance(error, DamagedError)
-
-    found, problem, damaged = control.first(attempted)
-    if problem is not None:
-        raise (DamagedError if damaged else CheckpointError)(problem)
-    return found  # pyright: ignore[reportReturnType]
-
-
-def _on_all_ranks(control: ControlGroup, work: Callable[[], Found]) -> Found:
-    """Return the result of `work`, or raise on every rank if it raises on one.
-
-    The error is a DamagedError only if no rank has found anything worse, because then an older checkpoint is tried.
-    """
-    found: Found | None = None
-    problem: Exception | None = None
-    try:
-        found = work()
-    except Exception as error:
-        problem = error
-    answers = control.all(None if problem is None else (isinstance(problem, DamagedError), described(problem)))
-    problems = [(answer[0], rank, answer[1]) for rank, answer in enumerate(answers) if answer is not None]
-    if problems:
-        damaged, rank, text = min(problems)
-        same = len(set(answers)) == 1
-        raise (DamagedError if damaged else CheckpointError)(text if same else f"rank {rank}: {text}") from problem
-    return found  # pyright: ignore[reportReturnType]
+    storage.read(targets, path, manifest, control)
+    control.each(restore.check)
+    return Loaded(manifest.step, path, tuple(control.each(restore.finish)))
 
 
 # --- without ranks ----------------------------------------------------------------------------------------------------

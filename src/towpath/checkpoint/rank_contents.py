@@ -30,6 +30,7 @@ from towpath.topology.groups import Groups
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
 
 Value = TypeVar("Value")
+Found = TypeVar("Found")
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -358,17 +359,59 @@ class ControlGroup:
         if group is not None:
             self._groups.leave(group)
 
-    def all(self, mine: Value) -> list[Value]:
-        """Return the value of every rank, by rank."""
-        if self.group is None:
-            return [mine]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, mine, group=self.group)
-        return values
+    def together(self, work: Callable[[], Value], then: Callable[[list[Value]], Found]) -> Found:
+        """Call `work` on every rank, and `then` on rank 0 with all results. Return the result of `then` on every rank.
 
-    def first(self, mine: Callable[[], Value]) -> Value:
-        """Return the result of `mine` on rank 0. The other ranks do not call it."""
-        found: list[Any] = [mine() if self.rank == 0 else None]
+        Raises:
+            CheckpointError: A call failed on some rank. Every rank raises the same error. It is a DamagedError or a
+                RefusedError if no rank has found anything else.
+        """
+        answers: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        mine = _attempt(work)
+        if self.group is None:
+            answers = [mine]
+        else:
+            dist.gather_object(mine, answers, group=self.group, group_dst=0)
+        outcome: list[Any] = [None]
+        if answers is not None:
+            failed = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
+            outcome = [
+                (None, _merged(failed, self.world)) if failed else _attempt(lambda: then([v for v, _ in answers]))
+            ]
         if self.group is not None:
-            dist.broadcast_object_list(found, group=self.group, group_src=0)
+            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        found, error = outcome[0]
+        if error is not None:
+            kind, text = error
+            raise kind(text)
+        return found
+
+    def each(self, work: Callable[[], Value]) -> Value:
+        """Return the result of `work` on this rank. Raise on every rank if it fails on one."""
+        found: list[Value] = []
+        self.together(lambda: found.append(work()), lambda _: None)
         return found[0]
+
+    def first(self, work: Callable[[], Value]) -> Value:
+        """Return the result of `work` on rank 0. Raise on every rank if it fails there."""
+        return self.together(lambda: None, lambda _: work())
+
+
+def _attempt(work: Callable[[], Value]) -> tuple[Value | None, tuple[type[CheckpointError], str] | None]:
+    """Return the result of `work`, or its error in a form that other ranks can raise."""
+    try:
+        return work(), None
+    except Exception as error:  # any error: the other ranks wait for an answer
+        kind = next((k for k in (DamagedError, RefusedError) if isinstance(error, k)), CheckpointError)
+        return None, (kind, described(error))
+
+
+def _merged(
+    failed: list[tuple[int, tuple[type[CheckpointError], str]]], world: int
+) -> tuple[type[CheckpointError], str]:
+    """Return one error for those of several ranks. The one that is worse than damage comes first."""
+    rank, (kind, text) = min(failed, key=lambda each: (each[1][0] is DamagedError, each[0]))
+    if len(failed) == world and len({error for _, error in failed}) == 1:
+        return kind, text
+    more = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+    return kind, f"rank {rank}: {text}{more}"

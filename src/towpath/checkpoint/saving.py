@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -29,7 +28,7 @@ from towpath.checkpoint.folders import Lock, RefusedError, lock_of, release
 from towpath.checkpoint.rank_contents import ControlGroup, check_same, described
 from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
-from towpath.checkpoint.storage import FolderWriter, JsonSavePlanner, Pieces
+from towpath.checkpoint.storage import Contents, Pieces
 from towpath.errors import CheckpointError
 from towpath.logs import logger
 
@@ -48,23 +47,20 @@ class HostMemory:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.made = 0
 
-    def snapshot(self, found: Mapping[str, Any], version: Callable[[], int]) -> tuple[dict[str, Any], Snapshot]:
+    def snapshot(self, found: Mapping[str, Pieces], version: Callable[[], int]) -> tuple[dict[str, Pieces], Snapshot]:
         """Return `found` in this memory, and the snapshot that copies what need not be copied at once.
 
         `version` returns a number that rises whenever a parameter is written.
         """
-        boxes = [box for pieces in found.values() if isinstance(pieces, Pieces) for box in pieces.boxes.values()]
+        boxes = [box for pieces in found.values() for box in pieces.boxes.values()]
         device = next((box.device for box in boxes if box.device.type == "cuda"), None)
         needed = sum(_aligned(box.nbytes) for box in boxes)
         if needed > self._memory.numel():
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device is not None)
             self.made += 1
-        at, out = 0, dict[str, Any]()
+        at, out = 0, dict[str, Pieces]()
         late: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, pieces in found.items():
-            if not isinstance(pieces, Pieces):
-                out[name] = pieces
-                continue
             copies: dict[tuple[int, ...], torch.Tensor] = {}
             for offsets, box in pieces.boxes.items():
                 copies[offsets] = self._memory[at : at + box.nbytes].view(box.dtype).view(box.shape)
@@ -268,22 +264,20 @@ class Saver:
         self._control = ControlGroup(self.state.everyone, f"checkpoint {lane}")
         lanes[lane] = folder
 
-        def locked() -> str:
-            """Return why this job does not have the folder, or ""."""
+        def locked() -> None:
             try:
                 self._lock.hold()
                 folders.sweep(self.root)
-            except RefusedError as error:
-                return str(error)
             except OSError:  # a folder that cannot be written to: each save tries again, and reports it
                 pass
-            return ""
 
         self._lock = lock_of(self.root)
         self._release = weakref.finalize(self, _give_back, self._lock, self._control, lanes, lane)
-        if problem := self._control.first(locked):
+        try:
+            self._control.first(locked)
+        except RefusedError:
             self._release()
-            raise RefusedError(problem)
+            raise
 
     def save(self, step: int) -> Saving:
         """Save the state after `step`. If the previous checkpoint is still being written, wait for it first.
@@ -310,25 +304,24 @@ class Saver:
         if self._background and self._hook is None and self.state.optimizer is not None:
             self._hook = self.state.optimizer.register_step_pre_hook(_settling(weakref.ref(self)))
         saving = self._under_way = Saving()
-        problem: str | None = None
-        found: dict[str, Any] = {}
-        same: dict[str, str] = {}
+        contents: Contents | str
         try:
-            found, same = self.state.collect()
+            contents = self.state.collect()
             if self._background:
-                contents = self.state.contents
-                found, saving.snapshot = self._memory.snapshot(found, lambda: contents.writes)
-        except Exception as error:  # the planner gives it to all ranks, which would otherwise wait for this one
-            problem, found = described(error), {}
+                ours = self.state.contents
+                pieces, saving.snapshot = self._memory.snapshot(contents.pieces, lambda: ours.writes)
+                contents = replace(contents, pieces=pieces)
+        except Exception as error:  # all ranks get it, which would otherwise wait for this one
+            contents = described(error)
 
         def work() -> None:
-            failure = problem
+            nonlocal contents
             try:
-                if failure is None and saving.snapshot is not None:
+                if saving.snapshot is not None:
                     saving.snapshot.take()
             except Exception as error:
-                failure = described(error)
-            saving.ended = self._write(step, found, same, failure, began)
+                contents = described(error)
+            saving.ended = self._write(step, contents, began)
 
         if self._background:
             saving.thread = threading.Thread(target=work, name=f"towpath checkpoint {step}", daemon=True)
@@ -371,20 +364,15 @@ class Saver:
             self._hook = None
         return outcome
 
-    def _write(
-        self, step: int, found: dict[str, Any], same: dict[str, str], problem: str | None, began: float
-    ) -> Outcome:
-        contents = self.state.contents
-        island = contents.islands.island if contents.islands is not None else 0
-        writer = FolderWriter(self.root, step, self._lock, contents.strategy, same, island)
+    def _write(self, step: int, contents: Contents | str, began: float) -> Outcome:
         failure: str | None = None
         try:
             if self._control.lost:
                 raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
-            storage.write(found, writer, JsonSavePlanner(problem), self._control.group)
+            storage.write(self.root, step, contents, self._lock, self._control)
         except CheckpointError as error:  # the same on every rank
             failure = str(error)
-            self._refused = error if isinstance(error, RefusedError) else None
+            self._refused = RefusedError(failure) if isinstance(error, RefusedError) else None
         except Exception as error:
             failure = described(error)
             self._control.leave()
@@ -392,7 +380,6 @@ class Saver:
         if self._control.rank == 0 and failure is not None:
             after = " The training goes on." if self._background else ""
             _LOG.error("CHECKPOINT OF STEP %d NOT SAVED: %s%s", step, failure, after)
-            writer.clear()
         elif self._control.rank == 0:
             try:
                 folders.remove_old(self.root, step, *self._keep)

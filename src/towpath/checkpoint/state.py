@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from towpath.checkpoint import optimizer_state
 from towpath.checkpoint.exporting import ADAPTERS, adapters_of
-from towpath.checkpoint.islands import VALUE, IslandContents, IslandRestore, View, islands_of, view_of
+from towpath.checkpoint.islands import VALUE, IslandContents, IslandRestore, View, islands_of, prefix_of, view_of
 from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
 from towpath.checkpoint.rank_contents import (
     NamedTensors,
@@ -35,7 +35,7 @@ from towpath.checkpoint.rank_contents import (
     set_rng_state,
 )
 from towpath.checkpoint.safe_files import DamagedError, empty
-from towpath.checkpoint.storage import Pieces
+from towpath.checkpoint.storage import Contents, Pieces
 from towpath.core.formats import shape_text
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
@@ -104,11 +104,8 @@ class State:
 
     # --- saving
 
-    def collect(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return what this rank writes, and the texts that must be the same on every rank.
-
-        A rank writes pieces of the tensors in use. Rank 0 also writes all values that are not tensors.
-        """
+    def collect(self) -> Contents:
+        """Return what this rank writes: pieces of the tensors in use, and on rank 0 values that are not tensors."""
         model, islands = self.named(), self.contents.islands
         if islands is not None:
             islands.outer.wait()  # an exchange under way changes what is kept of rounding errors
@@ -116,8 +113,7 @@ class State:
         tensors = model.all()
         if islands is not None:  # the other tensors are equal on all islands, which share one copy
             tensors = islands.trained(tensors)
-        found: dict[str, Any] = {}
-        found.update(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
+        found = dict(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
         own = {f"rank.{self.rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
         own |= {f"rank.{self.rank}.codec.{name}": tensor for name, tensor in self.contents.state().items()}
         found.update(self._mine(own, True))
@@ -150,13 +146,17 @@ class State:
             values["names"] = self.names
         if self.rank == 0 and (adapters := adapters_of(self.model)):
             values[ADAPTERS] = adapters
-        if self.rank == 0:
-            found.update(values)
+        values = values if self.rank == 0 else {}
         if islands is not None:
-            found = {**islands.renamed(found), **self._shared_by_islands(islands, model)}
-        return found, same
+            found = {f"{prefix_of(islands.island)}{name}": pieces for name, pieces in found.items()}
+            found |= self._shared_by_islands(islands, model)
+            values = islands.renamed(values, self.rank)
+        strategy = self.contents.strategy
+        return Contents(
+            pieces=found, values=values, same=same, island=0 if islands is None else islands.island, strategy=strategy
+        )
 
-    def _shared_by_islands(self, islands: IslandContents, model: NamedTensors) -> dict[str, Any]:
+    def _shared_by_islands(self, islands: IslandContents, model: NamedTensors) -> dict[str, Pieces]:
         """Return what island 0 writes for all islands."""
         if islands.island > 0:
             return {}
@@ -164,8 +164,7 @@ class State:
         trained = islands.trained(model.all())
         equal = {f"model.{name}": t for name, t in model.all().items() if name not in trained}
         found = dict(self._mine(equal, self.contents.writes_copies))
-        found.update(self._mine(dict(islands.tensors(names)), False, steady=False))
-        return found | ({VALUE: islands.values()} if self.rank == 0 else {})
+        return found | dict(self._mine(dict(islands.tensors(names)), False, steady=False))
 
     def named(self) -> NamedTensors:
         """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
