@@ -221,8 +221,8 @@ def export(
 
     Example: `towpath export runs/a exported/ --dtype bfloat16 --tokenizer tokenizer.json`
 
-    It starts no ranks, and reads checkpoints of any strategy and number of ranks. It holds one tensor in memory at a
-    time.
+    It starts no ranks, and reads checkpoints of any strategy and number of ranks. It holds the tensors of one file in
+    memory at a time, and with --format torch all of them.
 
     Exit code: 0, or 2 if the checkpoint or the folder cannot be used.
     """
