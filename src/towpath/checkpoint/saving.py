@@ -1,7 +1,7 @@
 """Save checkpoints, in the background while the training continues, or at once.
 
 In the background, a thread copies what this rank writes into memory of its own, and writes the copy during the next
-steps. The ranks agree over a process group that nothing else uses.
+steps. The ranks agree over a process group that nothing else uses. Several savers write one after another.
 
 Parameters and optimizer states change only in the optimizer's step. So they are copied during the next forward and
 backward pass, and the optimizer's step waits until the copy is complete. Everything else is copied at once.
@@ -12,11 +12,11 @@ stay as they are.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from towpath.checkpoint import folders, storage
-from towpath.checkpoint.folders import Lock, RefusedError, lock_of, release
+from towpath.checkpoint.folders import RefusedError, lock_of, release
 from towpath.checkpoint.rank_contents import ControlGroup, check_same, described
 from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
@@ -190,6 +190,20 @@ class Saving:
         return replace(self.ended, held_seconds=self.held_seconds + later)
 
 
+@dataclass(slots=True)
+class _Writing:
+    """What the savers of a job share: their ranks agree over one process group, in which one save follows another."""
+
+    control: ControlGroup
+    last: threading.Thread | None = None
+
+    def wait_for_all(self) -> ControlGroup:
+        """Return the group when nothing is being saved."""
+        if self.last is not None:
+            self.last.join()
+        return self.control
+
+
 class Saver:
     """Saves a state into a folder, one checkpoint per step.
 
@@ -242,39 +256,24 @@ class Saver:
 
     def _open(self) -> None:
         """Lock the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
-        lanes: dict[int, Path] = self.state.everyone.shared("lanes of savers", dict)
-        folder = self.root.resolve()
-        keep_last, keep_every = self._keep
-        given = {
-            "root": str(self.root),
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "background": self._background,
-        }
-        is_taken = folder in lanes.values() and not self._shares_folder
-        answers = self.state.everyone.gather_objects((given, is_taken, list(lanes)))
-        check_same([given for given, _, _ in answers])
-        if any(taken for _, taken, _ in answers):
-            raise RefusedError(
-                f"{self.root} is in use: another Saver of this job has it open. Use that one, or close() it first."
-            )
-        # The threads of two savers would mix their messages in one process group. Each has its own therefore, a "lane",
-        # which the next saver reuses. A rank may forget a saver later than others, so the lane must be free on all.
-        lane = next(n for n in itertools.count() if not any(n in used for _, _, used in answers))
-        self._control = ControlGroup(self.state.everyone, f"checkpoint {lane}")
-        lanes[lane] = folder
+        everyone, (keep_last, keep_every) = self.state.everyone, self._keep
+        given = {"root": str(self.root), "keep_last": keep_last, "keep_every": keep_every}
+        check_same(everyone.gather_objects({**given, "background": self._background}))
+        self._writing = everyone.shared("checkpoints", lambda: _Writing(ControlGroup(everyone, "checkpoints")))
+        self._lock = lock_of(self.root)
+        self._release = weakref.finalize(self, release, self._lock)
 
-        def locked() -> None:
-            try:
+        def lock() -> None:
+            if self._lock.users > 1 and not self._shares_folder:
+                raise RefusedError(
+                    f"{self.root} is in use: another Saver of this job has it open. Use that one, or close() it first."
+                )
+            with suppress(OSError):  # a folder that cannot be written to: each save tries again, and reports it
                 self._lock.hold()
                 folders.sweep(self.root)
-            except OSError:  # a folder that cannot be written to: each save tries again, and reports it
-                pass
 
-        self._lock = lock_of(self.root)
-        self._release = weakref.finalize(self, _give_back, self._lock, self._control, lanes, lane)
         try:
-            self._control.first(locked)
+            self._writing.wait_for_all().first(lock)
         except RefusedError:
             self._release()
             raise
@@ -314,6 +313,8 @@ class Saver:
         except Exception as error:  # all ranks get it, which would otherwise wait for this one
             contents = described(error)
 
+        before = self._writing.last
+
         def work() -> None:
             nonlocal contents
             try:
@@ -321,10 +322,13 @@ class Saver:
                     saving.snapshot.take()
             except Exception as error:
                 contents = described(error)
+            if before is not None:
+                before.join()
             saving.ended = self._write(step, contents, began)
 
         if self._background:
             saving.thread = threading.Thread(target=work, name=f"towpath checkpoint {step}", daemon=True)
+            self._writing.last = saving.thread
             saving.thread.start()
         else:
             work()
@@ -365,22 +369,22 @@ class Saver:
         return outcome
 
     def _write(self, step: int, contents: Contents | str, began: float) -> Outcome:
-        failure: str | None = None
+        failure, control = None, self._writing.control
         try:
-            if self._control.lost:
+            if control.lost:
                 raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
-            storage.write(self.root, step, contents, self._lock, self._control)
+            storage.write(self.root, step, contents, self._lock, control)
         except CheckpointError as error:  # the same on every rank
             failure = str(error)
             self._refused = RefusedError(failure) if isinstance(error, RefusedError) else None
         except Exception as error:
             failure = described(error)
-            self._control.leave()
+            control.leave()
         path = folders.checkpoint_of(self.root, step)
-        if self._control.rank == 0 and failure is not None:
+        if control.rank == 0 and failure is not None:
             after = " The training goes on." if self._background else ""
             _LOG.error("CHECKPOINT OF STEP %d NOT SAVED: %s%s", step, failure, after)
-        elif self._control.rank == 0:
+        elif control.rank == 0:
             try:
                 folders.remove_old(self.root, step, *self._keep)
             except OSError as error:
@@ -404,12 +408,6 @@ def _check_step(step: object) -> None:
 
 def _is_count(value: object, low: int) -> bool:
     return type(value) is int and value >= low
-
-
-def _give_back(lock: Lock, control: ControlGroup, lanes: dict[int, Path], lane: int) -> None:
-    release(lock)
-    if not control.lost:  # other ranks may still have a group that this rank has left
-        del lanes[lane]
 
 
 def _settling(saver: weakref.ref[Saver]) -> Callable[..., None]:
