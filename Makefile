@@ -50,7 +50,7 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 	touch $@
 
 demo: $(READY)
-	$(BIN)/towpath demo
+	$(BIN)/python -m lab demo
 
 unit: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) tests/unit

@@ -16,14 +16,13 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, TypeVar
 
+import lab
 from benchmarks.harness.candidates import CaseError, LabPlace, Launch, preloaded
-from benchmarks.harness.comparison import Pool, Say
+from benchmarks.harness.comparison import Pool, Say, reason_of
 from benchmarks.peers import AUTO, CandidateSpec, TrainStep
 from benchmarks.workload import HEADS, LEARNING_RATE, Workload
-from towpath import lab
-from towpath.bench import reason_of
-from towpath.errors import LabError
-from towpath.lab import Rate
+from lab import Rate
+from lab.errors import LabError
 from towpath.topology.cluster import Topology
 
 # The two parts of a comm ratio: FSDP2 with nothing computed, and the forward and backward pass of the bare module.

@@ -25,7 +25,6 @@ NESTEROV, AVERAGED = (0.7, 0.9), (1.0, 0.0)
 TRANSPORTS = {
     "fp32": Transport(),
     "int4": Transport("flat", "int4", feedback="all"),
-    "top-k": Transport("flat", "top-k:64+decay:0.95"),
 }
 
 

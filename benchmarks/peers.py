@@ -51,7 +51,8 @@ from benchmarks import deepspeed_peer
 from benchmarks.harness.candidates import give_freed_memory_back, timed
 from benchmarks.workload import LEARNING_RATE, Workload
 from towpath.auto.probe import device_of_job
-from towpath.bench import prefetch_next_block, register_bf16_hook
+from towpath.bench import MicroStepContext as Context
+from towpath.bench import fully_shard_blocks, prefetch_next_block, register_bf16_hook
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.collectives.rank_transfer import select
 from towpath.core.formats import item_bytes
@@ -62,9 +63,6 @@ from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
 from towpath.topology.cluster import Topology
-
-# (the model, whether this micro-step is the last) -> the context of the micro-step
-Context = Callable[[Any, bool], AbstractContextManager[Any]]
 
 BUCKET_MEBIBYTES = 8
 AUTO, DEEPSPEED = "auto", "deepspeed"
@@ -176,36 +174,24 @@ def autocast_of(workload: Workload) -> Context:
 
 
 def _fsdp(spec: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    dtype = workload.torch_dtype
-    policy = MixedPrecisionPolicy(dtype, dtype) if workload.dtype != "float32" else MixedPrecisionPolicy()
-    nodes, ranks_per_node = workload.topology.nodes, workload.topology.ranks_per_node
-    shape = (workload.topology.world,) if spec.name == "fsdp2" else (nodes, ranks_per_node)
-    mesh = init_device_mesh(device_of_job().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     reshard: bool | int | None = None
     if spec.has("reshard"):
         group = spec.options["reshard"]
-        reshard = False if group == "no" else ranks_per_node if group == "node" else int(group)
+        reshard = False if group == "no" else workload.topology.ranks_per_node if group == "node" else int(group)
     made: Any = workload.silent_model() if spec.has("silent") else workload.model()
-    for module in (*made.blocks, made):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    context = fully_shard_blocks(made, workload.topology, workload.torch_dtype, spec.name == "hsdp", reshard)
     if spec.has("tuned"):
         prefetch_next_block(made)
     if spec.has("ring"):
         use_ring(made, workload.topology)
 
-    def context(model: Any, last: bool) -> AbstractContextManager[Any]:
-        if spec.has("sync"):
-            model.set_requires_gradient_sync(last)
-        elif spec.name == "hsdp":
-            model.set_requires_all_reduce(last)
-        if spec.options.get("reshard") == "no":
+    def at_the_boundary(model: Any, last: bool) -> AbstractContextManager[Any]:
+        model.set_requires_gradient_sync(last)
+        if reshard is False:
             model.set_reshard_after_backward(last)
         return nullcontext()
 
-    return made, context
+    return made, at_the_boundary if spec.has("sync") else context
 
 
 def _ddp(spec: CandidateSpec, workload: Workload) -> tuple[Any, Context]:

@@ -16,9 +16,9 @@ from typing import Any
 from benchmarks.environment import UNSHAPED
 from benchmarks.harness import results
 from benchmarks.harness.figures import against_limit, verdict
+from towpath.cli.plots import color
 from towpath.errors import ConfigError
 from towpath.train.progress import size
-from towpath.train.report import color
 
 Line = Mapping[str, Any]
 
@@ -110,8 +110,7 @@ def last_runs(path: Path) -> str:
 
 
 def history_of(path: Path, case: str) -> str:
-    """Return all runs of one case, oldest first. The name may be the one that old results have."""
-    case = results.current_case(case)
+    """Return all runs of one case, oldest first."""
     lines = results.read(path)
     found = [line for line in lines if line["case"]["name"] == case]
     if not found:

@@ -26,8 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.workload import Workload
+from lab.links import address
 from towpath.errors import ConfigError
-from towpath.lab.links import address
 
 FOLDER = "TOWPATH_TORCHFT"
 NAME = "torchft"

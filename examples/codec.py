@@ -1,6 +1,6 @@
 """Write a codec: send gradients as signs of one bit, with their mean magnitude per block, as signSGD does.
 
-towpath lab run --nodes 2 --ranks 2 --inter 50mbit -- examples/codec.py
+python -m lab run --nodes 2 --ranks 2 --inter 50mbit -- examples/codec.py
 torchrun --nnodes 2 --nproc-per-node 2 … examples/codec.py 100
 
 A sign loses much. So feedback="both" keeps each rounding error, and adds it to the gradient of the next step.

@@ -1,6 +1,6 @@
 """Shard a Hugging Face model, train it in a plain loop, let it continue a text, and save it.
 
-towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/hugging_face.py paro-iig 10 saved
+python -m lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/hugging_face.py paro-iig 10 saved
 torchrun --nnodes 2 --nproc-per-node 2 … examples/hugging_face.py paro-iig 100 saved
 
 The model is a small Llama with new weights. To fine-tune a model, call `from_pretrained` instead. The text is the

@@ -1,6 +1,6 @@
 """Train PEFT's LoRA adapters of a Hugging Face model. Frozen parameters that fit in a node never leave it.
 
-towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/lora.py 10 adapter
+python -m lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/lora.py 10 adapter
 torchrun --nnodes 2 --nproc-per-node 2 … examples/lora.py 100 adapter
 
 The model is a small Llama with new weights. To fine-tune a model, call `from_pretrained` instead. Frozen weights are

@@ -1,6 +1,6 @@
 """Build a model without memory, and let each rank draw its slice of the weights block by block.
 
-towpath lab run --nodes 2 --ranks 2 --inter 500mbit -- examples/meta_device.py
+python -m lab run --nodes 2 --ranks 2 --inter 500mbit -- examples/meta_device.py
 torchrun --nnodes 2 --nproc-per-node 2 … examples/meta_device.py 100
 
 The model may be larger than the memory of a rank. The last line compares the peak memory of the ranks with the size of

@@ -1,6 +1,6 @@
 """Train a model that is too large for any of four machines on a slow switch: a quarter of its blocks on each.
 
-towpath lab run --nodes 4 --ranks 1 --inter 100mbit -- examples/pipeline.py
+python -m lab run --nodes 4 --ranks 1 --inter 100mbit -- examples/pipeline.py
 torchrun --nnodes 4 --nproc-per-node 1 … examples/pipeline.py 100
 
 Each micro-batch sends one activation between machines, and its gradient back. Weights are never sent. Gradients that

@@ -1,6 +1,6 @@
 """Train a residual network for images in bf16, with its BatchNorm layers in float32.
 
-towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/resnet.py zero3
+python -m lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/resnet.py zero3
 torchrun --nnodes 2 --nproc-per-node 2 … examples/resnet.py paro-iig 100
 
 The images are synthetic: each class has its own pattern, with noise.

@@ -1,6 +1,6 @@
-"""Train a small GPT in a plain loop, with torchrun on a real cluster or `towpath lab run` on an emulated one.
+"""Train a small GPT in a plain loop, with torchrun on a real cluster or `python -m lab run` on an emulated one.
 
-towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/train.py zero3 8
+python -m lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/train.py zero3 8
 torchrun --nnodes 2 --nproc-per-node 2 … examples/train.py paro-iig 100
 """
 

@@ -1,6 +1,6 @@
 """What the pages of the documentation have in fences: programs and commands, and what is to be done with each.
 
-The words after a fence's language are for us; they are kept out of the site (docs/site_pages.py). Of a command:
+The words after a fence's language are for us; they are kept out of the site (tools/docs/site_pages.py). Of a command:
 
     bash            `towpath …`, run by `make test` (tests/unit/test_commands.py)
     bash long       run by `make parity`, as it stands, with what the page takes for granted

@@ -21,162 +21,76 @@ def _files(**names: str) -> tuple[str, ...]:
     return tuple(f"tests/{folder}/test_{name}.py" for folder, text in names.items() for name in text.split())
 
 
+def _feature(name: str, **names: str) -> Feature:
+    return Feature(name, _files(**names))
+
+
 FEATURES = (
-    Feature(
+    _feature(
         "strategies and placements",
-        _files(
-            lab="bytes",
-            order="order",
-            ranks="""
-                around_the_loop behind_the_engine collective_forms engine_promises entry_points events
-                foretold_memory from_fsdp2 launches leaves mesh never_silent one_rank optimizers
-                parity schedule_is_executed steady uneven values
-            """,
-            unit="""
-                blocks communicators executor launch_counts leaves placement schedule step strategies
-                transitions trial_steps units
-            """,
-        ),
+        lab="bytes",
+        order="order",
+        ranks="""
+            around_the_loop behind_the_engine collective_forms engine_promises entry_points events
+            foretold_memory from_fsdp2 launches leaves mesh meta_device never_silent one_rank optimizers
+            parity schedule_is_executed steady uneven values
+        """,
+        unit="""
+            blocks communicators executor launch_counts leaves placement schedule step strategies
+            transitions trial_steps units
+        """,
     ),
-    Feature(
-        "routes",
-        _files(
-            lab="racks routes",
-            ranks="routes",
-            unit="cells racks route_bytes route_phases routes sends",
-        ),
-    ),
-    Feature(
-        "codec kernels",
-        _files(
-            unit="codecs native_codecs registered_codecs top_k triton_codecs",
-        ),
-    ),
-    Feature(
-        "compressed training",
-        _files(
-            ranks="codecs encoded_training low_rank",
-            unit="encoded_transports low_rank",
-        ),
-    ),
-    Feature(
-        "exact transport",
-        _files(
-            ranks="exact exact_features",
-            unit="exact_codecs exact_transports",
-        ),
-    ),
-    Feature(
-        "outer steps",
-        _files(
-            ranks="outer outer_checkpoints outer_faults outer_features train_outer",
-            unit="outer",
-        ),
-    ),
-    Feature(
-        "offload of weights and optimizer",
-        _files(
-            ranks="offload",
-            unit="offload",
-        ),
-    ),
-    Feature(
-        "offload of activations",
-        _files(
-            ranks="offloaded_activations",
-            unit="saved_activations",
-        ),
-    ),
-    Feature(
-        "mixed precision and loss scaling",
-        _files(
-            ranks="precision",
-        ),
-    ),
-    Feature(
-        "matrix optimizers (Muon, Adafactor)",
-        _files(
-            ranks="owner_stepped",
-            unit="owner_stepped_plan",
-        ),
-    ),
-    Feature(
-        "LoRA and frozen weights",
-        _files(
-            ranks="frozen lora",
-            unit="adapter_export",
-        ),
-    ),
-    Feature(
+    _feature("routes", lab="racks routes", ranks="routes", unit="cells racks route_bytes route_phases routes sends"),
+    _feature("codec kernels", unit="codecs native_codecs registered_codecs triton_codecs"),
+    _feature("compressed training", ranks="codecs encoded_training low_rank", unit="encoded_transports low_rank"),
+    _feature("exact transport", ranks="exact exact_features", unit="exact_codecs exact_transports"),
+    _feature("outer steps", ranks="outer outer_checkpoints outer_faults outer_features train_outer", unit="outer"),
+    _feature("offload of weights and optimizer", ranks="offload", unit="offload"),
+    _feature("offload of activations", ranks="offloaded_activations", unit="saved_activations"),
+    _feature("mixed precision and loss scaling", ranks="precision"),
+    _feature("matrix optimizers (Muon, Adafactor)", ranks="owner_stepped", unit="owner_stepped_plan"),
+    _feature("LoRA and frozen weights", ranks="frozen lora", unit="adapter_export"),
+    _feature(
         "checkpoints and resume",
-        _files(
-            ranks="checkpoint resume soak state_dicts stateful_loader",
-            unit="checkpoint checkpoint_lock checkpoint_parts hostile_checkpoints",
-        ),
+        ranks="checkpoint resume soak state_dicts stateful_loader",
+        unit="checkpoint checkpoint_lock checkpoint_parts hostile_checkpoints",
     ),
-    Feature(
+    _feature(
         "pipelines",
-        _files(
-            lab="pipeline_bytes",
-            ranks="pipeline pipeline_agreement pipeline_checkpoints pipeline_layouts train_stages",
-            unit="compression pipeline_order split stage_link",
-        ),
+        lab="pipeline_bytes",
+        ranks="pipeline pipeline_agreement pipeline_checkpoints pipeline_layouts train_stages",
+        unit="compression pipeline_order split stage_link",
     ),
-    Feature(
-        "tensor parallelism",
-        _files(
-            ranks="tensor_parallel_checkpoints train_tensor_parallel",
-        ),
-    ),
-    Feature(
-        "torch.compile and activation checkpointing",
-        _files(
-            ranks="every_model",
-        ),
-    ),
-    Feature(
+    _feature("tensor parallelism", ranks="tensor_parallel tensor_parallel_checkpoints train_tensor_parallel"),
+    _feature("torch.compile and activation checkpointing", ranks="compiled every_model"),
+    _feature(
         "start, and errors of dead or diverging ranks",
-        _files(
-            lab="faults",
-            ranks="device_waits divergence programs start",
-            unit="activity agree collective_log init rendezvous streams",
-        ),
+        lab="faults",
+        ranks="device_waits divergence programs start",
+        unit="activity agree collective_log init rendezvous streams",
     ),
-    Feature(
-        "Accelerate, Trainer and Lightning",
-        _files(
-            ranks="accelerate lightning trainer",
-        ),
-    ),
-    Feature(
+    _feature("Accelerate, Trainer and Lightning", ranks="accelerate lightning trainer"),
+    _feature(
         "planner and auto",
-        _files(
-            lab="probe",
-            ranks="auto pipeline_planned",
-            unit="""
-                exact_plans launching live_model measure measured_collectives outer_plans plan_command
-                planner planner_pipelines sim sim_outer sim_pipeline
-            """,
-        ),
+        lab="probe",
+        ranks="auto pipeline_planned",
+        unit="""
+            exact_plans launching live_model measure measured_collectives outer_plans plan_command planner
+            planner_pipelines sim sim_outer sim_pipeline
+        """,
     ),
-    Feature(
-        "statistics and traces",
-        _files(
-            ranks="profiler trace",
-            unit="record",
-        ),
-    ),
+    _feature("statistics and traces", ranks="profiler trace", unit="record"),
 )
 
 OTHER = _files(
     lab="clusters command lab lab_page leftovers memory_limit",
     ranks="""
-        bench_failures bench_outer bench_peers demo examples gpu_script install logs pages server train train_command
-        train_models
-    """,
+            bench_failures bench_outer bench_peers demo examples gpu_script install logs pages server train
+            train_command train_models
+        """,
     unit="""
-        api_reference bench benchmark_harness benchmark_outer benchmark_recording benchmark_suites commands
-        config data data_prepare docs extending features help json_lines metrics mixture mutants output package parquet
-        plots progress public session stopping summary train_command train_models typing
-    """,
+            api_reference bench benchmarks budget commands config data data_prepare docs extending features
+            help json_lines metrics mixture output package parquet plots progress public session stopping
+            summary train_command train_models typing
+        """,
 )

@@ -31,8 +31,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from towpath import lab
-from towpath.lab import LinkBytes, Rate
+import lab
+from lab import LinkBytes, Rate
 from towpath.topology.cluster import Topology
 
 # The timeout of a lab's call is also that of its process group, and it runs on while the ranks are stopped.

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from benchmarks.harness.candidates import CaseError, LabPlace, Launch, RunningCandidate
 from benchmarks.harness.figures import medians, spreads
-from towpath.bench import interleave, reason_of
+from lab import LinkBytes, Rate, window_bytes
+from towpath.bench import interleave
 from towpath.engine.layout import available_bytes
-from towpath.lab import LinkBytes, Rate, window_bytes
 
 Say = Callable[[str], None]
 
@@ -99,6 +99,12 @@ def compare(
         left = taken / (number + 1) * (rounds - number - 1)
         say(f"round {number + 1} of {rounds}, {taken:.0f} s, {left:.0f} s to go")
     return found
+
+
+def reason_of(error: Exception) -> str:
+    """Return the last line of an error's text. In the traceback of a rank, that line is the error itself."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 class Pool:

@@ -27,7 +27,8 @@ from towpath.collectives import native
 from towpath.core.collective_log import CollectiveLog
 from towpath.core.transfer import Transfer
 from towpath.engine.streams import queue
-from towpath.engine.streams.streams import Handle, Job, Stream, Waiting
+from towpath.engine.streams.record import TransferWait
+from towpath.engine.streams.streams import Handle, Job, Stream
 from towpath.topology import groups
 
 # In a job's counts: launches of collectives, calls that are launched together with others, messages between two ranks,
@@ -90,7 +91,7 @@ class _InlineStream(Stream):
         super().__init__(depth)
         self._launches = launches
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         with torch.no_grad(), self._launches.of_job(getattr(waiting, "_transfers", ())):
             for work in job.works:
                 work(job.workspace)

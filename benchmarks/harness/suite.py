@@ -210,9 +210,8 @@ def _terminate(*_: object) -> None:
 
 
 def selected(cases: Sequence[Case], names: Sequence[str], other_cases: str = "") -> list[Case]:
-    """Return the cases with these names, or all without names. A name may be the one that old results have."""
-    wanted = {results.current_case(name) for name in names}
-    known = [case.name for case in cases]
+    """Return the cases with these names, or all without names."""
+    wanted, known = set(names), [case.name for case in cases]
     if unknown := sorted(wanted - set(known)):
         there = f"no case {_listed(unknown)}; there are {_listed(known)}."
         raise ConfigError(f"{there} {other_cases}".rstrip())

@@ -152,14 +152,9 @@ _ABLATIONS = [
     Ablation("implementation", SMALL, _IMPLEMENTATIONS, "400mbit"),
     Ablation("implementation, slow cables", SMALL, _IMPLEMENTATIONS, "100mbit"),
     *(
-        Ablation(f"two hops, {name}", _FOUR_STEPS, _named(name, f"{name} sync_gradients=micro-step"), "400mbit")
-        for name in ("mics", "paro-iig", "paro-nig")
-    ),
-    *(
         Ablation(f"small units, {name}", MANY_SMALL, [AblatedCandidate(name), AblatedCandidate(name, APART)], "400mbit")
         for name in ("mics", "zero3")
     ),
-    Ablation("two hops, mics, one micro-step", SMALL, _named("mics", "mics sync_gradients=micro-step"), "400mbit"),
 ]
 
 

@@ -36,8 +36,8 @@ from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import TrainStep, bits_between_nodes
 from benchmarks.workload import SQUARE, Workload
+from towpath.cli.plots import color, standalone_svg
 from towpath.codecs.exact import encode_difference, encode_values, message_bound
-from towpath.train.report import color, standalone_svg
 
 STRATEGY = "paro-iig"
 PLAIN, EXACT = STRATEGY, f"{STRATEGY} exact=true"

@@ -224,10 +224,8 @@ def measure_step(
     elif name != "bare":
         model = towpath.shard(
             model,
-            name,
-            topology=towpath.Topology(1, 1),
+            towpath.strategy(name, towpath.Topology(1, 1), offload=offload),  # pyright: ignore
             units=[gpt.Block],
-            offload=offload,  # pyright: ignore
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(size["vocabulary"], (2, batch, size["context"]), device=device)

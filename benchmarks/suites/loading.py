@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import lab
 import towpath
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.suites.memory import add_folder, watched
-from towpath import lab
 from towpath.checkpoint.weights import Safetensors
 from towpath.integrations import Sharding
 

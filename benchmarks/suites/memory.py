@@ -35,13 +35,13 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+import lab
 import towpath
 from benchmarks.harness.candidates import CaseError
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
-from towpath import lab
+from lab.errors import LabError
 from towpath.checkpoint import get_model_state_dict
-from towpath.errors import LabError
 from towpath.train.config import ModelConfig
 from towpath.train.models.bundle import ModelBundle, build_model
 

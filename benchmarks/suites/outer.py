@@ -131,10 +131,8 @@ of DDP with gradients in bf16. A case takes about a minute.
 _BYTES_CASES = (
     BytesCase("2x2-fp32", OuterSpec("fp32")),
     BytesCase("2x2-int4", OuterSpec("int4")),
-    BytesCase("2x2-top-k", OuterSpec("top-k")),
     BytesCase("2x2-int4-streaming", OuterSpec("int4", fragments=4, delay=4)),
     BytesCase("4x1-int4", OuterSpec("int4"), FOUR),
-    BytesCase("4x1-top-k", OuterSpec("top-k"), FOUR),
 )
 
 # Steps with an exchange under way -------------------------------------------------------------------------------------
@@ -228,7 +226,6 @@ _OVERLAP_CASES = (
     OverlapCase("50mbit-fp32", "50mbit", OuterSpec("fp32"), _WAITING),
     OverlapCase("10mbit-int4", "10mbit", OuterSpec("int4"), _WAITING),
     OverlapCase("200mbit-fp32-4-fragments", "200mbit", OuterSpec("fp32", fragments=4), _WAITING),
-    OverlapCase("10mbit-top-k", "10mbit", OuterSpec("top-k"), _WAITING),
 )
 
 # Predicted and measured steps -----------------------------------------------------------------------------------------
@@ -306,7 +303,6 @@ def simulator_cases() -> Iterator[SimulatorCase]:
         ("50mbit", "fp32", 4, 2, waits),
         ("10mbit", "fp32", 1, 8, waits),
         ("10mbit", "int4", 2, 0, replace(waits, topology=FOUR)),
-        ("50mbit", "top-k", 1, 2, replace(computing, topology=FOUR)),
     ):
         yield SimulatorCase(inter, OuterSpec(codec, SIMULATED_EVERY, fragments, delay), workload)
 

@@ -3,10 +3,10 @@
     outer_quality [RUN …] [--steps 1200] [--seeds 3] [--quick] [--resume]
 
 In the center, two islands of two ranks exchange their weights every 32 steps, in int4 with error feedback, without a
-delay, and with AdamW inside. Most variants differ from it in one setting, and none is tuned. A blend needs a delay, and
-in `top-k, averaged` the error feedback takes the place of momentum (SparseLoCo). A variant is judged by its final loss
-against synchronous training with the same optimizer and seed. The control reads the data in another order of ranks. Its
-difference is due to chance. At the end of a run, `towpath.average_islands` gives all islands the mean of their weights.
+delay, and with AdamW inside. Most variants differ from it in one setting, and none is tuned. A blend needs a delay. A
+variant is judged by its final loss against synchronous training with the same optimizer and seed. The control reads the
+data in another order of ranks. Its difference is due to chance. At the end of a run, `towpath.average_islands` gives
+all islands the mean of their weights.
 
 A run takes three minutes on two cores, and longer with Muon. All runs take three hours.
 
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import lab
 import towpath
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.islands import AVERAGED, PRESET, OuterSpec
@@ -41,7 +42,7 @@ from benchmarks.suites.quality import (
     spread_of,
     train_under,
 )
-from towpath import Topology, lab
+from towpath import Topology
 from towpath.optim import chain, owner_stepped
 
 STEPS, QUICK_STEPS = 1200, 4
@@ -76,8 +77,6 @@ VARIANTS = {
     "4 islands": Variant(topology=FOUR),
     "averaged": Variant(OuterSpec(optimizer=AVERAGED)),
     "fp32": Variant(OuterSpec("fp32")),
-    "top-k": Variant(OuterSpec("top-k")),
-    "top-k, averaged": Variant(OuterSpec("top-k", optimizer=AVERAGED)),
     "delay 8": Variant(OuterSpec(delay=8)),
     "delay 8, blend 0.5": Variant(OuterSpec(delay=8, blend=0.5)),
     MUON: Variant(None, muon=True),

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+import lab
 import towpath
 from benchmarks import torchft_peer
 from benchmarks.harness import figures, results
@@ -39,13 +40,12 @@ from benchmarks.selection import LOW_RANK, POWERSGD
 from benchmarks.suites.outer import PERIODS, QUICK_EVERY
 from benchmarks.suites.quality import Result, of_seeds, split_text, train_and_validate, training
 from benchmarks.workload import SQUARE, Workload
-from towpath import lab
-from towpath.train.report import color, standalone_svg
+from towpath.cli.plots import color, standalone_svg
 
 WORKLOAD = Workload(SQUARE, 1, "bfloat16", width=384, depth=5)
 LOSSLESS = "paro-igg exact=true"
 # Islands average their weights. In so short a training with a constant rate, Nesterov momentum overshoots.
-OUTER = {f"outer steps, {codec}": OuterSpec(codec, optimizer=AVERAGED) for codec in ("fp32", "int4", "top-k")}
+OUTER = {f"outer steps, {codec}": OuterSpec(codec, optimizer=AVERAGED) for codec in ("fp32", "int4")}
 # The fastest lossless strategy on slow links where blocks compute (`exact`), the fastest two with codecs
 # (`strategies`), outer steps, and the peers.
 CANDIDATES = (LOSSLESS, LOW_RANK, "ddp gradients=int4:64", *OUTER, POWERSGD, torchft_peer.NAME)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import lab
 import towpath
 from benchmarks import gpt
 from benchmarks.harness.candidates import LabPlace, Launch, RunningCandidate, timed
@@ -28,12 +29,12 @@ from benchmarks.harness.shared_gpu import share_gpu
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import build, stepper
 from benchmarks.workload import LENGTH, SHORT, SQUARE, Workload
-from towpath import lab
 from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.steady_step import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
-from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval, intervals_of_ranks
-from towpath.tracing import write_trace
+from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, Interval
+from towpath.observing import intervals_of_ranks
+from towpath.tracing import write_intervals
 
 # A step against its parts ---------------------------------------------------------------------------------------------
 
@@ -379,7 +380,7 @@ def _rank(rank: int, world: int, folder: str, case: TimelineCase, trace: str | N
     everyones = intervals_of_ranks(model, traced)
     if rank == 0:
         if trace is not None:
-            write_trace(Path(trace), everyones)
+            write_intervals(Path(trace), everyones)
         found = {
             "share": share_hidden(everyones[0]),
             "seconds_in_flight": sum(t.seconds_in_flight for t in done.transfers),

@@ -37,11 +37,11 @@ from benchmarks.harness.candidates import LabPlace, Launch, timed
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
-from benchmarks.workload import Touch, Wait, Waiting
+from benchmarks.workload import Wait, Waiting
 from towpath.core.pipeline import SCHEDULES, messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import LowRank, Transport
-from towpath.pipeline import Compression, Pipeline, pipeline
+from towpath.pipeline import Compression, Pipeline
 from towpath.pipeline.stage import Encoding, Sender
 
 # Workers --------------------------------------------------------------------------------------------------------------
@@ -55,9 +55,8 @@ class Sizes:
     """The model and the schedule of a pipeline.
 
     A micro-batch has `batch` sequences of `length` tokens. A block waits `wait_seconds` in the forward pass and twice
-    as long in the backward pass. With `halves`, half of the latter is for the gradients of the weights. With `at_once`,
-    a schedule that could compute these later computes them with the gradients of the inputs. `rank` is that of messages
-    between stages, and `gradient_rank` that of the gradients of stages.
+    as long in the backward pass. `rank` is that of messages between stages, and `gradient_rank` that of the gradients
+    of stages.
     """
 
     width: int = 256
@@ -72,10 +71,8 @@ class Sizes:
     gradient_rank: int = 16
     tied: bool = True
     computes: bool = True  # otherwise it only waits
-    halves: bool = False
     schedule: str = "1F1B"
     strategy: str = "ddp"
-    at_once: bool = False
 
     def quick(self) -> Sizes:
         """Return small sizes."""
@@ -92,34 +89,6 @@ class ComputingAndWaiting(gpt.Block):
         return Wait.apply(super().forward(x), self.wait_seconds)
 
 
-class Halved(gpt.Block):
-    """A block that waits equally long for the gradients of its weights and of its inputs, which are separate."""
-
-    wait_seconds = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x` after `wait_seconds`."""
-        first, *others = self.parameters()
-        first = WaitBack.apply(first, self.wait_seconds)
-        return Touch.apply(WaitBack.apply(Wait.apply(x, self.wait_seconds, 0.0), self.wait_seconds), first, *others)
-
-
-class WaitBack(torch.autograd.Function):
-    """An identity that sleeps in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        """Return `x`."""
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Sleep, and pass the gradient on."""
-        time.sleep(ctx.seconds)
-        return grad, None
-
-
 class Stage(nn.Module):
     """One of `count` stages: its blocks, with the embedding in the first and the head in the last."""
 
@@ -129,7 +98,7 @@ class Stage(nn.Module):
         each = sizes.blocks // count
         self.blocks = nn.ModuleList(gpt.Block(sizes.width, sizes.heads) for _ in range(each))
         for block in self.blocks if sizes.wait_seconds else ():
-            block.__class__ = Halved if sizes.halves else ComputingAndWaiting if sizes.computes else Waiting
+            block.__class__ = ComputingAndWaiting if sizes.computes else Waiting
             block.wait_seconds = sizes.wait_seconds
         torch.manual_seed((count + 1) * seed + count)  # the same at both ends
         table = nn.Parameter(torch.randn(sizes.vocabulary, sizes.width) * 0.02)
@@ -253,8 +222,6 @@ Made = tuple[list[nn.Parameter], Callable[[Tensor, Tensor], Any], Pipeline | Non
 
 
 def _ours(mesh: DeviceMesh, candidate: str, sizes: Sizes) -> Made:
-    if sizes.at_once:
-        pipeline.can_be_halved = lambda engines: False
     count = STAGES * SCHEDULES[sizes.schedule]
     made = Pipeline(
         [partial(Stage, sizes, index, count=count) for index in range(count)],

@@ -6,8 +6,7 @@ Four stages of a GPT, or eight where a schedule has two on each rank, run on eig
 ranks of their own, `towpath probe` measures the cluster, and then each rank measures the units of its stages. The
 predictions use nothing else. Then every setting runs. The figures are the error of each predicted step, and whether the
 planner counts as many bytes as the schedule of the job, which the kernel's counters confirm
-(tests/lab/test_pipeline_bytes.py). The last case runs zero-bubble schedules twice: with the weights' gradients later,
-and with all gradients at once.
+(tests/lab/test_pipeline_bytes.py).
 """
 
 from __future__ import annotations
@@ -56,37 +55,35 @@ COMPUTING = Sizes(tied=False)
 
 @dataclass(frozen=True, slots=True)
 class PipelineSetting:
-    """A schedule, a strategy and a compression. `at_once` is that of `Sizes`."""
+    """A schedule, a strategy and a compression."""
 
     schedule: str = "1F1B"
     strategy: str = "ddp"
     compression: str = "uncompressed"
     tied: bool = False
-    at_once: bool = False
 
     def __str__(self) -> str:
         words = [self.schedule, self.strategy]
         words += [self.compression] if self.compression != "uncompressed" else []
-        return ", ".join([*words, *["tied"] * self.tied, *["all at once"] * self.at_once])
+        return ", ".join([*words, *["tied"] * self.tied])
 
     def of(self, sizes: Sizes) -> Sizes:
         """Return sizes with this setting."""
-        return replace(sizes, schedule=self.schedule, strategy=self.strategy, tied=self.tied, at_once=self.at_once)
+        return replace(sizes, schedule=self.schedule, strategy=self.strategy, tied=self.tied)
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlannerCase:
     """Settings on links of one rate."""
 
-    inter: str | None
+    inter: str
     settings: tuple[PipelineSetting, ...]
     sizes: Sizes = WAITING
-    called: str = ""
 
     @property
     def name(self) -> str:
         """The name of the case."""
-        return self.called or f"{self.inter}, {'computing' if self.sizes.computes else 'waiting'}"
+        return f"{self.inter}, {'computing' if self.sizes.computes else 'waiting'}"
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         """Probe, predict, measure and compare."""
@@ -142,11 +139,7 @@ def _predicted(setting: PipelineSetting, sizes: Sizes, profile: Profile, staged:
         micro_batches=(1,),
         checkpointing=False,
     )
-
-    def walked(schedule: str, ranks: int, micro_batches: int, halved: bool) -> Any:
-        return walks(schedule, ranks, micro_batches, halved and not setting.at_once)
-
-    planner = Pipelines(lambda _: staged, profile.cluster(), request, walked)
+    planner = Pipelines(lambda _: staged, profile.cluster(), request, walks)
     return planner.predict(layout, Batching(1, sizes.micro_batches))
 
 
@@ -228,8 +221,6 @@ CASES = [
         "200mbit",
         (
             PipelineSetting(compression="cb+fe", tied=True),
-            PipelineSetting("InterleavedZeroBubble", "zero1"),
-            PipelineSetting("ZBVZeroBubble"),
             PipelineSetting(strategy="zero3"),
         ),
         COMPUTING,
@@ -238,20 +229,9 @@ CASES = [
         "50mbit",
         (
             PipelineSetting(compression="cb+fe+sc", tied=True),
-            PipelineSetting("LoopedBFS"),
             PipelineSetting(strategy="zero2"),
             PipelineSetting("GPipe", "ddp", "cb"),
         ),
-    ),
-    PipelinePlannerCase(
-        None,
-        tuple(
-            PipelineSetting(schedule, "zero1", at_once=at_once)
-            for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble")
-            for at_once in (False, True)
-        ),
-        replace(WAITING, batch=1, length=32, micro_batches=8, halves=True),
-        "zero bubble",
     ),
 ]
 

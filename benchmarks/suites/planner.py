@@ -42,7 +42,8 @@ from towpath.core.exact import Shares
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.engine.layout import lay_out
-from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval, Sums, sums
+from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, Interval
+from towpath.observing import Sums, sums
 from towpath.planner.model import Model
 from towpath.planner.prediction import Batching, Ranking
 from towpath.planner.profile import Profile

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import lab
 import towpath
 from benchmarks import gpt
 from benchmarks.harness import results
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.islands import conclude, synchronize
-from towpath import lab
-from towpath.train.report import COLORS, color, standalone_svg
+from towpath.cli.plots import COLORS, color, standalone_svg
 
 SHAPE = towpath.Topology(2, 2)
 LENGTH, BATCH = 128, 1
@@ -61,7 +61,7 @@ class Variant:
 
     def make(self, steps: int) -> towpath.Strategy:
         """Return the strategy for a run of so many steps."""
-        half = {"interleaved": steps} if self.half else {}
+        half = {"gradients_until": steps // 2} if self.half else {}
         return towpath.strategy(self.strategy, SHAPE, **self.options, **half)
 
 

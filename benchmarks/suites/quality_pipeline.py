@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import lab
 from benchmarks import gpt
 from benchmarks.harness import results
 from benchmarks.harness.figures import Check
@@ -50,10 +51,9 @@ from benchmarks.suites.pipeline import (
     mesh_of_nodes,
 )
 from benchmarks.suites.quality import Judged, VariantRun, judged, set_learning_rate, spread_of, windows
-from towpath import lab
+from towpath.cli.plots import color, standalone_svg
 from towpath.errors import ConfigError
 from towpath.pipeline import Compression, Pipeline
-from towpath.train.report import color, standalone_svg
 
 STEPS = 600
 QUICK_STEPS = 2

@@ -33,13 +33,13 @@ from benchmarks.peers import AUTO, CandidateSpec, Period
 from benchmarks.report import comparison_table
 from benchmarks.selection import QUICK, Candidate, candidates_of, every_name, expanded, finalists, pairs
 from benchmarks.workload import Workload
+from lab import Rate
 from towpath.bench import interval_of_median
 from towpath.core.formats import Codec
 from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
-from towpath.lab import Rate
 from towpath.sim.hardware import CodecSpeed, Hardware
 from towpath.sim.hardware import Link as SimulatedLink
 from towpath.sim.replay import ComputeSeconds, Replay
@@ -193,7 +193,7 @@ def figures_of(
     computing = workload.micro_steps * usual[COMPUTE]
     steps = {name: value for name, value in usual.items() if name not in (COMMUNICATION, COMPUTE)}
     return {
-        "intervals": {name: asdict(interval_of_median(comparison.seconds[name])) for name in steps},
+        "intervals": {name: interval_of_median(comparison.seconds[name])._asdict() for name in steps},
         "communication_share": {name: round(max(0.0, 1 - computing / value), 4) for name, value in steps.items()},
         "bytes_between_nodes": {name: round(median(comparison.between_nodes[name])) for name in steps},
         "processor_seconds": {name: round(sum(r["processor_seconds"] for r in facts[name]), 4) for name in steps},

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from towpath import codecs as codecs
     from towpath import errors as errors
     from towpath import integrations as integrations
-    from towpath import lab as lab
     from towpath import optim as optim
     from towpath import pipeline as pipeline
     from towpath import planning as planning
@@ -30,10 +29,8 @@ if TYPE_CHECKING:
         full_tensor,
         join,
         no_sync,
-        reshard,
         schedule,
         shard,
-        unshard,
     )
     from towpath.core.formats import Precision
     from towpath.core.outer import Outer
@@ -73,17 +70,15 @@ __all__ = [
     "no_sync",
     "offload_activations",
     "register_forward_method",
-    "reshard",
     "schedule",
     "shard",
     "stats",
     "strategies",
     "strategy",
-    "unshard",
 ]
 
 # Modules that are attributes after `import towpath` alone.
-_MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "pipeline", "planning", "tracing")
+_MODULES = ("checkpoint", "codecs", "errors", "integrations", "optim", "pipeline", "planning", "tracing")
 
 _HOMES = {
     "Extent": "topology.cluster",
@@ -110,8 +105,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"towpath.{name}")
-    if name == "Wire":
-        raise AttributeError("towpath.Wire is now towpath.Transport")
     if name not in __all__:
         raise AttributeError(f"module 'towpath' has no attribute {name!r}; it has {', '.join((*__all__, *_MODULES))}")
     return getattr(importlib.import_module(f"towpath.{_HOMES.get(name, 'api')}"), name)

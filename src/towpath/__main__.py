@@ -1,4 +1,4 @@
-"""`python -m towpath …` is `towpath …`: for launchers that take modules, as torchrun and `towpath lab run` do."""
+"""`python -m towpath …` is `towpath …`: for launchers that take modules, as torchrun does."""
 
 from towpath.cli.main import main
 

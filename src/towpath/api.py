@@ -10,10 +10,10 @@ import inspect
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Never, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Never, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,13 @@ from torch import nn
 from towpath.checkpoint.weights import Safetensors
 from towpath.collectives.rank_transfer import form_for
 from towpath.core import presets
+from towpath.core.collective_log import Call
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
-from towpath.core.outer import Outer
 from towpath.core.owner_stepped import OwnedParameter
-from towpath.core.presets import Preset
+from towpath.core.presets import NamedStrategy, StrategyLike
 from towpath.core.schedule import Schedule, decided, depends_on_memory
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import Offload, Strategy
+from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.engine.build import agree, agreement, build, check_exchangeable
 from towpath.engine.executor import engine_of
@@ -47,10 +47,10 @@ from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import CHECK_EVERY
-from towpath.errors import ConfigError, ShardError
+from towpath.errors import ConfigError, ShardError, StepError
 from towpath.logs import logger
 from towpath.planner.request import Workload
-from towpath.sharded_module import Batch, ShardedModule, attach_api, check_class
+from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology, counted
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 from towpath.topology.init import check_devices
@@ -60,13 +60,30 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Model = TypeVar("Model", bound=nn.Module)
+Batch = TypeVar("Batch")
 
 _LOG = logger("shard")
 
 
+@contextmanager
+def _lost_peers_named() -> Generator[None]:
+    """Raise `ShardError` with advice if a collective of `shard()` fails, because a rank has died or is elsewhere."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):  # gloo raises RuntimeErrors
+            raise
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise ShardError(
+            f"rank {rank}: shard() failed: {error}\nIf this speaks of a connection or of time, another rank has died, "
+            "has raised an error, or did not call shard(): see what the other ranks printed."
+        ) from error
+
+
+@_lost_peers_named()
 def shard(
     model: Model,
-    strategy: Preset | Literal["auto"] | str | Strategy,
+    strategy: Literal["auto"] | StrategyLike,
     *,
     topology: Topology | None = None,
     units: UnitChoice | None = None,
@@ -76,9 +93,6 @@ def shard(
     device: torch.device | str | None = None,
     values: Values | str | Path | None = None,
     workload: Workload | None = None,
-    offload: Offload | None = None,
-    exact: bool | None = None,
-    outer: Outer | None = None,
     check_every: int = CHECK_EVERY,
     **theirs: Never,
 ) -> Model:
@@ -91,8 +105,9 @@ def shard(
     Args:
         model: The model, on the device that it trains on, or on the meta device to save memory. With `device`, it may
             be on any.
-        strategy: A preset's name such as "zero3", a `Strategy`, or "auto". "auto" takes the strategy that the planner
-            ranks first for this cluster and for `workload`. It measures the cluster once.
+        strategy: A preset's name such as "zero3", what `towpath.strategy("zero3", exact=True)` returns, or "auto".
+            "auto" takes the strategy that the planner ranks first for this cluster and for `workload`. It measures the
+            cluster once.
         topology: The number of nodes and of ranks per node. Detected by default. Pass it to group ranks differently.
         units: Module classes or modules to gather separately. By default, these are the children of each ModuleList or
             Sequential whose children have one class. Lists among them are replaced by the modules in them that run. A
@@ -111,13 +126,6 @@ def shard(
             large model, because each rank then reads only the elements that it holds. If it fails on one rank, all
             ranks raise, and the model must be built again.
         workload: What a step computes, and in how much memory. Required by "auto", and refused otherwise.
-        offload: "optimizer" keeps the master parameters, their `.grad` and the optimizer's states in the host's memory,
-            and steps on the CPU. Use it if the states do not fit on the GPU. "params" keeps each rank's shard of the
-            weights there, and copies it to the GPU for each gather. Use it if one copy of the weights in each node does
-            not fit. "optimizer+params" does both. By default, the strategy's own setting.
-        exact: True sends fewer bytes between nodes, without losing a bit. By default, the strategy or "auto" decides.
-        outer: Islands of nodes train on their own, and synchronize only now and then (`towpath.Outer`). Use it on links
-            below 1 Gbit/s. It changes the algorithm. Pass it with a preset's name; a `Strategy` has its own.
         check_every: The number of optimizer steps between two comparisons of parameters. Ranks with copies of the same
             parameters ("ddp", "mics") raise an error with the unit's name if they differ. 0 is never.
         **theirs: Not supported. An argument of FSDP or FSDP2 raises an error that names the counterpart.
@@ -137,67 +145,11 @@ def shard(
     """
     if theirs:
         check_arguments(theirs, inspect.signature(shard).parameters)
-    changes = _Changes(offload, exact, outer)
-    home = None if device is None else _located(device)
-    return _shard(
-        model, strategy, topology, units, precision, group, mesh, home, values, workload, changes, check_every
-    )
-
-
-def _located(device: torch.device | str) -> torch.device:
-    found = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
-
-
-@dataclass(frozen=True, slots=True)
-class _Changes:
-    """The arguments of `shard` that change a named strategy, and that bind the planner. None leaves them open."""
-
-    offload: Offload | None
-    exact: bool | None
-    outer: Outer | None
-
-    def of(self, strategy: Strategy) -> Strategy:
-        """Return the changed strategy."""
-        changed = strategy if self.exact is None else strategy.with_exact_transports(self.exact)
-        return changed if self.offload is None else replace(changed, offload=self.offload)
-
-
-@contextmanager
-def _lost_peers_named() -> Generator[None]:
-    """Raise `ShardError` with advice if a collective of `shard()` fails, because a rank has died or is elsewhere."""
-    try:
-        yield
-    except RuntimeError as error:
-        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):  # gloo raises RuntimeErrors
-            raise
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        raise ShardError(
-            f"rank {rank}: shard() failed: {error}\nIf this speaks of a connection or of time, another rank has died, "
-            "has raised an error, or did not call shard(): see what the other ranks printed."
-        ) from error
-
-
-@_lost_peers_named()
-def _shard(
-    model: Model,
-    strategy: str | Strategy,
-    topology: Topology | None,
-    units: UnitChoice | None,
-    precision: Precision | Dtype | MixedPrecisionPolicy | None,
-    group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
-    device: torch.device | None,
-    values: Values | str | Path | None,
-    workload: Workload | None,
-    changes: _Changes,
-    check_every: int,
-) -> Model:
     _check_kinds(topology, group, mesh, check_every)
     check_process_group()
     if mesh is not None:
         group, topology = _of_mesh(mesh, group, topology)
-    groups = Groups(group, chosen=device)
+    groups = Groups(group, chosen=None if device is None else _located(device))
     check_devices(groups, device_of_parameters(model.parameters(), groups))
     groups.connect()
     detects = topology is None and not isinstance(strategy, Strategy)
@@ -207,14 +159,14 @@ def _shard(
         topology = Topology(*detect_shape(groups))
     with agreement(groups) as lines:
         precision = Precision.of(precision)
-        chosen = _resolve(strategy, topology, workload, changes, groups.world)
+        chosen = _resolve(strategy, topology, workload, groups.world)
         check_class(model, "auto" if chosen is None else chosen.name)
         layouts = lay_out(model, units, precision)
         if chosen is not None:
             check_exchangeable(chosen, layouts, groups)
             lines += _settings(chosen)
         else:
-            lines += ["strategy auto", f"{workload}", f"{topology}", f"{changes}"]
+            lines += ["strategy auto", f"{workload}", f"{topology}"]
         source = "the model has" if values is None else "values= gives"
         home = device_of(layouts, groups).type
         lines += [f"{precision}", f"values as {source} them, on {home}", *_environment(groups, check_every)]
@@ -226,7 +178,7 @@ def _shard(
         from towpath.auto.choice import choose_for  # imported here, because it also imports what traces a model
 
         assert workload is not None and topology is not None
-        chosen = choose_for(model, layouts, workload, groups, topology, precision, changes.offload, changes.exact)
+        chosen = choose_for(model, layouts, workload, groups, topology, precision)
         # The planner runs the model without values. A recurrent module that `check_exchangeable` has prepared for the
         # engine would run with its own weights instead, so the check follows the plan.
         with agreement(groups):
@@ -243,6 +195,11 @@ def _shard(
     attach(model, engine)
     attach_api(model, engine)
     return model
+
+
+def _located(device: torch.device | str) -> torch.device:
+    found = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
 
 
 def _values_in(path: str | Path, model: nn.Module, layouts: list[UnitLayout]) -> Values:
@@ -302,39 +259,48 @@ def _of_mesh(
 
 
 def _resolve(
-    strategy: str | Strategy, topology: Topology | None, workload: Workload | None, changes: _Changes, world: int
+    strategy: StrategyLike, topology: Topology | None, workload: Workload | None, world: int
 ) -> Strategy | None:
     """Return the strategy that the user named, or None for "auto"."""
-    if strategy == "auto":
-        if workload is None:
-            raise ShardError(
-                'strategy="auto" has to know what a step computes: pass workload=towpath.Workload(tokens=…), the '
-                "tokens of a rank's forward pass, with micro_steps=, optimizer= and memory= as they are."
-            )
-        if changes.outer is not None:
-            raise ShardError(
-                'outer= does not go with strategy="auto": allow it with workload=Workload(…, allow=("outer",)), and '
-                "the planner chooses its settings."
-            )
-        assert topology is not None
-        _check_world(topology, world)
-        return None
-    if workload is not None:
-        raise ShardError('workload= is for strategy="auto": leave it out, or let the planner choose.')
+    chosen: Strategy | None = None
+    if strategy != "auto":
+        if workload is not None:
+            raise ShardError('workload= is for strategy="auto": leave it out, or let the planner choose.')
+        chosen = _placed("shard", strategy, topology)
+    elif workload is None:
+        raise ShardError(
+            'strategy="auto" has to know what a step computes: pass workload=towpath.Workload(tokens=…), the '
+            "tokens of a rank's forward pass, with micro_steps=, optimizer= and memory= as they are. In a framework, "
+            'pass it in strategy=towpath.integrations.Sharding("auto", workload=…).'
+        )
+    job = topology if chosen is None or topology is not None else chosen.job
+    assert job is not None
+    if job.world != world:
+        raise ConfigError(
+            f"{job.words}: expected {counted(job.world, 'rank')} in the process group, which has {world}. "
+            f"Start {job.world}, or pass the topology that is running."
+        )
+    return chosen
+
+
+def _placed(caller: str, strategy: object, topology: Topology | None) -> Strategy:
+    """Return `strategy` on `topology`, which may be None only for a `Strategy`."""
     if isinstance(strategy, str):
+        strategy = presets.strategy(strategy)
+    if isinstance(strategy, NamedStrategy):
         assert topology is not None
-        _check_world(topology, world)
-        strategy = presets.strategy(strategy, topology, **({} if changes.outer is None else {"outer": changes.outer}))
-    else:
-        _check_is_strategy("shard", strategy)
-        if changes.outer is not None:
-            raise ShardError(
-                f"outer= goes with a preset's name, and {strategy.name} is a Strategy. Make it as "
-                "towpath.strategy(name, topology, outer=…)."
-            )
-        _check_topology(strategy, topology)
-        _check_world(strategy.job, world)
-    return changes.of(strategy)
+        return strategy.on(topology)
+    if not isinstance(strategy, Strategy):
+        meant = f" Did you mean {presets.closest(strategy)!r}?" if isinstance(strategy, Enum) else ""
+        raise ConfigError(
+            f"{caller}: expected a preset's name, or a Strategy as towpath.strategy() makes it; got {strategy!r}."
+            f"{meant}"
+        )
+    if topology is not None and topology != strategy.job:
+        raise ConfigError(
+            f"the strategy was made for {strategy.topology} (nodes × ranks), but topology={topology} was passed."
+        )
+    return strategy
 
 
 def _settings(strategy: Strategy) -> Iterator[str]:
@@ -356,30 +322,6 @@ def _environment(groups: Groups, check_every: int) -> list[str]:
         f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}",
         f"process groups that were made so far: {groups.describe_made()}",
     ]
-
-
-def _check_is_strategy(caller: str, strategy: object) -> None:
-    if not isinstance(strategy, Strategy):
-        meant = f" Did you mean {presets.closest(strategy)!r}?" if isinstance(strategy, Enum) else ""
-        raise ConfigError(
-            f"{caller}: expected a preset's name, or a Strategy as towpath.strategy() makes it; got {strategy!r}."
-            f"{meant}"
-        )
-
-
-def _check_topology(strategy: Strategy, topology: Topology | None) -> None:
-    if topology is not None and topology != strategy.job:
-        raise ConfigError(
-            f"the strategy was made for {strategy.topology} (nodes × ranks), but topology={topology} was passed."
-        )
-
-
-def _check_world(topology: Topology, world: int) -> None:
-    if topology.world != world:
-        raise ConfigError(
-            f"{topology.words}: expected {counted(topology.world, 'rank')} in the process group, which has {world}. "
-            f"Start {topology.world}, or pass the topology that is running."
-        )
 
 
 @contextmanager
@@ -412,9 +354,6 @@ def full_parameters(
         whole.reshard(engine, modifier_rank, made)
 
 
-# These are functions, because a type checker sees the model's own class, without the methods that `shard` adds.
-
-
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Return a context for the micro-steps before the last one of an optimizer step.
 
@@ -428,14 +367,18 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     Raises:
         ShardError: The model is not sharded.
     """
-    return _sharded(model).no_sync()
+    return engine_of(model).no_sync()
+
+
+# What a rank has to train on, when the ranks compare it in `join`.
+_NONE, _LAST_AGAIN, _ONE = 0, 1, 2
 
 
 def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield as many batches on every rank as the rank with the most has. Use it where data ends sooner on some ranks.
+    """Yield as many batches on each rank as the rank with the most has: `for batch in towpath.join(model, loader)`.
 
-    A rank whose data has ended gets its last batch again, and takes part in the transfers of the others. Its gradients
-    then count as zero, while the mean is still taken over all ranks.
+    Use it for data that ends sooner on some ranks. A rank whose data has ended gets its last batch again, and takes
+    part in the transfers of the others. Its gradients then count as zero, and the mean is still over all ranks.
 
     Args:
         model: A model that `shard` returned.
@@ -445,35 +388,28 @@ def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
         ShardError: The model is not sharded.
         StepError: A rank has no batch at all.
     """
-    return _sharded(model).join(batches)
-
-
-def unshard(model: nn.Module) -> None:
-    """Gather all parameters, which stay unsharded until `reshard`. Every rank must call it.
-
-    Prefer `full_parameters`, a context that also reshards after an exception.
-
-    Args:
-        model: A model that `shard` returned.
-
-    Raises:
-        ShardError: The model is not sharded.
-    """
-    _sharded(model).unshard()
-
-
-def reshard(model: nn.Module, *, modifier_rank: int | None = None) -> None:
-    """Undo `unshard`, and keep the writes to the unsharded parameters. Every rank must call it.
-
-    Args:
-        model: A model that `shard` returned.
-        modifier_rank: The rank whose writes are kept. By default, all ranks must have written the same values.
-
-    Raises:
-        ShardError: The model is not sharded.
-        StepError: Ranks wrote different values.
-    """
-    _sharded(model).reshard(modifier_rank=modifier_rank)
+    engine, source = engine_of(model), iter(batches)
+    # Islands exchange weights by the number of steps, so that all of them must make equally many.
+    groups, program = engine.comm.job, engine.comm.program
+    last: list[Batch] = []
+    while True:
+        found = list(islice(source, 1))
+        mine = _ONE if found else _LAST_AGAIN if last else _NONE
+        last = found or last
+        with program.shared("join()", Call.PROGRAM):
+            everyones = groups.gather_rows(torch.tensor([mine]), program.wait).flatten().tolist()
+        if _ONE not in everyones:
+            return
+        if _NONE in everyones:
+            raise StepError(
+                f"rank {groups.rank}: rank {everyones.index(_NONE)} has no batch at all, and cannot repeat its "
+                "last one while the others train. Give every rank at least one batch."
+            )
+        engine.muted = mine == _LAST_AGAIN
+        try:
+            yield last[0]
+        finally:
+            engine.muted = False
 
 
 def broadcast_buffers(model: nn.Module, rank: int = 0) -> None:
@@ -490,7 +426,9 @@ def broadcast_buffers(model: nn.Module, rank: int = 0) -> None:
     Raises:
         ShardError: The model is not sharded.
     """
-    _sharded(model).broadcast_buffers(rank)
+    groups = engine_of(model).comm.groups
+    for buffer in model.buffers():
+        groups.broadcast(buffer, rank)
 
 
 def average_islands(model: nn.Module) -> None:
@@ -546,18 +484,13 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor()
 
 
-def _sharded(model: nn.Module) -> ShardedModule:
-    engine_of(model)
-    return cast(ShardedModule, model)  # or the module that torch.compile() returns, which forwards method calls
-
-
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that `shard` makes units of by default, without the large leaves of the root."""
     return [module for unit in lay_out(model)[1:] if not unit.spec.leaf for module in unit.modules]
 
 
 def schedule(
-    strategy: Preset | str | Strategy,
+    strategy: StrategyLike,
     model_or_numels: nn.Module | Sequence[int] | Mapping[str, int],
     micro_steps: int = 1,
     precision: Precision | Dtype | MixedPrecisionPolicy | None = None,
@@ -572,12 +505,12 @@ def schedule(
     Use it to see what a strategy sends before a run, or to check a run against.
 
     Args:
-        strategy: A preset's name or a `Strategy`.
+        strategy: A preset's name, or what `strategy` returns.
         model_or_numels: A model, sharded or not, or the numbers of elements of the units, optionally by name.
         micro_steps: The number of forward and backward passes per optimizer step. Default: 1.
         precision: The dtypes, as for `shard`. By default, those of a sharded model, or each parameter's own dtype.
         units: The units of a model that is not sharded, as for `shard`.
-        topology: The topology for a preset's name. By default, that of a sharded model, or the detected one.
+        topology: The topology for a strategy without one. By default, that of a sharded model, or the detected one.
         memory: The bytes that a rank has. They decide where frozen parameters are stored if the strategy leaves that
             open. By default, the value that `shard` found for a sharded model, otherwise enough.
         owner_stepped: Names of the parameters that a `towpath.optim.owner_stepped` optimizer steps. The transfers of
@@ -590,31 +523,27 @@ def schedule(
         ConfigError: The strategy is unknown or invalid, or a name in `owner_stepped` is not a trainable parameter. Or
             `topology` differs from that of the strategy.
     """
-    if isinstance(strategy, str):
-        if topology is None and isinstance(model_or_numels, ShardedModule):
-            topology = model_or_numels.towpath_engine.strategy.topology
-        strategy = presets.strategy(strategy, topology)
-    _check_is_strategy("schedule", strategy)
+    engine = model_or_numels.towpath_engine if isinstance(model_or_numels, ShardedModule) else None
+    if topology is None and not isinstance(strategy, Strategy):
+        topology = Topology.detect() if engine is None else engine.strategy.job
+    placed = _placed("schedule", strategy, topology)
     precision = None if precision is None else Precision.of(precision)
-    _check_topology(strategy, topology)
-    if isinstance(model_or_numels, ShardedModule):
-        layouts = [u.layout for u in model_or_numels.towpath_engine.units]
-        specs = tuple(u.plan.spec for u in model_or_numels.towpath_engine.units)
-        precision = precision or model_or_numels.towpath_engine.precision
-        memory = model_or_numels.towpath_engine.free_bytes if memory is None else memory
-    elif isinstance(model_or_numels, nn.Module):
-        layouts = lay_out(model_or_numels, units, precision)
-        specs = tuple(u.spec for u in layouts)
+    if engine is not None:
+        layouts = [u.layout for u in engine.units]
+        specs = tuple(u.plan.spec for u in engine.units)
+        precision, form = precision or engine.precision, engine.comm.form
+        memory = engine.free_bytes if memory is None else memory
     else:
-        layouts, specs = [], units_from_numels(model_or_numels)
-    if isinstance(model_or_numels, ShardedModule):
-        form = model_or_numels.towpath_engine.comm.form
-    else:
+        if isinstance(model_or_numels, nn.Module):
+            layouts = lay_out(model_or_numels, units, precision)
+            specs = tuple(u.spec for u in layouts)
+        else:
+            layouts, specs = [], units_from_numels(model_or_numels)
         groups = Groups()
         form = form_for(groups.backend(groups.device))
-    strategy = decided(strategy, specs, precision or Precision(), memory, form).strategy
+    placed = decided(placed, specs, precision or Precision(), memory, form).strategy
     stepped = tuple(_whole_parameters(layouts, owner_stepped))
-    return derive_schedule(strategy, specs, micro_steps, precision, whole=stepped, form=form)
+    return derive_schedule(placed, specs, micro_steps, precision, whole=stepped, form=form)
 
 
 def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[OwnedParameter]:

@@ -13,13 +13,6 @@ Each message says what Towpath got, what it expected, and what to do. Failed `as
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
-import traceback
-from pathlib import Path
-from types import TracebackType
-
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -61,32 +54,3 @@ class StepError(TowpathError):
 
 class CheckpointError(TowpathError):
     """A checkpoint that cannot be written, is damaged, or belongs to another model."""
-
-
-class LabError(TowpathError):
-    """A lab that could not start, or that lost one of its nodes."""
-
-
-# The lab sets this environment variable for its ranks. A rank that ends with a TowpathError then prints one line
-# instead of a traceback, because many ranks print at the same time.
-ERRORS = "TOWPATH_ERRORS"
-
-
-def _in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not issubclass(kind, TowpathError):
-        sys.__excepthook__(kind, error, trace)
-        return
-    ours = str(Path(__file__).parent)
-    theirs = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((ours, "<"))]
-    where = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}: " if theirs else ""
-    sys.stderr.write(f"towpath: rank {os.environ.get('RANK', '?')}: {where}{' '.join(str(error).split())}\n")
-    # If other ranks have ended already, gloo's threads would abort this process during a normal exit, with several
-    # lines of output.
-    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
-
-
-if ERRORS in os.environ:
-    sys.excepthook = _in_one_line

@@ -19,28 +19,9 @@ from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams.record import Sums, TransferStats
-from towpath.engine.streams.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Interval, Trace
+from towpath.engine.streams.trace import Interval, Trace
 from towpath.errors import StepError
 from towpath.topology.groups import Groups
-
-__all__ = [
-    "BETWEEN",
-    "CODEC",
-    "COMPUTE",
-    "INSIDE",
-    "WAITING",
-    "Interval",
-    "Observable",
-    "Stats",
-    "Sums",
-    "Trace",
-    "TransferStats",
-    "intervals_of_ranks",
-    "running_trace",
-    "stats",
-    "sums",
-    "trace",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +168,7 @@ def sums(model: nn.Module | Observable) -> Sums:
 
 
 def running_trace(model: nn.Module | Observable) -> Trace | None:
-    """Return the trace of the `trace` context that is active for `model`, or None.
-
-    Args:
-        model: A sharded model or a pipeline.
-
-    Raises:
-        ShardError: The model is not sharded.
-    """
+    """Return the trace of the `trace` context that is active for `model`, or None."""
     if isinstance(model, Observable):
         return model.running_trace
     return engine_of(model).comm.record.trace
@@ -249,17 +223,7 @@ def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Tra
 
 
 def intervals_of_ranks(model: nn.Module | Observable, trace: Trace) -> dict[int, tuple[Interval, ...]]:
-    """Return the intervals of all ranks' traces by rank, on rank 0. Other ranks get an empty dict.
-
-    Every rank must call it. Use it to write one trace file for all ranks.
-
-    Args:
-        model: A model that `shard` returned, or a `Pipeline`.
-        trace: This rank's trace, after its `trace` context has ended.
-
-    Raises:
-        ShardError: The model is not sharded.
-    """
+    """Return the intervals of all ranks by rank on rank 0, and an empty dict on others. Every rank must call it."""
     if isinstance(model, Observable):
         return model.intervals_of_ranks(trace)
     return dict(enumerate(engine_of(model).comm.job.collect_objects(trace.intervals)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -41,19 +41,6 @@ _INSTEAD = (
     "Or pass an optimizer that handles each parameter by itself, such as torch.optim.Muon or torch.optim.Adafactor"
 )
 _ADVICE = "Make the same optimizer of the same parameters on every rank."
-
-
-if not TYPE_CHECKING:  # to a type checker, a module with `__getattr__` has every name
-
-    def __getattr__(name: str) -> Any:
-        renamed = {
-            "together": "chain",
-            "Together": "ChainedOptimizer",
-            "whole_matrices": "owner_stepped",
-            "WholeMatrices": "OwnerSteppedOptimizer",
-        }
-        hint = f"; it is now {renamed[name]}" if name in renamed else ""
-        raise AttributeError(f"module 'towpath.optim' has no attribute {name!r}{hint}")
 
 
 def owner_stepped(optimizer: Optimizer, *, gradients: str | Transport = "none") -> OwnerSteppedOptimizer:

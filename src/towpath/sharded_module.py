@@ -1,28 +1,20 @@
 """The methods that `shard` adds to a model's class, and the check that the model allows them.
 
-The functions of the same names in `towpath` call these methods. Type checkers understand the functions.
+They are methods because frameworks call them, or FSDP2 has them. All other calls are functions of `towpath`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from itertools import islice
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from towpath.core.collective_log import Call
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import HookedModule, add_mixin, register_known_methods
 from towpath.engine.parameters.full_parameters import reshard, unshard
-from towpath.errors import ShardError, StepError
-
-Batch = TypeVar("Batch")
-
-# What a rank has to train on, when the ranks compare it in `join`.
-_NONE, _LAST_AGAIN, _ONE = 0, 1, 2
+from towpath.errors import ShardError
 
 
 class ShardedModule(nn.Module):
@@ -67,11 +59,7 @@ class ShardedModule(nn.Module):
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context for the micro-steps before the last one of an optimizer step.
-
-        Inside, gradients are added up in the G shards. The first backward pass outside sets `.grad` to the sum over the
-        micro-steps, as a mean over the ranks. Divide each loss by the number of micro-steps, as in PyTorch.
-        """
+        """Return the context of `towpath.no_sync`. Frameworks call this method."""
         return self.towpath_engine.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -99,7 +87,7 @@ class ShardedModule(nn.Module):
             raise ShardError(
                 f"to_empty(device={str(wanted)!r}): the sharded model is on {own}, and cannot be moved. Build it on "
                 "the meta device, call torch.cuda.set_device() or towpath.init(), and then shard(): parameters are "
-                "made on this rank's device. For shards in host memory pass offload= to shard()."
+                "made on this rank's device. For shards in host memory take towpath.strategy(name, offload=…)."
             )
         return self
 
@@ -120,54 +108,6 @@ class ShardedModule(nn.Module):
             StepError: Ranks wrote different values.
         """
         reshard(self.towpath_engine, modifier_rank)
-
-    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield as many batches on each rank as the rank with the most has: `for batch in model.join(loader)`.
-
-        Use it for data that ends sooner on some ranks. A rank whose data has ended gets its last batch again, and takes
-        part in the transfers of the others. Its gradients then count as zero, and the mean is still over all ranks.
-
-        Args:
-            batches: This rank's batches, at least one.
-
-        Raises:
-            StepError: A rank has no batch at all.
-        """
-        engine, source = self.towpath_engine, iter(batches)
-        # Islands exchange weights by the number of steps, so that all of them must make equally many.
-        groups, program = engine.comm.job, engine.comm.program
-        last: list[Batch] = []
-        while True:
-            found = list(islice(source, 1))
-            mine = _ONE if found else _LAST_AGAIN if last else _NONE
-            last = found or last
-            with program.shared("join()", Call.PROGRAM):
-                everyones = groups.gather_rows(torch.tensor([mine]), program.wait).flatten().tolist()
-            if _ONE not in everyones:
-                return
-            if _NONE in everyones:
-                raise StepError(
-                    f"rank {groups.rank}: rank {everyones.index(_NONE)} has no batch at all, and cannot repeat its "
-                    "last one while the others train. Give every rank at least one batch."
-                )
-            engine.muted = mine == _LAST_AGAIN
-            try:
-                yield last[0]
-            finally:
-                engine.muted = False
-
-    def broadcast_buffers(self, rank: int = 0) -> None:
-        """Overwrite each rank's buffers, such as a BatchNorm's running statistics, with those of one rank.
-
-        After `shard` the engine does not change buffers. Those that depend on a rank's data differ between ranks. Call
-        this before an evaluation or a checkpoint. Every rank must call it. With outer steps, each island keeps buffers
-        of its own.
-
-        Args:
-            rank: The rank whose buffers all ranks get, counted inside the island with outer steps. Default: 0.
-        """
-        for buffer in self.buffers():
-            self.towpath_engine.comm.groups.broadcast(buffer, rank)
 
 
 class PretrainedModule(ShardedModule):
@@ -207,7 +147,7 @@ def check_class(model: nn.Module, strategy: str) -> None:
     if isinstance(model, ShardedModule):
         raise ShardError("the model is sharded already. Build it anew to shard it by another strategy.")
     _check_parts(model, strategy)
-    taken = [n for n in ("no_sync", "unshard", "reshard", "join", "broadcast_buffers") if hasattr(model, n)]
+    taken = [n for n in ("no_sync", "unshard", "reshard") if hasattr(model, n)]
     if taken:
         raise ShardError(
             f"{type(model).__name__} has {', '.join(taken)} of its own, which shard() would hide. Do not wrap the "

@@ -4,8 +4,7 @@
 
     with tracing.trace(model) as trace:  # on every rank, around the same steps
         train_one_step()
-    if ranks := tracing.intervals_of_ranks(model, trace):  # on rank 0
-        tracing.write_trace(Path("trace.json"), ranks)
+    tracing.write_trace(Path("trace.json"), model, trace)  # on every rank; rank 0 writes
 
 The file has Chrome's trace format, which https://ui.perfetto.dev opens. A process of the file is a rank, and its
 threads are tracks. Intervals of one thread must not overlap. So a track on which some overlap gets further rows:
@@ -22,34 +21,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from towpath.observing import (
-    BETWEEN,
-    CODEC,
-    COMPUTE,
-    INSIDE,
-    WAITING,
-    Interval,
-    Trace,
-    intervals_of_ranks,
-    running_trace,
-    trace,
-)
+from torch import nn
+
+from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
+from towpath.observing import Observable, Trace, intervals_of_ranks, trace
 from towpath.sim.timeline import Event
 
-__all__ = [
-    "BETWEEN",
-    "CODEC",
-    "COMPUTE",
-    "INSIDE",
-    "WAITING",
-    "Interval",
-    "Trace",
-    "intervals_of_ranks",
-    "running_trace",
-    "simulated_intervals",
-    "trace",
-    "write_trace",
-]
+__all__ = ["Trace", "trace", "write_trace"]
 
 _ORDER = (COMPUTE, WAITING, BETWEEN, INSIDE)  # the tracks of codecs come after these, by name
 _SIMULATED_TRACKS = {"compute": COMPUTE, "waiting": WAITING}
@@ -59,25 +37,32 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def write_trace(path: Path, ranks: Mapping[int, Sequence[Interval]], names: Mapping[int, str] | None = None) -> None:
-    """Write a trace file.
+def write_trace(path: Path, model: nn.Module | Observable, trace: Trace) -> None:
+    """Write the traces of all ranks in one file, on rank 0. Every rank must call it.
 
     Args:
-        path: The file.
-        ranks: The intervals of each rank.
-        names: Names of the ranks, such as "rank 3 (node 1)".
+        path: The file. Its folder is made if there is none.
+        model: A model that `shard` returned, or a `Pipeline`.
+        trace: This rank's trace, after its `trace` context has ended.
+
+    Raises:
+        ShardError: The model is not sharded.
     """
+    if ranks := intervals_of_ranks(model, trace):
+        write_intervals(path, ranks)
+
+
+def write_intervals(
+    path: Path, ranks: Mapping[int, Sequence[Interval]], names: Mapping[int, str] | None = None
+) -> None:
+    """Write the intervals of each rank, traced or simulated, as a trace file. `names` has names of the ranks."""
     found = {"displayTimeUnit": "ms", "traceEvents": list(_events(ranks, names or {}))}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
 
 
 def simulated_intervals(events: Iterable[Event]) -> list[Interval]:
-    """Return the events of a simulated step as the intervals of a traced one.
-
-    Args:
-        events: The events of a `Timeline`.
-    """
+    """Return the events of a simulated step, a `Timeline`'s, as the intervals of a traced one."""
     return [
         Interval(
             track=_SIMULATED_TRACKS.get(event.track, BETWEEN if event.crosses else INSIDE),

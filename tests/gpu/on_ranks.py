@@ -84,7 +84,7 @@ ON_FOUR = [
             delay,
             codec,
         )
-        for codec in ("int4:64", "top-k:64", "float32")
+        for codec in ("int4:64", "float32")
         for delay in (1, 0)
     ),
     *(
@@ -171,7 +171,7 @@ ON_FOUR = [
         for how, label in (("non-reentrant", "zero3"), ("reentrant", "paro-iig"))
     ),
     *(
-        _reused(f"tensor parallelism, {label}", TENSORS, "test_every_model:_train_tensor_parallel", label, PAIR)
+        _reused(f"tensor parallelism, {label}", TENSORS, "test_tensor_parallel:_train_tensor_parallel", label, PAIR)
         for label in ("zero3", "paro-iig")
     ),
     _reused("islands that diverge raise", OUTER, training.diverging_islands_raise, "zero1"),
@@ -186,7 +186,7 @@ ON_FOUR = [
     ),
     *(
         _case(f"{label}, float64", STRATEGIES, training.trains_as_one_process, label)
-        for label in ("zero3@ring", "paro-nig", "mics:2x2", "mics sync_gradients=micro-step")
+        for label in ("zero3@ring", "paro-nig", "mics:2x2")
     ),
     _case("seconds of transfers", TRACES, running.seconds_of_transfers_are_counted),
     _case("inference keeps no events", TRACES, running.inference_keeps_no_events, needs=("cuda",)),
@@ -222,16 +222,13 @@ ON_FEWER = [
     _reused(
         "blocks are compiled, zero3",
         COMPILE,
-        "test_every_model:_train_compiled",
+        "test_compiled:_train_compiled",
         "in place, after shard()",
         "zero3",
         ranks=2,
         limit=150.0,
     ),
-    *(
-        _reused(f"what {codec} keeps and sends", OUTER, training.keeps_what_is_not_sent, codec, ranks=3)
-        for codec in ("int4:64", "top-k:64")
-    ),
+    _reused("what int4:64 keeps and sends", OUTER, training.keeps_what_is_not_sent, "int4:64", ranks=3),
 ]
 
 ON_ONE = [

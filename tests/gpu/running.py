@@ -85,7 +85,7 @@ def _cycles_of(seconds: float) -> int:
 def no_call_waits_for_the_device(offload: Any) -> None:
     """Under PyTorch's own check, which finds `.item()` and copies from memory that is not pinned."""
     entry = MODELS["gpt"]
-    model: Any = towpath.shard(entry.make(torch.float32), "zero3", topology=SHAPE, offload=offload)
+    model: Any = towpath.shard(entry.make(torch.float32), strategy_of("zero3", SHAPE, offload=offload))
     optimizer = optimizer_for(model)
     inputs = entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)
     try:
@@ -187,7 +187,7 @@ def a_step_is_traced_in_the_order_of_its_stream() -> None:
     from itertools import pairwise
 
     from towpath import tracing
-    from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING
+    from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING
 
     width, rows = (2048, 4096) if DEVICE.type == "cuda" else (64, 64)
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]

@@ -49,7 +49,7 @@ def _expected(ranks: int) -> reference.Result:
 def trains_as_one_process(label: str, offload: Any = None, shape: Topology = SHAPE) -> dict[str, Any]:
     """Losses, norms that clip, and parameters, in float64."""
     expected, entry = _expected(shape.world), MODELS["gpt"]
-    model: Any = towpath.shard(entry.make(torch.float64), strategy_of(label, shape), topology=shape, offload=offload)
+    model: Any = towpath.shard(entry.make(torch.float64), strategy_of(label, shape, offload=offload))
     optimizer = optimizer_for(model)
     worst = 0.0
     for step in range(STEPS):
@@ -173,8 +173,7 @@ def resumes_in_an_exchange(folder: Path, label: str, delay: int, codec: str) -> 
 
     outer = Outer(every=3, fragments=2, delay=delay, blend=0.5 if delay else 0.0)
     if codec != "float32":
-        keeps: Any = {} if codec.startswith("top-k") else {"feedback": "all"}
-        outer = replace(outer, transport=Transport("flat", codec, **keeps))
+        outer = replace(outer, transport=Transport("flat", codec, feedback="all"))
     mine = outer_checkpoints._train_and_save(folder, label, outer, 4)
     expected: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(expected, mine)

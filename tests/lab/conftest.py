@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from towpath.lab import Lab, available
-from towpath.lab.lab import PRELOAD
+from lab import Lab, available
+from lab.lab import PRELOAD
 from towpath.topology.cluster import Topology
 
 # Loaded once for each lab: else each rank of each call would import them.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from towpath.lab import LinkBytes, link_counters
+from lab import LinkBytes, link_counters
 
 
 def where(rank: int, world: int, *args: Any) -> tuple[Any, ...]:

@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from towpath.lab import Lab, LinkBytes, Rate, link_counters
-from towpath.lab.links import address
+from lab import Lab, LinkBytes, Rate, link_counters
+from lab.links import address
 from towpath.topology.cluster import Topology
 
 RATES = ("50mbit", "200mbit", "1000mbit")

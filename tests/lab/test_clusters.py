@@ -18,8 +18,8 @@ import pytest
 import yaml
 from torch.distributed.run import config_from_args, get_args_parser
 
+from lab import Lab
 from tests.documented import ROOT
-from towpath.lab import Lab
 
 Labs = Callable[..., Lab]
 CLUSTERS = ROOT / "examples" / "clusters"

@@ -1,4 +1,4 @@
-"""`towpath lab run`: what it prints, what it writes, and how it answers a mistake."""
+"""`python -m lab run`: what it prints, what it writes, and how it answers a mistake."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from lab.command import app
+from tests.documented import ROOT
 from towpath.cli.main import _run
 
-TOWPATH = [sys.executable, "-m", "towpath.cli.main"]
-SHAPE = ["lab", "run", "--nodes", "2", "--ranks", "1", "--inter", "200mbit"]
+LAB = [sys.executable, "-m", "lab"]
+SHAPE = ["run", "--nodes", "2", "--ranks", "1", "--inter", "200mbit"]
 
 
-def towpath(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    return subprocess.run([*before, *TOWPATH, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run(
+        [*before, *LAB, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120
+    )
 
 
 @pytest.mark.parity
@@ -34,7 +38,7 @@ def test_a_script_runs_under_torchrun_and_its_links_are_told(tmp_path: Path) -> 
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
     )
-    done = towpath(*SHAPE, "--intra", "1gbit", "--json", str(tmp_path / "links.json"), "--", str(script))
+    done = command(*SHAPE, "--intra", "1gbit", "--json", str(tmp_path / "links.json"), "--", str(script))
     assert done.returncode == 0, done.stderr
     head, _, table = done.stdout.partition("What each link carried")
     assert head.strip() == "received"
@@ -51,7 +55,7 @@ def test_a_script_runs_under_torchrun_and_its_links_are_told(tmp_path: Path) -> 
 
 
 def test_a_failing_script_is_exit_code_1(tmp_path: Path) -> None:
-    done = towpath(*SHAPE, "--direct", "--", "-c", "raise SystemExit(5)")
+    done = command(*SHAPE, "--direct", "--", "-c", "raise SystemExit(5)")
     assert done.returncode == 1
     assert "exit code 5" in done.stderr
     assert "What each link carried" in done.stdout
@@ -65,7 +69,7 @@ def test_an_error_of_ours_in_a_script_is_one_line_of_each_rank_and_torchrun_adds
         "torch.distributed.init_process_group('gloo')\n"
         "towpath.shard(torch.nn.Linear(2, 2), 'zero33')\n"
     )
-    done = towpath(*SHAPE, "--", str(script))
+    done = command(*SHAPE, "--", str(script))
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("towpath: rank")]
     assert lines and all(re.fullmatch(r"towpath: rank \d: train.py, line 3: .*zero33.*", line) for line in lines)
@@ -75,21 +79,21 @@ def test_an_error_of_ours_in_a_script_is_one_line_of_each_rank_and_torchrun_adds
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["lab", "run", "--nodes", "2", "--ranks", "1", "--inter", "fast", "--", "-c", "pass"], "not a rate: 'fast'"),
+        (["run", "--nodes", "2", "--ranks", "1", "--inter", "fast", "--", "-c", "pass"], "not a rate: 'fast'"),
         ([*SHAPE, "--intra", "10", "--", "-c", "pass"], "not a rate: '10'"),
         ([*SHAPE, "--", "missing.py"], "no script 'missing.py'"),
         ([*SHAPE, "--json", "missing/links.json", "--", "-c", "pass"], "no folder"),
         ([*SHAPE], "Missing argument"),
-        (["lab", "run", "--nodes", "0", "--ranks", "1", "--inter", "1gbit", "--", "-c", "pass"], "--nodes"),
-        (["lab", "raise"], "No such command"),
-        (["lab"], "Missing command"),
+        (["run", "--nodes", "0", "--ranks", "1", "--inter", "1gbit", "--", "-c", "pass"], "--nodes"),
+        (["raise"], "No such command"),
+        ([], "Missing command"),
     ],
     ids=["rate", "loopback-rate", "script", "json", "no-script", "no-nodes", "command", "no-command"],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run(arguments) == 2
+    assert _run(arguments, app, "python -m lab") == 2
     printed = capsys.readouterr()
     assert told in printed.err
     assert len(printed.err.splitlines()) == 1
@@ -100,7 +104,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_where_namespaces_are_forbidden_the_reason_is_told() -> None:
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; echo 0 > /proc/sys/user/max_net_namespaces; exec "$@"'
     before = ("unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh")
-    done = towpath(*SHAPE, "--", "-c", "pass", before=before)
+    done = command(*SHAPE, "--", "-c", "pass", before=before)
     assert done.returncode == 2
     assert "the kernel refuses them" in done.stderr
     assert "max_user_namespaces is 0" in done.stderr
@@ -111,10 +115,16 @@ def test_where_namespaces_are_forbidden_the_reason_is_told() -> None:
     os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root, to give it up, and setpriv of util-linux"
 )
 def test_without_the_right_to_administer_a_user_namespace_serves() -> None:
-    done = towpath(*SHAPE, "--direct", "--", "-c", "pass", before=("setpriv", "--bounding-set=-sys_admin"))
+    done = command(*SHAPE, "--direct", "--", "-c", "pass", before=("setpriv", "--bounding-set=-sys_admin"))
     assert done.returncode == 0, done.stderr
 
 
 def test_the_command_does_not_load_torch() -> None:
-    program = "import sys, towpath.cli.main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+    program = "import sys, lab.command, towpath.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(("old", "new"), [("lab", "python -m lab"), ("demo", "python -m lab demo")])
+def test_the_old_command_names_the_new_one(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run([old, "run"]) == 2
+    assert f"is now `{new}`, in a clone" in capsys.readouterr().err

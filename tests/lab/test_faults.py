@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import towpath
 from benchmarks import gpt
+from lab import Lab
+from lab.links import CABLE
 from tests.ranks.strategies import seldom
 from towpath.errors import StepError
-from towpath.lab import Lab
-from towpath.lab.links import CABLE
 
 SHAPE = towpath.Topology(2, 2)
 THREE_NODES = towpath.Topology(3, 1)

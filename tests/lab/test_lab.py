@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lab import Lab, LinkBytes, Rate, link_counters
+from lab.errors import LabError
 from tests.lab import functions
 from tests.ranks.strategies import seldom
-from towpath.errors import LabError
-from towpath.lab import Lab, LinkBytes, Rate, link_counters
 from towpath.topology.cluster import Topology
 
 Labs = Callable[..., Lab]

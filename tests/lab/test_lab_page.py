@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lab import Lab
 from tests.documented import programs
 from tests.lab import functions
-from towpath.lab import Lab
 
 Labs = Callable[..., Lab]
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from lab import Lab
+from lab.lab import make_folder, sweep_folders
 from tests.ranks.strategies import seldom
-from towpath.lab import Lab
-from towpath.lab.lab import make_folder, sweep_folders
 from towpath.topology.cluster import Topology
 
 LINGER = str(Path(__file__).parent / "linger.py")
@@ -96,11 +96,11 @@ def test_nothing_is_left_by_a_lab_of_this_process(host: None, token: str, ending
 
 
 class Command:
-    """`towpath lab run` on two nodes with a script that will not end, at the moment when every daemon is up."""
+    """`python -m lab run` on two nodes with a script that will not end, at the moment when every daemon is up."""
 
     def __init__(self, token: str) -> None:
         self.token = token
-        line = [sys.executable, "-m", "towpath.cli.main", "lab", "run", "--nodes", "2", "--ranks", "1"]
+        line = [sys.executable, "-m", "lab", "run", "--nodes", "2", "--ranks", "1"]
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests started in the background: it would be inherited
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
@@ -171,7 +171,7 @@ def test_a_killed_owner_takes_its_lab_along(host: None, command: Command) -> Non
 def test_a_child_that_the_owner_forked_does_not_keep_the_lab_up(host: None) -> None:
     program = (
         "import os, signal\n"
-        "from towpath.lab import Lab\n"
+        "from lab import Lab\n"
         "from towpath.topology.cluster import Topology\n"
         "lab = Lab(Topology(1, 1))\n"
         "child = os.fork()\n"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks.suites.memory import MemoryGroup, memory_groups
-from towpath.errors import LabError
+from lab.errors import LabError
 
 MEGABYTE = 1_000_000
 PROGRAM = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('0'); bytearray(int(sys.argv[2]))"

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import towpath
+from lab import Lab
 from tests.lab.test_bytes import ABOVE, BELOW, counters_at_rest
-from towpath.lab import Lab
 from towpath.pipeline import Compression, Pipeline
 
 WIDTH, TOKENS, MICRO_BATCHES = 192, 384, 4

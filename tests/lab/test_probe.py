@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from lab import Lab, Rate
 from towpath.core.routes import ROUTES
-from towpath.lab import Lab, Rate
 from towpath.planner.profile import BROADCAST, Profile, collective_of
 from towpath.topology.cluster import Topology
 

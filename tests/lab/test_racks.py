@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import towpath
+from lab import Lab
+from lab.errors import LabError
 from tests.ranks.strategies import seldom
-from towpath.errors import LabError
-from towpath.lab import Lab
 from towpath.topology.cluster import Topology
 
 # Nodes of two racks in turn, as a scheduler may hand them out.

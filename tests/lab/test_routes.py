@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab import Lab, link_counters
 from tests.workspace import workspace
 from towpath.collectives.rank_transfer import group_rank, select
 from towpath.core.placement import GroupCollective
@@ -15,7 +16,6 @@ from towpath.core.routes import ROUTES, Form, Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.lab import Lab, link_counters
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

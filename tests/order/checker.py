@@ -43,7 +43,8 @@ from towpath.engine.parameters.partial_sums import Partial
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams import queue
 from towpath.engine.streams.queue import Streams
-from towpath.engine.streams.streams import Handle, Job, Stream, Waiting
+from towpath.engine.streams.record import TransferWait
+from towpath.engine.streams.streams import Handle, Job, Stream
 
 COMPUTATION, HOST = "computation", "the host"
 
@@ -355,7 +356,7 @@ class LogicalStream(Stream):
     def _stream(self, buffer_index: int) -> str:
         return f"{self._name} {buffer_index}"
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         stream = self._stream(job.workspace.buffer_index)
         transfers = getattr(waiting, "_transfers", ())
         handles = [handle for handle in after if isinstance(handle, LogicalHandle)]

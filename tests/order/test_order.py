@@ -33,7 +33,8 @@ from towpath.core.strategy import TransferKind
 from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
 from towpath.engine.saved_activations import DeviceCopies
-from towpath.engine.streams.streams import Handle, Job, Waiting
+from towpath.engine.streams.record import TransferWait
+from towpath.engine.streams.streams import Handle, Job
 
 Worlds = Callable[[int], World]
 
@@ -43,7 +44,6 @@ LABELS = (
     *("zero3@ring", "zero3@hierarchical", "zero3@ho-ring", "zero3@two-hop", "zero3@one-hop", "paro-iig@ring"),
     *("zero++", "qwz", "qgz", "mics gradients=int4:64 feedback=both", "zero3 weights=e4m3 gradients=int8:64+hadamard"),
     *("zero3@hierarchical weights=int8", "paro-iig weights=int8 gradients=int8", "ddp gradients=bf16"),
-    *("mics sync_gradients=micro-step", "paro-iig sync_gradients=micro-step"),
     *("zero3 offload=optimizer", "paro-iig offload=optimizer", "ddp offload=optimizer", "zero++ offload=optimizer"),
     *("paro-igg offload=params", "hpz offload=params", "zero1 offload=params", "zero++ offload=optimizer+params"),
 )
@@ -252,7 +252,6 @@ ISLANDS = ("zero1 offload=optimizer", "zero3", "ddp", "paro-igg", "zero3 offload
 OUTER = {
     "float32": Outer(every=2, fragments=2, delay=1, blend=0.5),
     "int4": Outer(every=2, delay=1, transport=Transport("flat", "int4:64", feedback="all")),
-    "top-k": Outer(every=2, fragments=2, transport=Transport("flat", "top-k:64")),
 }
 
 
@@ -365,7 +364,7 @@ class Activations(LogicalStream):
         super().__init__(name, 1, checker)
         self.waited_for, self.copies = waited_for, 0
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         self.copies += 1
         handle = super().submit(job, after, waiting)
         return handle if self.waited_for else LogicalHandle(self._checker, {})

@@ -34,9 +34,14 @@ class Run:
 
     @staticmethod
     def of(
-        label: str, topology: Topology, name: str = "gpt", dtype: torch.dtype = torch.float32, **options: Any
+        label: str,
+        topology: Topology,
+        name: str = "gpt",
+        dtype: torch.dtype = torch.float32,
+        offload: str | None = None,
+        **options: Any,
     ) -> Run:
-        strategy = strategy_of(label, topology)
+        strategy = strategy_of(label, topology, offload=offload)
         model = towpath.shard(MODELS[name].make(dtype), strategy, topology=topology, **options)
         return Run(model, optimizer_for(model), name, dtype)
 

@@ -3,6 +3,7 @@
     World(4)                    four ranks that wait for work; world.run(fn, *args) calls fn on each of them
     run_ranks(fn, 4, *args)     the same for a single call
     run_commands(fn, [...])     fn as one process each, which has no group and ends with an exit code of its own
+    @on_ranks(4)                a test whose body runs on each rank of such a world
 
 Inside, `fn` is an ordinary function of a module: it finds its rank by `torch.distributed`. A rank that fails ends its
 world: the first failure is raised here with its rank and traceback, and the other ranks are ended at once. A rank that
@@ -12,6 +13,9 @@ hangs says where it stands. No ports (a file store), no sleeps, one torch thread
 from __future__ import annotations
 
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -183,6 +187,27 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 1
     """`fn(*args)` on `world` new ranks; what each returned, by rank."""
     with World(world) as ranks:
         return ranks.run(fn, *args, timeout=timeout)
+
+
+def on_ranks(size: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a test whose body is to run on each of `size` ranks. Its parameters and fixtures are sent there."""
+
+    def mark(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(world: Callable[[int], World], **arguments: Any) -> None:
+            world(size).run(_call_body, test.__module__, test.__name__, arguments, timeout=timeout)
+
+        signature = inspect.signature(test)
+        world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        made: Any = run
+        made.__signature__ = signature.replace(parameters=[world, *signature.parameters.values()])
+        return run
+
+    return mark
+
+
+def _call_body(module: str, test: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), test).__wrapped__(**arguments)
 
 
 def run_commands(

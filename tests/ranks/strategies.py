@@ -21,31 +21,33 @@ ROUNDING = ("zero++", "qwz", "qgz")
 
 def labels(topology: Topology) -> list[str]:
     """Every preset; mics inside a node and across nodes; some over each route; every legal placement of Lins."""
-    presets = [name for name in towpath.strategies() if name not in ("mics", "lins", *ROUNDING)]
+    presets = [name for name in towpath.strategies() if name not in ("mics", *ROUNDING)]
     groups = {extent_label(g) for g in (Extent(topology.ranks_per_node), _spanning(topology))}
     chains = [
         f"lins:{'|'.join(extent_label(extent) for _, extent in placement.extents())}"
         for placement in sorted(legal_placements(topology), key=lambda p: [_order(e) for _, e in p.extents()])
     ]
     routed = [f"zero3@{route}" for route in ROUTES if route != "flat"] + ["paro-iig@ring", "ddp@ho-ring", "ddp@two-hop"]
-    one_hop = [f"{name} sync_gradients=micro-step" for name in ("mics", "paro-iig")]
-    return [*presets, *(f"mics:{group}" for group in sorted(groups)), *routed, *one_hop, *chains]
+    return [*presets, *(f"mics:{group}" for group in sorted(groups)), *routed, *chains]
 
 
 def strategy_of(label: str, topology: Topology, **more: Any) -> towpath.Strategy:
+    """The strategy of a label, with more options unless these are None."""
     label, *coded = label.split()
     name, _, route = label.partition("@")
     name, _, words = name.partition(":")
     extents = [Extent(*map(int, word.split("x"))) for word in words.split("|") if word]
     options: dict[str, Any] = {"route": route} if route else {}
-    options.update(zip(("group",) if name == "mics" else ("params", "grads", "optimizer"), extents, strict=False))
+    if name == "mics" and extents:
+        options["group"] = extents[0]
     values = [option.split("=") for option in coded]
     options.update((key, int(value) if value.isdecimal() else value) for key, value in values)
     if "exact" in options:
         options["exact"] = options["exact"] in (1, "true", "True")
     if "x" in options.get("frozen", ""):
         options["frozen"] = Extent(*map(int, options["frozen"].split("x")))
-    return towpath.strategy(name, topology, **options, **more)
+    options |= {option: value for option, value in more.items() if value is not None}
+    return towpath.strategy(towpath.Placement(*extents) if name == "lins" else name, topology, **options)
 
 
 def family(label: str, topology: Topology) -> str:

@@ -331,7 +331,7 @@ def _refused() -> None:
         model = Net()
         with pytest.raises(ShardError, match=r"Pass towpath.optim.owner_stepped\(Adafactor\(…\)\) instead"):
             accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
-        with pytest.raises(ShardError, match=r"model.join\(loader\)"):
+        with pytest.raises(ShardError, match=r"towpath.join\(model, loader\)"):
             accelerator.join_uneven_inputs([model], even_batches=False)
     dist.barrier()
 
@@ -349,7 +349,7 @@ def _plugin() -> None:
         Accelerator(strategy="zero3", cpu=True, fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
 
 
-def test_auto_is_refused_before_a_model_is_prepared_unless_the_workload_is_given(world: Worlds) -> None:
+def test_auto_is_refused_unless_the_workload_is_given(world: Worlds) -> None:
     world(1).run(_auto)
 
 
@@ -357,7 +357,7 @@ def _auto() -> None:
     from towpath.integrations.accelerate import Accelerator
 
     with launched(), pytest.raises(ShardError, match=r'Sharding\("auto", workload='):
-        Accelerator(strategy="auto", cpu=True)
+        Accelerator(strategy="auto", cpu=True).prepare(torch.nn.Linear(2, 2))
 
 
 # --- the world as Accelerate counts it --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin, mean_of_all_ranks
 
@@ -53,12 +53,9 @@ def _schedule_and_average() -> None:
 
 
 @pytest.mark.parity
-def test_the_datas_workers_run_beside_the_queues(world: Worlds) -> None:
+@on_ranks(2)
+def test_the_datas_workers_run_beside_the_queues() -> None:
     """They are forked from a process whose queues and process groups have threads."""
-    world(2).run(_with_workers)
-
-
-def _with_workers() -> None:
     multiprocessing.current_process()._config["daemon"] = False  # a rank of these tests may not have children else
     data = torch.randn(12, 6, generator=torch.Generator().manual_seed(dist.get_rank())).double()
     for label in LABELS[:1]:

@@ -66,11 +66,12 @@ def _sharded(workload: towpath.Workload | None, dtype: torch.dtype = torch.float
 
 
 def test_all_ranks_get_what_the_planner_ranks_first(world: Worlds, profile: Path) -> None:
-    workload = towpath.Workload(TOKENS, micro_steps=3, optimizer="sgd", memory=1 << 30, profile=profile)
+    options = {"offload": "optimizer", "exact": True}
+    workload = towpath.Workload(TOKENS, micro_steps=3, optimizer="sgd", memory=1 << 30, profile=profile, **options)
 
     answers = world(4).run(_sharded, workload)
 
-    assert [answer[0] for answer in answers] == world(4).run(_ranked_first)
+    assert [answer[0] for answer in answers] == world(4).run(_ranked_first, options)
     assert all(trains for *_, trains in answers)
     assert answers[0][1].count("\n") == 1 and "zero3 would take" in answers[0][1]
     assert all(told == "" for _, told, _ in answers[1:])
@@ -86,8 +87,9 @@ def test_islands_are_chosen_where_they_are_allowed(world: Worlds, profile: Path)
         assert ("which synchronizes in every step" in answers[0][1]) is bool(allow)
 
 
-def _ranked_first() -> towpath.Strategy:
-    request = Request(12, 1 << 30, towpath.Precision(), optimizer=Optimizer.named("sgd"), micro_batches=(1,))
+def _ranked_first(options: dict[str, Any]) -> towpath.Strategy:
+    sgd = Optimizer.named("sgd")
+    request = Request(12, 1 << 30, towpath.Precision(), optimizer=sgd, micro_batches=(1,), **options)
     model = TiedGPT(layers=3)
     described = describe_by_parameters(model, lay_out(model), TOKENS)
     expected = Solver(described, made_profile().cluster(), request).solve(best=1)

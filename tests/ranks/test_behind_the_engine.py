@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn
 from tests.ranks.test_never_silent import SHAPE, Block, Net, _batch, _loss
 from tests.ranks.twin import Twin
@@ -107,11 +107,8 @@ def _write_inside(label: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_inside_full_parameters_data_may_be_assigned(world: Worlds, label: str) -> None:
-    world(2).run(_assign_whole_data, label)
-
-
-def _assign_whole_data(label: str) -> None:
+@on_ranks(2)
+def test_inside_full_parameters_data_may_be_assigned(label: str) -> None:
     twin = Twin(Net, _loss, label, SHAPE)
     with towpath.full_parameters(twin.sharded):
         for p in twin.sharded.parameters():
@@ -131,15 +128,12 @@ class Bounded(nn.Module):
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_a_norm_that_an_embedding_bounds_in_its_forward_is_refused_at_shard(world: Worlds, label: str) -> None:
-    for texts in world(2).run(_bound_norms, label):
-        for text in texts:
-            assert "'tokens'" in text and "max_norm=0.5" in text and "torch.renorm" in text
-
-
-def _bound_norms(label: str) -> list[str]:
+@on_ranks(2)
+def test_a_norm_that_an_embedding_bounds_in_its_forward_is_refused_at_shard(label: str) -> None:
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return [_error(ShardError, lambda k=kind: towpath.shard(Bounded(k), label, topology=SHAPE)) for kind in kinds]
+    texts = [_error(ShardError, lambda k=kind: towpath.shard(Bounded(k), label, topology=SHAPE)) for kind in kinds]
+    for text in texts:
+        assert "'tokens'" in text and "max_norm=0.5" in text and "torch.renorm" in text
 
 
 # --- parameters that are kept elsewhere, too -------------------------------------------------------------------------
@@ -169,22 +163,16 @@ def _spectral() -> nn.Module:
 
 
 @in_turn(LABELS, 1)
-def test_parameters_in_a_units_own_lists_and_dicts_are_whole_with_it(world: Worlds, label: str) -> None:
-    world(2).run(_train_kept, label)
-
-
-def _train_kept(label: str) -> None:
+@on_ranks(2)
+def test_parameters_in_a_units_own_lists_and_dicts_are_whole_with_it(label: str) -> None:
     for block in (Keeping, _spectral):
         twin = Twin(lambda block=block: Net(block), _loss, label, SHAPE)
         twin.train(3, micro_steps=2)
         twin.check_parameters()
 
 
-def test_a_list_that_changes_after_shard_is_the_modules_own(world: Worlds) -> None:
-    world(2).run(_change_the_list)
-
-
-def _change_the_list() -> None:
+@on_ranks(2)
+def test_a_list_that_changes_after_shard_is_the_modules_own() -> None:
     twin = Twin(lambda: Net(Keeping), _loss, "zero3", SHAPE)
     for model in (twin.plain, twin.sharded):
         blocks: Any = model.blocks
@@ -214,25 +202,15 @@ def _alias_as_a_buffer(block: Any) -> None:
 
 
 @pytest.mark.parametrize("keep", [_alias_in_a_list, _view_in_an_attribute, _alias_as_a_buffer])
-def test_what_would_keep_the_old_values_is_refused_at_shard(world: Worlds, keep: Callable[[Any], None]) -> None:
-    for text in world(2).run(_shard_kept, keep):
-        assert "blocks.1.kept" in text and "'blocks.1.a.weight'" in text
-
-
-def _shard_kept(keep: Callable[[Any], None]) -> str:
+@on_ranks(2)
+def test_what_would_keep_the_old_values_is_refused_at_shard(keep: Callable[[Any], None]) -> None:
     model = Net()
     keep(model.blocks[1])
-    return _error(ShardError, lambda: towpath.shard(model, "ddp", topology=SHAPE))
+    text = _error(ShardError, lambda: towpath.shard(model, "ddp", topology=SHAPE))
+    assert "blocks.1.kept" in text and "'blocks.1.a.weight'" in text
 
 
 # --- parameters that share memory ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_parameters_on_the_same_memory_are_refused_at_shard(world: Worlds, label: str) -> None:
-    for texts in world(2).run(_share_memory, label):
-        for text in texts:
-            assert "'first.weight'" in text and "'last.weight'" in text and "tie" in text
 
 
 class Ends(nn.Module):
@@ -245,17 +223,18 @@ class Ends(nn.Module):
         return self.last(self.first(x))
 
 
-def _share_memory(label: str) -> list[str]:
+@pytest.mark.parametrize("label", ["zero3", "ddp"])
+@on_ranks(2)
+def test_parameters_on_the_same_memory_are_refused_at_shard(label: str) -> None:
     whole = torch.randn(6, 12)
     pairs = [(whole[:, :6], whole[:, 3:9]), (whole[:, :6], whole[:, :6]), (whole[:, :6], whole[:, :6].t())]
-    return [_error(ShardError, lambda p=pair: towpath.shard(Ends(*p), label, topology=SHAPE)) for pair in pairs]
+    texts = [_error(ShardError, lambda p=pair: towpath.shard(Ends(*p), label, topology=SHAPE)) for pair in pairs]
+    for text in texts:
+        assert "'first.weight'" in text and "'last.weight'" in text and "tie" in text
 
 
-def test_parameters_beside_each_other_in_one_memory_train_exactly(world: Worlds) -> None:
-    world(2).run(_train_neighbours)
-
-
-def _train_neighbours() -> None:
+@on_ranks(2)
+def test_parameters_beside_each_other_in_one_memory_train_exactly() -> None:
     for cut in (lambda w: w.chunk(2, dim=0), lambda w: w.chunk(2, dim=1)):
         whole = torch.randn(12, 12, generator=torch.Generator().manual_seed(3)).double()
         parts = [part if part.shape == (6, 12) else part[:6] for part in cut(whole)]
@@ -302,11 +281,8 @@ COMING = [_another_block, _another_layer, _one_more_block, _a_parameter_in_a_uni
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_parameters_that_come_after_shard_are_refused_by_name(world: Worlds, label: str) -> None:
-    world(2).run(_add_later, label)
-
-
-def _add_later(label: str) -> None:
+@on_ranks(2)
+def test_parameters_that_come_after_shard_are_refused_by_name(label: str) -> None:
     for change in COMING:
         twin = Twin(Net, _loss, label, SHAPE)
         twin.train(1)
@@ -315,11 +291,8 @@ def _add_later(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_modules_without_parameters_of_their_own_may_come_later(world: Worlds, label: str) -> None:
-    world(2).run(_wrap_later, label)
-
-
-def _wrap_later(label: str) -> None:
+@on_ranks(2)
+def test_modules_without_parameters_of_their_own_may_come_later(label: str) -> None:
     twin = Twin(Net, _loss, label, SHAPE)
     twin.train(1)
     for model in (twin.plain, twin.sharded):

@@ -36,7 +36,7 @@ def ranks() -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-@pytest.mark.parametrize("name", ["center", seldom("4 islands"), seldom("top-k"), "Muon"])
+@pytest.mark.parametrize("name", ["center", seldom("4 islands"), "Muon"])
 def test_variants_of_quality_train(name: str, world: Callable[[int], World]) -> None:
     found = world(4).run(trained, name)
     assert all(each == found[0] for each in found)

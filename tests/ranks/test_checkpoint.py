@@ -169,7 +169,7 @@ def test_an_interleaved_run_goes_on_before_and_after_the_switch(world: Worlds, t
 
 def _interleaved(root: Path) -> list[bool]:
     """Whether gradients are encoded, in the last step from each checkpoint. A run from either ends as the whole run."""
-    strategy = towpath.strategy("zero++", SHAPE, interleaved=4)
+    strategy = towpath.strategy("zero++", SHAPE, gradients_until=2)
 
     def made() -> Run:
         model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy, topology=SHAPE)

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import towpath
 from tests.forms import in_form
 from tests.ranks import reference, test_parity
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_parity import TOLERANCE, Case, Distance
-from tests.ranks.test_schedule_is_executed import MIXED, Mixed, _backend_calls, _train
+from tests.ranks.test_schedule_is_executed import Mixed, _backend_calls, _train
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.collectives.columns_and_rows import Reordered
 from towpath.core import routes
@@ -88,11 +87,8 @@ def test_collectives_are_those_of_the_schedule(world: Worlds, label: str) -> Non
 
 
 @pytest.mark.parametrize("label", ["zero3@hierarchical", "paro-ggg"])
-def test_with_many_nodes_they_are_fewer(world: Worlds, label: str) -> None:
-    world(4).run(_compare_many_nodes, label)
-
-
-def _compare_many_nodes(label: str) -> None:
+@on_ranks(4)
+def test_with_many_nodes_they_are_fewer(label: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routes, "MOST_ROW_CALLS", 1)
         _compare(label)
@@ -128,11 +124,8 @@ def _calls(transfer: Any) -> float:
 
 
 @pytest.mark.parametrize("label", [seldom("zero3"), "zero3@ho-ring", seldom("paro-igg"), "paro-iig"])
-def test_small_gathers_and_reductions_are_launched_together(world: Worlds, label: str) -> None:
-    world(4).run(_together, label)
-
-
-def _together(label: str) -> None:
+@on_ranks(4)
+def test_small_gathers_and_reductions_are_launched_together(label: str) -> None:
     strategy = replace(strategy_of(label, SHAPE), frozen="as-trained")
     torch.manual_seed(0)
     plain = Mixed()
@@ -154,22 +147,6 @@ def _together(label: str) -> None:
     together = [plan.together(TransferKind.REDUCE) for plan in made.plans]
     assert any(together) == (label in ("zero3", "paro-iig"))
     assert towpath.stats(model).memory_bytes["wire"] == made.buffer_bytes()["wire"]
-
-
-@pytest.mark.parametrize("label", ["zero3@ho-ring", seldom("paro-igg")])
-def test_narrow_dtypes_and_memory_in_collectives(world: Worlds, label: str) -> None:
-    world(4).run(_narrow, label)
-
-
-def _narrow(label: str) -> None:
-    with in_form(Form.COLLECTIVES):
-        model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of(label, SHAPE), precision=MIXED)
-        entry = MODELS["gpt"]
-        for _ in range(2):
-            entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
-        made = towpath.schedule(strategy_of(label, SHAPE), model, 1)
-    memory = towpath.stats(model).memory_bytes
-    assert {kind: memory[kind] for kind in made.buffer_bytes()} == made.buffer_bytes()
 
 
 class _OfMembers(Collective):

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ import pytest
 import torch.multiprocessing
 
 import towpath
+from lab import command, demo
 from tests.ranks.server import run_commands
-from towpath import lab
 from towpath.cli import main
-from towpath.train import demo
-from towpath.train.config import Config
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run_demo(folder: Path) -> None:
     """Train a smaller model than the demo's own, which takes a minute of two cores, on two ranks, not four."""
-    demo.configuration = partial(_small, demo.configuration)
+    demo.SHAPE = replace(demo.SHAPE, width=32, depth=2, heads=2, kv_heads=2, hidden=64)
+    demo.MICRO_STEPS, demo.BATCH, demo.LENGTH = 2, 1, 32
     demo.TOPOLOGY = towpath.Topology(2, 1)
-    lab.available = lambda: "a test forbids it"
+    command.available = lambda: "a test forbids it"
     torch.multiprocessing.spawn = _fork
     os.chdir(folder)
     sys.argv[1:] = ["demo", "--steps", "3", "-o", "report.html", "paro-iig"]
-    main.main()
-
-
-def _small(whole: Any, strategy: str, steps: int) -> Config:
-    config = whole(strategy, steps)
-    return replace(
-        config,
-        model=replace(config.model, width=32, depth=2, heads=2),
-        train=replace(config.train, batch=4, micro_batch=1, length=32, evaluate_batches=2),
-    )
+    main.main(command.app, "python -m lab")
 
 
 def _fork(fn: Any, args: tuple[Any, ...], **options: Any) -> Any:

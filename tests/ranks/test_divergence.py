@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 import towpath
 from tests.forms import in_form
-from tests.ranks.server import RankError, World, run_ranks
+from tests.ranks.server import RankError, World, on_ranks, run_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import Twin
 from towpath.core.routes import Form
 from towpath.errors import MismatchError, StepError
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 2)
 SHARED = ["zero3", "hpz", "mics", "paro-iig", "zero3@ring", "zero3@two-hop", "lins:2x1|2x1|2x2"]
@@ -79,16 +77,9 @@ def _error(action: Callable[[], Any]) -> str:
 # --- different units --------------------------------------------------------------------------------------------------
 
 
-def test_as_many_different_units_are_found_at_the_boundary_and_nothing_is_delivered(world: Worlds) -> None:
+@on_ranks(4)
+def test_as_many_different_units_are_found_at_the_boundary_and_nothing_is_delivered() -> None:
     """In the first step nothing is prefetched: both ranks send as many gathers, of the same size."""
-    for rank, texts in enumerate(world(4).run(_differ)):
-        for text in texts:
-            assert text.startswith(f"rank {rank}: the ranks ran different units: transfer 2 of the step was, on"), text
-            assert "on rank 0: gather of unit 'experts.all.1', on rank 1: gather of unit 'experts.all.2'" in text, text
-            assert "units=[" in text
-
-
-def _differ() -> list[str]:
     texts: list[str] = []
     for label in SHARED:
         model = _net(label, SHAPE)
@@ -96,7 +87,11 @@ def _differ() -> list[str]:
         assert all(isinstance(p, towpath.ShardTensor) and p.grad is None for p in model.parameters()), label
         _loss(model, [1, 2], step=1).backward()  # as if the step before had not been
         assert not any(p.grad is None for p in model.experts.all[1].parameters())
-    return texts
+    rank = dist.get_rank()
+    for text in texts:
+        assert text.startswith(f"rank {rank}: the ranks ran different units: transfer 2 of the step was, on"), text
+        assert "on rank 0: gather of unit 'experts.all.1', on rank 1: gather of unit 'experts.all.2'" in text, text
+        assert "units=[" in text
 
 
 class Late(nn.Module):
@@ -123,16 +118,9 @@ class LateNet(nn.Module):
         return self.last(x)
 
 
-def test_reductions_must_keep_their_place_on_shared_communicators(world: Worlds) -> None:
+@on_ranks(4)
+def test_reductions_must_keep_their_place_on_shared_communicators() -> None:
     """The ranks run the same units, and each kind of transfer is in the same order. Only their common order differs."""
-    for rank, texts in enumerate(world(4).run(_end_late)):
-        for text in texts:
-            assert text.startswith(f"rank {rank}: the ranks submitted the transfers of a shared communicator"), text
-            assert re.search("on rank 0: .* of unit 'blocks.[0-3]', on rank 1: .* of unit 'blocks.[0-3]'", text), text
-            assert "lane 'rows'" in text and "reduce of unit" in text and "units ran" not in text, text
-
-
-def _end_late() -> list[str]:
     texts: list[str] = []
     for label in ("zero++", "paro-ggg", "zero3@hierarchical", "zero3@two-hop"):
         for form in Form:
@@ -150,18 +138,19 @@ def _end_late() -> list[str]:
                 else:
                     step()  # messages of gathers and reductions have process groups of their own
                     model.zero_grad()
-    return texts
+    rank = dist.get_rank()
+    for text in texts:
+        assert text.startswith(f"rank {rank}: the ranks submitted the transfers of a shared communicator"), text
+        assert re.search("on rank 0: .* of unit 'blocks.[0-3]', on rank 1: .* of unit 'blocks.[0-3]'", text), text
+        assert "lane 'rows'" in text and "reduce of unit" in text and "units ran" not in text, text
 
 
-def test_ranks_that_detect_and_pass_the_topology_are_told_so(world: Worlds) -> None:
-    for text in world(2).run(_detect_on_rank_0):
-        assert "rank 0 has 'the topology is to be detected', rank 1 has 'the topology is passed" in text, text
-
-
-def _detect_on_rank_0() -> str:
+@on_ranks(2)
+def test_ranks_that_detect_and_pass_the_topology_are_told_so() -> None:
     with pytest.raises(MismatchError) as caught:
         towpath.shard(Net(), "zero3", topology=None if dist.get_rank() == 0 else towpath.Topology(1, 2))
-    return str(caught.value)
+    text = str(caught.value)
+    assert "rank 0 has 'the topology is to be detected', rank 1 has 'the topology is passed" in text, text
 
 
 def test_a_rank_that_leaves_shard_is_an_error_with_advice() -> None:
@@ -222,23 +211,17 @@ def _never_meet(label: str, chosen: Any) -> str:
     return text
 
 
-def test_different_units_in_an_evaluation_are_found_at_the_next_boundary(world: Worlds) -> None:
-    for text in world(2).run(_differ_in_evaluation):
-        assert "of unit 'experts.all.0'" in text and "of unit 'experts.all.3'" in text
-
-
-def _differ_in_evaluation() -> str:
+@on_ranks(2)
+def test_different_units_in_an_evaluation_are_found_at_the_next_boundary() -> None:
     model = _net("zero3", towpath.Topology(2, 1))
     with torch.no_grad():
         _loss(model, [3 * dist.get_rank()])
-    return _error(lambda: _loss(model, [1]).backward())
+    text = _error(lambda: _loss(model, [1]).backward())
+    assert "of unit 'experts.all.0'" in text and "of unit 'experts.all.3'" in text
 
 
-def test_replicas_may_run_different_units(world: Worlds) -> None:
-    world(4).run(_replicas_differ)
-
-
-def _replicas_differ() -> None:
+@on_ranks(4)
+def test_replicas_may_run_different_units() -> None:
     """Each node of `mics` and `paro-iig` is a replica of the parameters; of `ddp` and `zero1` each rank."""
     for label in ("mics", "paro-iig", "ddp", "zero1"):
         twin = Twin(
@@ -248,11 +231,8 @@ def _replicas_differ() -> None:
         twin.check_gradients()
 
 
-def test_what_differs_inside_one_unit_trains_exactly(world: Worlds) -> None:
-    world(4).run(_differ_inside_a_unit)
-
-
-def _differ_inside_a_unit() -> None:
+@on_ranks(4)
+def test_what_differs_inside_one_unit_trains_exactly() -> None:
     """The way out that the error names: all experts are gathered, whichever of them a rank uses."""
 
     def loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
@@ -313,11 +293,8 @@ def _fragile_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_pass_that_fails_on_all_ranks_leaves_nothing_behind(world: Worlds, when: str) -> None:
-    world(2).run(_all_fail, when)
-
-
-def _all_fail(when: str) -> None:
+@on_ranks(2)
+def test_a_pass_that_fails_on_all_ranks_leaves_nothing_behind(when: str) -> None:
     shape = towpath.Topology(2, 1)
     for label in ("zero3", "zero1", "mics", "paro-iig"):
         twin = Twin(Fragile, _fragile_loss, label, shape, units=[Fails])

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import towpath
 from tests.ranks.models import DEVICE, MODELS, GPTBlock
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import seldom
 from towpath.codecs.kernels import reference
 from towpath.core import routes
@@ -87,11 +87,8 @@ def _gpt_loss(model: nn.Module, rank: int, micro: int) -> Tensor:
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_compute_are_rounded_within_their_own_parameter_alone(world: Worlds) -> None:
-    world(4).run(_look_at_weights)
-
-
-def _look_at_weights() -> None:
+@on_ranks(4)
+def test_weights_that_compute_are_rounded_within_their_own_parameter_alone() -> None:
     for name, options in {
         "zero++": {},
         "qwz": {"weights": "int8:4096+hadamard"},
@@ -259,12 +256,9 @@ def _largest(values: Tensor, codec: Codec | None) -> Tensor:
     return values[:0] if codec is None else _in_blocks(values, codec).abs().amax(1)
 
 
-def test_a_tiny_embedding_keeps_its_gradient(world: Worlds) -> None:
+@on_ranks(4)
+def test_a_tiny_embedding_keeps_its_gradient() -> None:
     """Rounded to zero beside a norm's ones, it made gradients of 1e12."""
-    world(4).run(_norms)
-
-
-def _norms() -> None:
     norms = {}
     for name in ("zero3", "qwz", "zero++"):
         model: Any = towpath.shard(_tiny(), towpath.strategy(name, SQUARE))

@@ -11,7 +11,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import towpath
 import towpath.checkpoint
 from tests.ranks.models import TiedGPT
-from tests.ranks.server import World
-from tests.ranks.strategies import in_turn, seldom
+from tests.ranks.server import World, on_ranks
+from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
 from towpath.engine.hooks import KNOWN_METHODS
@@ -110,11 +110,8 @@ def _rests(model: Any) -> bool:
 
 
 @in_turn(LABELS, 1)
-def test_registered_methods_train_exactly_nest_and_release_what_they_gathered(world: Worlds, label: str) -> None:
-    world(2).run(_train_by_methods, label)
-
-
-def _train_by_methods(label: str) -> None:
+@on_ranks(2)
+def test_registered_methods_train_exactly_nest_and_release_what_they_gathered(label: str) -> None:
     twin = Twin(Coder, _loss_by_methods, label, SHAPE)
     for method in ("reconstruct", "fail", "fit", "encode"):  # `encode` and `decode` are so already
         towpath.register_forward_method(twin.sharded, method)
@@ -160,21 +157,15 @@ class Streaming(Coder):
         return x
 
 
-def test_known_methods_are_entries_from_the_beginning_where_they_can_be(world: Worlds) -> None:
-    world(2).run(_known_methods)
-
-
-def _known_methods() -> None:
+@on_ranks(2)
+def test_known_methods_are_entries_from_the_beginning_where_they_can_be() -> None:
     model: Any = towpath.shard(Streaming(), "zero3", topology=SHAPE)
     assert vars(model).keys() & set(KNOWN_METHODS) == {"encode", "decode"}
     assert isinstance(model.training_step, nn.Linear) and next(model.generate(torch.ones(1))) == 1
 
 
-def test_what_cannot_be_an_entry_is_refused_with_what_can(world: Worlds) -> None:
-    world(2).run(_register_wrongly)
-
-
-def _register_wrongly() -> None:
+@on_ranks(2)
+def test_what_cannot_be_an_entry_is_refused_with_what_can() -> None:
     model: Any = towpath.shard(Coder(), "zero3", topology=SHAPE)
     with pytest.raises(ShardError, match=r"Coder has no method 'encoder'\. Did you mean 'encode'"):
         towpath.register_forward_method(model, "encoder")
@@ -187,11 +178,8 @@ def _register_wrongly() -> None:
 
 
 @in_turn(LABELS, 1)
-def test_modules_of_the_root_may_be_called_alone(world: Worlds, label: str) -> None:
-    world(2).run(_call_parts, label)
-
-
-def _call_parts(label: str) -> None:
+@on_ranks(2)
+def test_modules_of_the_root_may_be_called_alone(label: str) -> None:
     twin = Twin(lambda: Nested(TiedGPT()), _loss_of_parts, label, SHAPE)
     twin.train(steps=2, micro_steps=2)
     twin.check_parameters()
@@ -223,22 +211,15 @@ def _loss_of_parts(model: Any, rank: int, micro: int, step: int) -> Tensor:
 # --- Hugging Face and its like ---------------------------------------------------------------------------------------
 
 
-def test_generate_gives_the_same_tokens_as_a_whole_model(world: Worlds) -> None:
-    world(2).run(_generate)
-
-
-def _generate() -> None:
-    ids, sound = torch.arange(3, 9)[None], torch.linspace(-1, 1, 160, dtype=torch.float64).view(1, 8, 20)
-    for build, given in ((_llama, ids), (_peft, ids), (_t5, ids), (_whisper, sound)):
+@on_ranks(2)
+def test_generate_gives_the_same_tokens_as_a_whole_model() -> None:
+    ids = torch.arange(3, 9)[None]
+    for build in (_llama, _peft, _t5):
         plain, sharded = (_seeded(build).eval() for _ in range(2))
         towpath.shard(sharded, "zero3", topology=SHAPE)
-        found, expected = (_tokens(model, given) for model in (sharded, plain))
+        found, expected = (model.generate(ids, do_sample=False, max_new_tokens=5) for model in (sharded, plain))
         assert torch.equal(found, expected), build.__name__
         assert _rests(sharded)
-
-
-def _tokens(model: Any, given: Tensor) -> Tensor:
-    return model.generate(given, do_sample=False, max_new_tokens=5)
 
 
 def _seeded(build: Callable[[], Any]) -> Any:
@@ -272,46 +253,6 @@ def _t5() -> Any:
     return T5ForConditionalGeneration(config)
 
 
-def _whisper() -> Any:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    halves = {f"{half}_{key}": 2 for half in ("encoder", "decoder") for key in ("layers", "attention_heads")}
-    halves |= {f"{half}_ffn_dim": 24 for half in ("encoder", "decoder")}
-    tokens = {"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    lengths = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20}
-    model = WhisperForConditionalGeneration(WhisperConfig(vocab_size=60, d_model=16, **halves, **tokens, **lengths))
-    model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
-    return model
-
-
-def test_clips_features_train_exactly_without_its_forward(world: Worlds) -> None:
-    world(2).run(_train_clip)
-
-
-def _train_clip() -> None:
-    twin = Twin(_clip, _clip_loss, "zero3", SHAPE)
-    twin.backward()
-    twin.check_gradients()
-    assert sum(p.grad is not None for p in twin.sharded.parameters()) > 60
-
-
-def _clip() -> Any:
-    from transformers import CLIPConfig, CLIPModel
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**sizes, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
-    config = CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=8)
-    return CLIPModel(config)
-
-
-def _clip_loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
-    ids = torch.arange(6)[None] + rank
-    pixels = torch.linspace(-1, 1 + rank, 192, dtype=torch.float64).view(1, 3, 8, 8)
-    outputs = (model.get_text_features(ids), model.get_image_features(pixels))
-    text, image = (output if isinstance(output, Tensor) else output.pooler_output for output in outputs)
-    return (text * image).sum()
-
-
 class Conditioned(nn.Module):
     """As DiT: after its blocks it calls a module inside the first of them."""
 
@@ -325,11 +266,8 @@ class Conditioned(nn.Module):
         return x * self.blocks[0].norm(x)  # pyright: ignore[reportCallIssue]
 
 
-def test_a_block_that_is_read_from_outside_is_named_and_trains_as_part_of_the_root(world: Worlds) -> None:
-    world(2).run(_read_a_block)
-
-
-def _read_a_block() -> None:
+@on_ranks(2)
+def test_a_block_that_is_read_from_outside_is_named_and_trains_as_part_of_the_root() -> None:
     refused = towpath.shard(Conditioned().double(), "zero3", topology=SHAPE, units=[Block])
     with pytest.raises(ShardError, match=r"'blocks.0.norm.weight'.*in unit 'blocks.0'.*pass the other units as"):
         _loss(refused, 0, 0, 0)
@@ -342,11 +280,8 @@ def _read_a_block() -> None:
     _check_alike(plain, sharded, lambda model: _loss(model, 0, 0, 0))
 
 
-def test_a_parameter_of_the_root_read_outside_is_named_with_what_makes_it_whole(world: Worlds) -> None:
-    world(2).run(_read_the_root)
-
-
-def _read_the_root() -> None:
+@on_ranks(2)
+def test_a_parameter_of_the_root_read_outside_is_named_with_what_makes_it_whole() -> None:
     model: Any = towpath.shard(Coder().double(), "zero3", topology=SHAPE)
     with pytest.raises(ShardError, match=r"'scale'.*in unit 'root'.*register_forward_method\(model, name\)"):
         model.reconstruct(_noise(0, 0, 0))
@@ -366,11 +301,9 @@ def _check_alike(plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module
 # --- saving ----------------------------------------------------------------------------------------------------------
 
 
-def test_saving_in_other_ways_says_how_to_or_saves_the_whole(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_save, tmp_path)
-
-
-def _save(folder: Path) -> None:
+@on_ranks(2)
+def test_saving_in_other_ways_says_how_to_or_saves_the_whole(tmp_path: Path) -> None:
+    folder = tmp_path
     sharded = [towpath.shard(_seeded(build), "zero3", topology=SHAPE) for build in (_llama, _peft)]
     for name, model in zip(("llama", "peft"), sharded, strict=True):
         model.save_pretrained(folder / name / "bare")
@@ -403,11 +336,9 @@ class Saver(Coder):
         torch.save(self.state_dict(), folder)
 
 
-def test_any_models_save_pretrained_saves_the_whole_and_fails_on_every_rank(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_save_without_a_dict, tmp_path)
-
-
-def _save_without_a_dict(folder: Path) -> None:
+@on_ranks(2)
+def test_any_models_save_pretrained_saves_the_whole_and_fails_on_every_rank(tmp_path: Path) -> None:
+    folder = tmp_path
     model: Any = towpath.shard(_seeded(Saver), "zero3", topology=SHAPE)
     model.save_pretrained(folder / "model.pt")
     found, expected = torch.load(folder / "model.pt"), _seeded(Saver).state_dict()
@@ -466,11 +397,8 @@ def _save_by_pytorch(model: Any) -> None:
         pickle.dumps(model)
 
 
-def test_part_of_a_model_is_whole_and_written_while_the_rest_stays_sharded(world: Worlds) -> None:
-    world(2).run(_write_a_part)
-
-
-def _write_a_part() -> None:
+@on_ranks(2)
+def test_part_of_a_model_is_whole_and_written_while_the_rest_stays_sharded() -> None:
     twin, rank = Twin(Coder, _loss, "zero3", SHAPE, units=[Block]), dist.get_rank()
     model, plain = twin.sharded, twin.plain
     twin.train(1)
@@ -511,11 +439,8 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def test_a_regulariser_alone_gives_sharded_gradients(world: Worlds) -> None:
-    world(2).run(_regularise_alone)
-
-
-def _regularise_alone() -> None:
+@on_ranks(2)
+def test_a_regulariser_alone_gives_sharded_gradients() -> None:
     twin = Twin(Coder, _regularised, "zero3", SHAPE)
     for kind in REGULARISERS.values():
         for found, expected in zip(twin.sharded.parameters(), twin.plain.parameters(), strict=True):
@@ -530,11 +455,8 @@ def _whole(p: Any) -> Tensor:
     return p.full_tensor() if isinstance(p, towpath.ShardTensor) else p
 
 
-def test_a_whole_tensor_in_the_loss_gets_the_mean_gradient_of_all_ranks(world: Worlds) -> None:
-    world(2).run(_train_orthogonal)
-
-
-def _train_orthogonal() -> None:
+@on_ranks(2)
+def test_a_whole_tensor_in_the_loss_gets_the_mean_gradient_of_all_ranks() -> None:
     for label in (*LABELS, "ddp"):
         twin = Twin(Coder, _orthogonal, label, SHAPE)
         for step in range(2):
@@ -551,11 +473,8 @@ def _orthogonal(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
 
 
 @in_turn([*LABELS, "ddp"], 1)
-def test_a_regulariser_of_the_parameters_is_part_of_the_loss(world: Worlds, label: str) -> None:
-    world(2).run(_train_regularised, label)
-
-
-def _train_regularised(label: str) -> None:
+@on_ranks(2)
+def test_a_regulariser_of_the_parameters_is_part_of_the_loss(label: str) -> None:
     twin = Twin(Coder, _regularised, label, SHAPE)
     for step in range(len(REGULARISERS)):
         twin.backward(step, micro_steps=2)
@@ -615,12 +534,6 @@ def test_a_penaltys_factor_may_differ_between_the_ranks(world: Worlds, label: st
     world(2).run(_train_with_penalties, label, towpath.Topology(1, 2))
 
 
-@pytest.mark.parity
-def test_a_penaltys_factor_may_differ_between_four_ranks(world: Worlds) -> None:
-    for label in ("paro-iig", "mics", "lins:1x1|2x1|2x2"):
-        world(4).run(_train_with_penalties, label, towpath.Topology(2, 2))
-
-
 def _train_with_penalties(label: str, topology: towpath.Topology) -> None:
     twin = Twin(Coder, _penalty, label, topology)
     for step in range(len(PENALTIES)):
@@ -638,11 +551,8 @@ def _penalty(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
     return penalize(_loss(model, rank, micro, step), rank, list(model.parameters()))
 
 
-def test_sums_over_parameters_sharded_unlike_count_each_once(world: Worlds) -> None:
-    world(2).run(_sum_unlike)
-
-
-def _sum_unlike() -> None:
+@on_ranks(2)
+def test_sums_over_parameters_sharded_unlike_count_each_once() -> None:
     model = Coder().double()
     model.blocks[0].requires_grad_(False)
     expected = sum(p.detach().square().sum() for p in model.parameters())
@@ -652,11 +562,8 @@ def _sum_unlike() -> None:
     assert found.item() == pytest.approx(expected.item(), abs=1e-12)
 
 
-def test_a_gradient_penalty_is_exact_where_weights_are_whole_and_refused_elsewhere(world: Worlds) -> None:
-    world(2).run(_train_penalised)
-
-
-def _train_penalised() -> None:
+@on_ranks(2)
+def test_a_gradient_penalty_is_exact_where_weights_are_whole_and_refused_elsewhere() -> None:
     for label, whole in (("zero3", True), ("ddp", False)):
         twin = Twin(Coder, _penalised, label, SHAPE)
         for step in range(4):
@@ -681,11 +588,8 @@ def _penalised(model: Any, rank: int, micro: int, step: int) -> Tensor:
     return loss + slope.square().sum() + model(x).mean()
 
 
-def test_autograd_grad_of_parameters_is_refused_with_what_gives_the_mean(world: Worlds) -> None:
-    world(2).run(_grad_of_parameters)
-
-
-def _grad_of_parameters() -> None:
+@on_ranks(2)
+def test_autograd_grad_of_parameters_is_refused_with_what_gives_the_mean() -> None:
     for label in LABELS:
         twin = Twin(lambda: nn.Sequential(Block(), Block()), _loss, label, SHAPE)
         parameters = list(twin.sharded.parameters())
@@ -701,125 +605,21 @@ def _grad_of_parameters() -> None:
         twin.check_parameters()
 
 
-def test_a_second_derivative_of_released_weights_is_refused_with_the_way_out(world: Worlds) -> None:
-    world(2).run(_differentiate_twice)
-
-
-def _differentiate_twice() -> None:
+@on_ranks(2)
+def test_a_second_derivative_of_released_weights_is_refused_with_the_way_out() -> None:
     model = towpath.shard(Coder().double(), "zero3", topology=SHAPE)
     x = _noise(0, 0, 0).requires_grad_()
     with pytest.raises(StepError, match=r"unit 'root': .*create_graph=True.*with towpath.full_parameters\(model\)"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
-@in_turn(LABELS, 1)
-def test_both_kinds_of_weight_norm_train_exactly(world: Worlds, label: str) -> None:
-    world(2).run(_train_weight_norm, label)
-
-
-def _train_weight_norm(label: str) -> None:
-    for build in (_old_weight_norm, _new_weight_norm):
-        twin = Twin(build, _loss, label, SHAPE)
-        twin.train(2, micro_steps=2)
-        twin.check_parameters()
-
-
-def _old_weight_norm() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated; models of audio have it all the same
-        return _normed(torch.nn.utils.weight_norm)
-
-
-def _new_weight_norm() -> nn.Module:
-    return _normed(torch.nn.utils.parametrizations.weight_norm)
-
-
-def _normed(norm: Callable[[nn.Module], Any]) -> nn.Module:
-    model = Coder()
-    for linear in [m for m in model.modules() if isinstance(m, nn.Linear)]:
-        norm(linear)
-    return model
-
-
-# --- torch.compile ---------------------------------------------------------------------------------------------------
-
-WAYS: dict[str, Callable[[Any, Any], Any]] = {
-    "the whole, wrapped": lambda model, options: torch.compile(model, **options),
-    "the whole, in place": lambda model, options: _then(model, model.compile(**options)),
-    "blocks, wrapped": lambda model, options: _wrap_blocks(model, options),
-    "a part, wrapped": lambda model, options: _wrap_inner(model, options),
-    "a step": lambda model, options: model,
-}
-
-
-RARER = ("the whole, wrapped", "the whole, in place", "a part, wrapped", "a step")  # nearly as others
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("way", [seldom(way) if way in RARER else way for way in WAYS])
-def test_compiling_after_shard_changes_nothing(world: Worlds, way: str) -> None:
-    world(2).run(_train_compiled, way)
-
-
-def _train_compiled(way: str) -> None:
-    options = {"backend": "aot_eager"}
-    with _fresh_compiler():
-        plain, sharded = (_seeded(lambda: Nested(TiedGPT())) for _ in range(2))
-        towpath.shard(sharded, "zero3", topology=SHAPE, units=list(sharded.inner.blocks))
-        compiled = WAYS[way](sharded, options)
-        ids = torch.arange(12).view(2, 6)
-
-        def step(model: Any) -> None:
-            model(ids).square().mean().backward()
-
-        run = torch.compile(step, **options) if way == "a step" else step
-        for _ in range(2):
-            run(compiled)
-            step(plain)
-        for (name, expected), found in zip(plain.named_parameters(), sharded.parameters(), strict=True):
-            assert (found.grad.full_tensor() - expected.grad).abs().max() < 1e-10, name
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-def _then(model: Any, _: None) -> Any:
-    return model
-
-
-def _wrap_blocks(model: Any, options: Any) -> Any:
-    blocks = model.inner.blocks
-    for i, block in enumerate(list(blocks)):
-        blocks[i] = torch.compile(block, **options)
-    return model
-
-
-def _wrap_inner(model: Any, options: Any) -> Any:
-    model.inner = torch.compile(model.inner, **options)
-    return model
-
-
-@contextmanager
-def _fresh_compiler() -> Iterator[None]:
-    """Without the graphs of the tests before, and with the warnings of the compiler itself."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch._dynamo.reset()
-
-
 # --- units that are small --------------------------------------------------------------------------------------------
 
 
 @in_turn([*LABELS, "hpz"], 1)
-def test_lora_with_every_linear_layer_as_a_unit_trains_exactly(world: Worlds, label: str) -> None:
+@on_ranks(2)
+def test_lora_with_every_linear_layer_as_a_unit_trains_exactly(label: str) -> None:
     """The first layer's inputs want no gradient: nothing but their own gradients tells when its units are through."""
-    world(2).run(_train_lora, label)
-
-
-def _train_lora(label: str) -> None:
     twin = Twin(_peft, _llama_loss, label, SHAPE, units=[nn.Linear])
     twin.train(2, micro_steps=2)
     twin.check_parameters()
@@ -850,11 +650,8 @@ class Convolutions(nn.Module):
         return x
 
 
-def test_modules_kept_in_their_own_dtype_compute_in_it_beside_bf16(world: Worlds) -> None:
-    world(2).run(_train_kept)
-
-
-def _train_kept() -> None:
+@on_ranks(2)
+def test_modules_kept_in_their_own_dtype_compute_in_it_beside_bf16() -> None:
     torch.manual_seed(7)
     plain, sharded = Convolutions(), Convolutions()
     sharded.load_state_dict(plain.state_dict())
@@ -894,11 +691,8 @@ def _check_kept(plain: Any, sharded: Any) -> None:
         assert torch.equal(found, expected.to(found.dtype)), name
 
 
-def test_what_keep_does_not_find_is_refused(world: Worlds) -> None:
-    world(2).run(_keep_wrongly)
-
-
-def _keep_wrongly() -> None:
+@on_ranks(2)
+def test_what_keep_does_not_find_is_refused() -> None:
     def shard(model: nn.Module, keep: Any) -> None:
         towpath.shard(model, "zero3", topology=SHAPE, precision=towpath.Precision(params="bfloat16", keep=keep))
 

@@ -18,12 +18,10 @@ import torch.distributed as dist
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import on_ranks
 from tests.ranks.strategies import strategy_of
 from towpath.core.steady_step import steady_step
 from towpath.core.step import StepMachine
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 1)
 MICRO_STEPS = 2
@@ -34,11 +32,8 @@ EVENTS = (
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_hooks_send_the_events_of_the_steady_step(world: Worlds, name: str) -> None:
-    world(SHAPE.world).run(_compare, name)
-
-
-def _compare(name: str) -> None:
+@on_ranks(SHAPE.world)
+def test_the_hooks_send_the_events_of_the_steady_step(name: str) -> None:
     entry = MODELS[name]
     model: Any = towpath.shard(entry.make(torch.float64), strategy_of("zero3", SHAPE), topology=SHAPE)
     engine = model.towpath_engine
@@ -87,11 +82,8 @@ def _told(events: list[tuple[str, Any]], names: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("label", ["ddp", "zero3"])
-def test_gradients_are_complete_when_all_of_the_micro_step_are_there(world: Worlds, label: str) -> None:
-    world(SHAPE.world).run(_complete, label)
-
-
-def _complete(label: str) -> None:
+@on_ranks(SHAPE.world)
+def test_gradients_are_complete_when_all_of_the_micro_step_are_there(label: str) -> None:
     """Also where they are summed in place, so that those of the micro-step before are there already."""
     entry = MODELS["gpt"]
     model: Any = towpath.shard(entry.make(torch.float64), strategy_of(label, SHAPE), topology=SHAPE)

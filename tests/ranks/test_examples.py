@@ -1,4 +1,4 @@
-"""Each of examples/ runs and learns. As `towpath lab run` starts them they are run by tests/unit/test_commands.py.
+"""Each of examples/ runs and learns. As `python -m lab run` starts them they are run by tests/unit/test_commands.py.
 
 Functions whose names begin with an underscore run on every rank.
 """

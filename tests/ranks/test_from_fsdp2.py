@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -28,14 +25,11 @@ from torch.distributed.fsdp import (
 )
 
 import towpath
-from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from towpath import checkpoint
 from towpath.engine.hooks import ARGUMENTS, COUNTERPARTS
 from towpath.errors import ConfigError, MismatchError, ShardError
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 1)
 THEIR_METHODS = sorted(name for name in dir(FSDPModule) if not name.startswith("_"))
@@ -86,11 +80,8 @@ class Initialized(Net):
 
 
 @in_turn(["zero3", "ddp", "mics:2x1"], 2)
-def test_to_empty_and_init_weights_give_what_one_process_has(world: Worlds, label: str) -> None:
-    world(2).run(_init_weights, label)
-
-
-def _init_weights(label: str) -> None:
+@on_ranks(2)
+def test_to_empty_and_init_weights_give_what_one_process_has(label: str) -> None:
     plain = Initialized()
     with torch.device("meta"):
         model = Initialized()
@@ -112,11 +103,8 @@ def _init_weights(label: str) -> None:
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
-def test_a_dtype_its_name_and_a_policy_are_a_precision(world: Worlds) -> None:
-    world(2).run(_shard_in_each_precision)
-
-
-def _shard_in_each_precision() -> None:
+@on_ranks(2)
+def test_a_dtype_its_name_and_a_policy_are_a_precision() -> None:
     bf16, mixed = towpath.Precision("bfloat16"), towpath.Precision("bfloat16", "float32")
     for given, expected in (
         ("bf16", bf16),
@@ -134,11 +122,8 @@ def _shard_in_each_precision() -> None:
         )
 
 
-def test_under_a_policy_gradients_are_those_of_fsdp2_to_the_bit(world: Worlds) -> None:
-    world(2).run(_train_under_policies)
-
-
-def _train_under_policies() -> None:
+@on_ranks(2)
+def test_under_a_policy_gradients_are_those_of_fsdp2_to_the_bit() -> None:
     for policy in (MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy(torch.bfloat16)):
         theirs, ours = _net(), _net()
         for block in theirs.blocks:
@@ -154,39 +139,8 @@ def _train_under_policies() -> None:
             assert torch.equal(towpath.full_tensor(found.grad), expected.grad.full_tensor()), name  # pyright: ignore
 
 
-@in_turn(["zero3", "mics"], 1)
-def test_float32_reductions_are_fsdp2s_over_micro_steps(world: Worlds, label: str) -> None:
-    """Where gradients are sent in bf16, FSDP2 also sums the micro-steps in bf16, and we in float32."""
-    world(4).run(_accumulate_under_a_policy, label)
-
-
-def _accumulate_under_a_policy(label: str) -> None:
-    policy, entry = MixedPrecisionPolicy(torch.bfloat16, torch.float32), MODELS["gpt"]
-    ours, theirs = entry.make(torch.float32), entry.make(torch.float32)
-    shape, names = ((4,), ("shard",)) if label == "zero3" else ((2, 2), ("replicate", "shard"))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for block in theirs.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(theirs, mesh=mesh, mp_policy=policy)
-    towpath.shard(ours, label, topology=towpath.Topology(2, 2), precision=policy)
-    for micro in range(2):
-        theirs.set_requires_gradient_sync(micro == 1)  # type: ignore[operator]
-        batch = entry.micro_batch(dist.get_rank(), micro, 0, torch.float32)
-        entry.loss(theirs, *batch).backward()
-        with towpath.no_sync(ours) if micro == 0 else nullcontext():
-            entry.loss(ours, *batch).backward()
-    for (name, expected), found in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        whole: Any = expected.grad
-        assert found.grad is not None
-        # Only the order of the float32 sums over four ranks may differ. A bf16 sum is off by a few thousandths.
-        assert torch.allclose(towpath.full_tensor(found.grad), whole.full_tensor(), rtol=1e-6, atol=1e-6), name
-
-
-def test_what_is_no_precision_is_refused_on_every_rank_with_what_is(world: Worlds) -> None:
-    world(2).run(_refuse_precisions)
-
-
-def _refuse_precisions() -> None:
+@on_ranks(2)
+def test_what_is_no_precision_is_refused_on_every_rank_with_what_is() -> None:
     for given, words in (
         ("bf17", r"precision='bf17': expected the dtype .* towpath.Precision, or .* MixedPrecisionPolicy"),
         (16, r"precision=16: expected"),
@@ -209,11 +163,8 @@ def _refuse_precisions() -> None:
 # --- blocks first, and then the root ----------------------------------------------------------------------------------
 
 
-def test_sharding_blocks_and_then_the_root_is_explained(world: Worlds) -> None:
-    world(2).run(_shard_blocks_first)
-
-
-def _shard_blocks_first() -> None:
+@on_ranks(2)
+def test_sharding_blocks_and_then_the_root_is_explained() -> None:
     for shard, called in ((lambda block: towpath.shard(block, "zero3"), "shard"), (fully_shard, "fully_shard")):
         model = _net()
         for block in model.blocks:
@@ -234,11 +185,8 @@ def _shard_blocks_first() -> None:
         towpath.shard(whole, "zero3")
 
 
-def test_what_is_no_strategy_names_the_preset_that_is_meant(world: Worlds) -> None:
-    world(1).run(_name_sharding_strategies)
-
-
-def _name_sharding_strategies() -> None:
+@on_ranks(1)
+def test_what_is_no_strategy_names_the_preset_that_is_meant() -> None:
     meant = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "ddp", "HYBRID_SHARD": "mics"}
     for theirs in ShardingStrategy:
         ours = meant.get(theirs.name, "paro-nii")
@@ -253,11 +201,8 @@ def _name_sharding_strategies() -> None:
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_method_of_theirs_is_ours_or_names_its_counterpart(world: Worlds) -> None:
-    world(1).run(_call_their_methods)
-
-
-def _call_their_methods() -> None:
+@on_ranks(1)
+def test_every_method_of_theirs_is_ours_or_names_its_counterpart() -> None:
     assert sorted(COUNTERPARTS) == THEIR_METHODS, "FSDPModule has other methods: add them to engine/hooks.py"
     model: Any = towpath.shard(_net(), "zero3", units=[Block])
     for name in THEIR_METHODS:
@@ -274,15 +219,12 @@ def _call_their_methods() -> None:
         model.set_nothing(True)
 
 
-# --- functions beside the methods -------------------------------------------------------------------------------------
+# --- functions and methods --------------------------------------------------------------------------------------------
 
 
-def test_the_typed_functions_do_what_the_methods_do(world: Worlds) -> None:
-    world(2).run(_call_functions)
-
-
-def _call_functions() -> None:
-    model = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "zero3", topology=SHAPE)
+@on_ranks(2)
+def test_the_functions_take_a_model_of_any_class() -> None:
+    model: Any = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "zero3", topology=SHAPE)
     weight = model.get_parameter("0.weight")
     batches = [_batch()] * (1 + dist.get_rank())
     assert len(list(towpath.join(model, batches))) == 2
@@ -296,33 +238,28 @@ def _call_functions() -> None:
     dist.all_gather(everyones, model.get_buffer("1.running_mean"))
     assert torch.equal(*everyones)
     whole = towpath.full_tensor(weight)
-    towpath.unshard(model)
+    model.unshard()
     assert torch.equal(model.get_parameter("0.weight"), whole)
     with torch.no_grad():
         model.get_parameter("0.weight").fill_(dist.get_rank())
-    towpath.reshard(model, modifier_rank=1)
+    model.reshard(modifier_rank=1)
     assert torch.equal(towpath.full_tensor(weight), torch.ones(8, 8))
 
 
-def test_the_typed_functions_take_a_compiled_model(world: Worlds) -> None:
-    world(1).run(_call_functions_on_compiled)
-
-
-def _call_functions_on_compiled() -> None:
+@on_ranks(1)
+def test_functions_and_methods_take_a_compiled_model() -> None:
     model: Any = torch.compile(towpath.shard(_net(), "zero3"), backend="eager")
     with towpath.no_sync(model):
         pass
-    towpath.unshard(model)
-    towpath.reshard(model)
+    model.unshard()
+    model.reshard()
 
 
-def test_the_typed_functions_refuse_what_is_not_sharded() -> None:
+def test_the_functions_refuse_what_is_not_sharded() -> None:
     plain = nn.Linear(2, 2)
     for call in (
         lambda: towpath.no_sync(plain),
         lambda: next(towpath.join(plain, [1])),
-        lambda: towpath.unshard(plain),
-        lambda: towpath.reshard(plain),
         lambda: towpath.broadcast_buffers(plain),
     ):
         with pytest.raises(
@@ -333,11 +270,8 @@ def test_the_typed_functions_refuse_what_is_not_sharded() -> None:
         towpath.full_tensor(plain.weight)
 
 
-def test_their_arguments_raise_and_name_the_counterpart(world: Worlds) -> None:
-    world(2).run(_their_arguments)
-
-
-def _their_arguments() -> None:
+@on_ranks(2)
+def test_their_arguments_raise_and_name_the_counterpart() -> None:
     shard: Any = towpath.shard
     theirs = {*inspect.signature(fully_shard).parameters, *inspect.signature(FullyShardedDataParallel).parameters}
     ours = {*inspect.signature(shard).parameters, "module"}
@@ -352,12 +286,10 @@ def _their_arguments() -> None:
             shard(nn.Linear(2, 2), "zero3", **{name: wrong})
 
 
-def test_dcp_checkpoints_pass_both_ways(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_pass_checkpoints, tmp_path)
-
-
-def _pass_checkpoints(folder: Path) -> None:
+@on_ranks(2)
+def test_dcp_checkpoints_pass_both_ways(tmp_path: Path) -> None:
     """Weights and AdamW's states go from FSDP2 to Towpath, train there, and go back, bit for bit."""
+    folder = tmp_path
     theirs, ours = _net(), towpath.shard(Net(), "paro-iig", topology=SHAPE)
     for block in theirs.blocks:
         fully_shard(block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import TOLERANCE, Twin
 from towpath.codecs.kernels import reference
@@ -107,12 +107,9 @@ class _Frozen(Twin):
         self.optimizer = torch.optim.AdamW(self.sharded.parameters(), lr=2e-3, eps=1e-5, weight_decay=0.1)
 
 
-def test_under_zero_plus_plus_frozen_weights_in_the_node_are_not_rounded(world: Worlds) -> None:
+@on_ranks(4)
+def test_under_zero_plus_plus_frozen_weights_in_the_node_are_not_rounded() -> None:
     """Its int8 is for what crosses nodes: blocks with nothing that trains compute exactly, as in one process."""
-    world(4).run(_unrounded)
-
-
-def _unrounded() -> None:
     torch.manual_seed(0)
     model: Any = towpath.shard(Model(), _strategy("zero++"), units=[Adapted])
     torch.manual_seed(0)
@@ -127,11 +124,8 @@ def _unrounded() -> None:
 
 
 @pytest.mark.parametrize("label", ["zero3", seldom("hpz"), seldom("paro-igg"), seldom("zero++")])
-def test_by_default_no_frozen_byte_crosses_between_nodes(world: Worlds, label: str) -> None:
-    world(4).run(_executed, label)
-
-
-def _executed(label: str) -> None:
+@on_ranks(4)
+def test_by_default_no_frozen_byte_crosses_between_nodes(label: str) -> None:
     strategy = _strategy(label)
     model: Any = towpath.shard(Model(), strategy, units=[Adapted])
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
@@ -172,11 +166,8 @@ def test_what_memory_does_not_allow_lies_as_what_trains() -> None:
     assert frozen(0) == sum(t.inter_bytes for t in as_trained.transfers if t.bucket.endswith("frozen"))
 
 
-def test_the_choice_is_logged_and_stands_in_the_strategy(world: Worlds) -> None:
-    world(4).run(_logged)
-
-
-def _logged() -> None:
+@on_ranks(4)
+def test_the_choice_is_logged_and_stands_in_the_strategy() -> None:
     said: list[str] = []
 
     class Kept(logging.Handler):
@@ -218,11 +209,9 @@ def rounded(values: Tensor, codec: Codec) -> Tensor:
 
 
 @in_turn(["1x1", "2x1", "2x2"], 1, "frozen")
-def test_what_rests_encoded_is_what_the_oracle_rounds_to(world: Worlds, frozen: str, whole_product: bool) -> None:
-    world(4).run(_rounds_once, frozen, CODECS if whole_product else CODECS[::3])
-
-
-def _rounds_once(frozen: str, codecs: Sequence[str]) -> None:
+@on_ranks(4)
+def test_what_rests_encoded_is_what_the_oracle_rounds_to(frozen: str, whole_product: bool) -> None:
+    codecs = CODECS if whole_product else CODECS[::3]
     for codec in codecs:
         strategy = _strategy("zero3", frozen, frozen_codec=codec)
         torch.manual_seed(0)
@@ -280,11 +269,8 @@ def test_gathers_and_memory_shrink_as_the_codec_says(codec: str, bits: float) ->
     assert encoded.memory_bytes()["master"] == 0
 
 
-def test_writes_to_what_rests_encoded_encode_or_are_refused(world: Worlds) -> None:
-    world(4).run(_written)
-
-
-def _written() -> None:
+@on_ranks(4)
+def test_writes_to_what_rests_encoded_encode_or_are_refused() -> None:
     for frozen in ("1x1", "2x1", "2x2"):
         model: Any = towpath.shard(Model(), _strategy("zero3", frozen, frozen_codec="int8:64"), units=[Adapted])
         weight, codec = model.blocks[1].base.weight, Codec.parse("int8:64")
@@ -317,11 +303,9 @@ def _written() -> None:
 SAVED = [("zero3", {"frozen": "2x1"}), ("hpz", {"frozen": "2x2"}), ("ddp", {"frozen": "1x1"})]
 
 
-def test_a_checkpoint_goes_on_under_another_placement(world: Worlds, tmp_path: Path) -> None:
-    world(4).run(_checkpointed, str(tmp_path))
-
-
-def _checkpointed(folder: str) -> None:
+@on_ranks(4)
+def test_a_checkpoint_goes_on_under_another_placement(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     from towpath import checkpoint
 
     previous: Path | None = None

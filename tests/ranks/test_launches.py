@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import seldom
 from towpath.engine.executor import engine_of
 from towpath.engine.parameters.gradients import FlatGradients
@@ -90,11 +90,8 @@ def _counted(model: Any, micro_steps: int) -> list[Counter[str]]:
 
 
 @pytest.mark.parametrize("label", ["zero3", seldom("ddp")])
-def test_gradients_of_a_unit_take_one_launch(world: Worlds, label: str) -> None:
-    world(4).run(_one_launch, label)
-
-
-def _one_launch(label: str) -> None:
+@on_ranks(4)
+def test_gradients_of_a_unit_take_one_launch(label: str) -> None:
     for precision in (towpath.Precision(), SUMMED_WIDE):
         model = _model(label, precision)
         units = [unit for unit in engine_of(model).units if unit.trainable]
@@ -110,11 +107,8 @@ def _one_launch(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_gradients_that_count_as_zero_take_one_launch(world: Worlds, label: str) -> None:
-    world(4).run(_zeros, label)
-
-
-def _zeros(label: str) -> None:
+@on_ranks(4)
+def test_gradients_that_count_as_zero_take_one_launch(label: str) -> None:
     model = _model(label, towpath.Precision())
     _counted(model, 1)
     engine = engine_of(model)
@@ -124,11 +118,8 @@ def _zeros(label: str) -> None:
     assert counts == {"_foreach_zero_": 2 * (DEPTH + 1)}, counts  # padding, and what this rank leaves out
 
 
-def test_gradients_that_arrive_twice_are_summed_in_one_launch(world: Worlds) -> None:
-    world(4).run(_twice)
-
-
-def _twice() -> None:
+@on_ranks(4)
+def test_gradients_that_arrive_twice_are_summed_in_one_launch() -> None:
     # The gradients of the two recomputations arrive one after the other, each time those of all eight parameters.
     model = _model("ddp", towpath.Precision(), reentrant=True)
     _counted(model, 1)
@@ -177,11 +168,8 @@ def _fails(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("label", ["ddp", "zero1", "mics", "paro-iig", "paro-nig"])
-def test_a_sum_is_narrowed_and_widened_in_two_launches(world: Worlds, label: str) -> None:
-    world(4).run(_narrowed, label)
-
-
-def _narrowed(label: str) -> None:
+@on_ranks(4)
+def test_a_sum_is_narrowed_and_widened_in_two_launches(label: str) -> None:
     model = _model(label, SUMMED_WIDE)
     made = towpath.schedule(engine_of(model).strategy, model, 1, SUMMED_WIDE)
     counts: list[Counter[str]] = []

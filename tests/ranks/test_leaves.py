@@ -21,15 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import World
+from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
 from towpath import checkpoint as checkpoints
 from towpath.engine import layout
 from towpath.errors import ShardError, StepError
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 1)
 WORDS, WIDTH = 50, 8
@@ -169,11 +167,8 @@ def _twin(label: str, use: str, loss: Any = _loss, **options: Any) -> Twin:
 
 
 @in_turn(LABELS, 1)
-def test_leaves_train_exactly_however_they_are_used(world: Worlds, label: str) -> None:
-    world(2).run(_train, label)
-
-
-def _train(label: str) -> None:
+@on_ranks(2)
+def test_leaves_train_exactly_however_they_are_used(label: str) -> None:
     for use in USES:
         twin = _twin(label, use)
         made = twin.sharded.towpath_engine.weights.made
@@ -188,11 +183,8 @@ def _train(label: str) -> None:
         assert all(isinstance(p, ShardTensor) for p in twin.sharded.parameters())
 
 
-def test_leaves_are_entries_and_have_the_compute_dtype(world: Worlds) -> None:
-    world(2).run(_entries)
-
-
-def _entries() -> None:
+@on_ranks(2)
+def test_leaves_are_entries_and_have_the_compute_dtype() -> None:
     def loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
         return model.head(model.hidden(_ids(rank, micro, step))).square().mean()
 
@@ -209,11 +201,8 @@ def _entries() -> None:
     assert model.head.weight.dtype is torch.float32
 
 
-def test_leaves_may_be_returned_and_read_without_gradients(world: Worlds) -> None:
-    world(2).run(_returned)
-
-
-def _returned() -> None:
+@on_ranks(2)
+def test_leaves_may_be_returned_and_read_without_gradients() -> None:
     USES["returned"] = lambda model, h: (model.head(h), model.head.weight)  # pyright: ignore[reportArgumentType]
 
     def loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
@@ -230,11 +219,8 @@ def _returned() -> None:
             assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
-def test_a_write_to_a_leaf_in_the_forward_of_the_root_is_named(world: Worlds) -> None:
-    world(2).run(_write)
-
-
-def _write() -> None:
+@on_ranks(2)
+def test_a_write_to_a_leaf_in_the_forward_of_the_root_is_named() -> None:
     with _small_leaves():
         model: Any = towpath.shard(GPT(), "zero3", topology=SHAPE)
 
@@ -248,11 +234,8 @@ def _write() -> None:
     handle.remove()
 
 
-def test_full_parameters_of_the_root_have_its_leaves(world: Worlds) -> None:
-    world(2).run(_whole)
-
-
-def _whole() -> None:
+@on_ranks(2)
+def test_full_parameters_of_the_root_have_its_leaves() -> None:
     with _small_leaves():
         model: Any = towpath.shard(GPT("reads"), "zero3", topology=SHAPE)
     expected = model(_ids(0, 0, 0)).detach()
@@ -265,11 +248,8 @@ def _whole() -> None:
     dist.barrier()
 
 
-def test_a_compiled_model_may_read_its_leaves(world: Worlds) -> None:
-    world(2).run(_compiled)
-
-
-def _compiled() -> None:
+@on_ranks(2)
+def test_a_compiled_model_may_read_its_leaves() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo reads .grad of tensors that have none
         torch._dynamo.reset()
@@ -279,11 +259,8 @@ def _compiled() -> None:
         twin.check_parameters()
 
 
-def test_backward_to_a_leaf_and_addresses_of_its_memory(world: Worlds) -> None:
-    world(2).run(_named_inputs)
-
-
-def _named_inputs() -> None:
+@on_ranks(2)
+def test_backward_to_a_leaf_and_addresses_of_its_memory() -> None:
     for use in ("", "reads", "given to a fused loss"):
         model: Any = _twin("zero3", use).sharded
         model(_ids(0, 0, 0)).square().mean().backward(inputs=[model.head.weight])
@@ -300,60 +277,9 @@ def _named_inputs() -> None:
         loss.backward()
 
 
-def test_generation_and_checkpointing_of_an_untied_llama(world: Worlds) -> None:
-    world(2).run(_llama)
-
-
-def _llama() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, tie_word_embeddings=False, **sizes))
-    ids, greedy = torch.arange(12).view(2, 6), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(ids, **greedy)
-    with _small_leaves():
-        model = towpath.shard(model, "zero3", topology=SHAPE)
-    assert [u.name for u in model.towpath_engine.leaves] == ["model.embed_tokens", "lm_head"]
-    assert torch.equal(model.generate(ids, **greedy), expected)
-    embedded = model.get_input_embeddings()(ids)
-    model(inputs_embeds=embedded, labels=ids).loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_leaves_may_be_split_on_a_tensor_parallel_mesh(world: Worlds) -> None:
-    world(4).run(_on_a_mesh)
-
-
-def _on_a_mesh() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("shard", "tensor"))
-    torch.manual_seed(0)
-    twin, model = GPT().to(DEVICE), GPT().to(DEVICE)
-    model.load_state_dict(twin.state_dict())
-    styles: Any = {
-        "embed": RowwiseParallel(input_layouts=Replicate()),
-        "head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh["tensor"], styles)
-    with _small_leaves():
-        sharded: Any = towpath.shard(model, "zero3", mesh=mesh["shard"])
-    assert [u.name for u in sharded.towpath_engine.leaves] == ["embed", "head"]
-    _loss(sharded, dist.get_rank() // 2, 0, 0).backward()
-    sum(_loss(twin, rank, 0, 0) / 2 for rank in range(2)).backward()
-    for name, parameter in sharded.named_parameters():
-        expected = twin.get_parameter(name).grad
-        assert torch.allclose(towpath.full_tensor(parameter.grad), expected, atol=1e-6), name
-
-
-def test_checkpoints_do_not_depend_on_leaves(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_saved_and_loaded, tmp_path)
-
-
-def _saved_and_loaded(folder: Path) -> None:
+@on_ranks(2)
+def test_checkpoints_do_not_depend_on_leaves(tmp_path: Path) -> None:
+    folder = tmp_path
     for number, units in enumerate(([Block], None)):
         runs: list[checkpoints.State] = []
         for each in (units, None if units else [Block]):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import TOLERANCE, Twin
 from towpath import checkpoint
@@ -66,30 +66,22 @@ def _train(label: str) -> None:
         assert torch.equal(twin.sharded.get_parameter(name).full_tensor(), value), name
 
 
-def test_adapters_on_the_meta_device_are_refused_on_all_ranks(world: Worlds) -> None:
+@on_ranks(2)
+def test_adapters_on_the_meta_device_are_refused_on_all_ranks() -> None:
     """Their modules would initialize them with random values, where PEFT begins at zero."""
-    for message in world(2).run(_refuse_adapters_on_meta):
-        assert "lora_A" in message and "PEFT" in message
-
-
-def _refuse_adapters_on_meta() -> str:
     with torch.device("meta"):
         model = _adapted()
     with pytest.raises(towpath.errors.ShardError) as caught:
         towpath.shard(model, "zero3", topology=towpath.Topology(1, 2))
-    return str(caught.value)
+    message = str(caught.value)
+    assert "lora_A" in message and "PEFT" in message
 
 
 @pytest.mark.parametrize(
     "label, options", [("qgz", {"frozen": "as-trained"}), seldom("mics", {"gradients": "int4:64"})]
 )
-def test_what_is_frozen_is_not_laid_out_for_the_codecs_of_gradients(
-    world: Worlds, label: str, options: dict[str, str]
-) -> None:
-    world(4).run(_gradients_in_codecs, label, options)
-
-
-def _gradients_in_codecs(label: str, options: dict[str, str]) -> None:
+@on_ranks(4)
+def test_what_is_frozen_is_not_laid_out_for_the_codecs_of_gradients(label: str, options: dict[str, str]) -> None:
     torch.manual_seed(0)
     model: Any = towpath.shard(_adapted(), towpath.strategy(label, SHAPE, **options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,18 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import on_ranks
 from towpath import Topology
 from towpath.errors import ConfigError, ShardError
 
-Worlds = Callable[[int], World]
 
-
-def test_a_mesh_says_which_ranks_share_a_model_and_which_of_them_a_copy(world: Worlds) -> None:
-    world(4).run(_shard_over_meshes)
-
-
-def _shard_over_meshes() -> None:
+@on_ranks(4)
+def test_a_mesh_says_which_ranks_share_a_model_and_which_of_them_a_copy() -> None:
     names = ("replicate", "shard", "tensor")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names[:2])
     parts = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
@@ -35,8 +29,9 @@ def _shard_over_meshes() -> None:
         (parts["replicate", "shard"], Topology(1, 2), [rank % 2, rank % 2 + 2]),
     ):
         for label in ("mics", "zero3"):
-            model: Any = towpath.shard(_model(), label, mesh=given, topology=None if given.ndim == 2 else shape)
-            assert model.towpath_engine.strategy.topology == shape
+            named = towpath.strategy(label, exact=True)
+            model: Any = towpath.shard(_model(), named, mesh=given, topology=None if given.ndim == 2 else shape)
+            assert model.towpath_engine.strategy == towpath.strategy(label, shape, exact=True)
             assert model.towpath_engine.comm.groups.members == over
             held = torch.tensor(model.weight.to_local().numel())
             dist.all_reduce(held)
@@ -51,11 +46,8 @@ def _model() -> nn.Module:
     return nn.Linear(8, 8, bias=False)
 
 
-def test_a_mesh_that_cannot_be_is_refused(world: Worlds) -> None:
-    world(4).run(_refuse_meshes)
-
-
-def _refuse_meshes() -> None:
+@on_ranks(4)
+def test_a_mesh_that_cannot_be_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     with pytest.raises(ShardError, match="mesh= and group="):
         towpath.shard(_model(), "zero3", mesh=mesh, group=dist.group.WORLD)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
 from towpath.errors import ShardError, StepError
@@ -69,11 +69,8 @@ def _refused(error: type[Exception], action: Callable[[], Any], words: str) -> N
 
 
 @LABELS
-def test_assigning_data_writes_the_values(world: Worlds, label: str) -> None:
-    world(2).run(_assign_data, label)
-
-
-def _assign_data(label: str) -> None:
+@on_ranks(2)
+def test_assigning_data_writes_the_values(label: str) -> None:
     twin = _twin(label)
     for model in (twin.plain, twin.sharded):
         for p in model.parameters():
@@ -83,11 +80,8 @@ def _assign_data(label: str) -> None:
 
 
 @LABELS
-def test_a_replaced_parameter_is_refused_at_the_next_forward(world: Worlds, label: str) -> None:
-    world(2).run(_replace, label)
-
-
-def _replace(label: str) -> None:
+@on_ranks(2)
+def test_a_replaced_parameter_is_refused_at_the_next_forward(label: str) -> None:
     twin = _twin(label)
     whole = {name: p.detach() for name, p in twin.plain.named_parameters()}
     batch = _batch(0, 0, 0)
@@ -98,11 +92,8 @@ def _replace(label: str) -> None:
 
 
 @LABELS
-def test_freezing_after_shard_is_followed_and_thawing_what_was_frozen_refused(world: Worlds, label: str) -> None:
-    world(2).run(_freeze, label)
-
-
-def _freeze(label: str) -> None:
+@on_ranks(2)
+def test_freezing_after_shard_is_followed_and_thawing_what_was_frozen_refused(label: str) -> None:
     twin = _twin(label)
     for step, frozen in enumerate((False, True, False)):
         for model in (twin.plain, twin.sharded):
@@ -118,11 +109,8 @@ def _freeze(label: str) -> None:
     _refused(StepError, lambda: model(torch.randn(3, 6)), "was frozen at shard")
 
 
-def test_casts_hooks_and_copies_after_shard_are_refused_with_a_way_out(world: Worlds) -> None:
-    world(2).run(_refuse_all)
-
-
-def _refuse_all() -> None:
+@on_ranks(2)
+def test_casts_hooks_and_copies_after_shard_are_refused_with_a_way_out() -> None:
     import copy
 
     twin = _twin("zero3")
@@ -136,11 +124,8 @@ def _refuse_all() -> None:
 
 
 @LABELS
-def test_a_step_inside_full_parameters_is_kept_and_contexts_nest(world: Worlds, label: str) -> None:
-    world(2).run(_step_inside, label)
-
-
-def _step_inside(label: str) -> None:
+@on_ranks(2)
+def test_a_step_inside_full_parameters_is_kept_and_contexts_nest(label: str) -> None:
     twin = _twin(label)
     twin.backward()
     with towpath.full_parameters(twin.sharded):
@@ -161,11 +146,8 @@ def _step_inside(label: str) -> None:
 # --- norms and sums of which each rank has a part --------------------------------------------------------------------
 
 
-def test_norms_and_sums_print_and_convert_as_those_of_whole_tensors(world: Worlds) -> None:
-    world(2).run(_convert)
-
-
-def _convert() -> None:
+@on_ranks(2)
+def test_norms_and_sums_print_and_convert_as_those_of_whole_tensors() -> None:
     twin = _twin("zero3")
     twin.backward()
     for found, expected in zip(twin.sharded.parameters(), twin.plain.parameters(), strict=True):
@@ -178,11 +160,8 @@ def _convert() -> None:
                 assert norm.cpu().numpy() == pytest.approx(value.numpy(), abs=1e-12)
 
 
-def test_writes_to_norms_and_sums_are_kept(world: Worlds) -> None:
-    world(2).run(_write_to_norms)
-
-
-def _write_to_norms() -> None:
+@on_ranks(2)
+def test_writes_to_norms_and_sums_are_kept() -> None:
     twin = _twin("zero3")
     twin.backward()
     for found, expected in zip(twin.sharded.parameters(), twin.plain.parameters(), strict=True):
@@ -255,11 +234,8 @@ class Skipping(Block):
 
 
 @LABELS
-def test_a_unit_may_return_its_input_unchanged(world: Worlds, label: str) -> None:
-    world(2).run(_train_skipping, label)
-
-
-def _train_skipping(label: str) -> None:
+@on_ranks(2)
+def test_a_unit_may_return_its_input_unchanged(label: str) -> None:
     _train(label, lambda: Net(Skipping), _loss)
 
 
@@ -272,11 +248,8 @@ class Leaking(Block):
         return out
 
 
-def test_a_tensor_that_left_a_unit_unwatched_never_meets_other_weights(world: Worlds) -> None:
-    world(2).run(_leak)
-
-
-def _leak() -> None:
+@on_ranks(2)
+def test_a_tensor_that_left_a_unit_unwatched_never_meets_other_weights() -> None:
     model: Any = towpath.shard(Net(Leaking), "zero3", topology=SHAPE)
     loss = model(torch.randn(3, 6)).square().mean() + sum(b.aside for b in model.blocks)
     _refused(RuntimeError, loss.backward, "modified by an inplace operation")
@@ -323,11 +296,8 @@ def _scaled_loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
 
 
 @LABELS
-def test_a_weight_that_a_unit_returns_is_whole_or_refused_by_name(world: Worlds, label: str) -> None:
-    world(2).run(_return_weights, label)
-
-
-def _return_weights(label: str) -> None:
+@on_ranks(2)
+def test_a_weight_that_a_unit_returns_is_whole_or_refused_by_name(label: str) -> None:
     for way in RETURNED:
         twin = _twin(label, lambda way=way: ReturningNet(way), _scaled_loss)
         if label == "zero3" and way != "cloned":
@@ -341,11 +311,8 @@ def _return_weights(label: str) -> None:
 
 
 @LABELS
-def test_a_checkpoint_around_several_units_is_exact_or_says_what_to_wrap(world: Worlds, label: str) -> None:
-    world(2).run(_checkpoint_all, label)
-
-
-def _checkpoint_all(label: str) -> None:
+@on_ranks(2)
+def test_a_checkpoint_around_several_units_is_exact_or_says_what_to_wrap(label: str) -> None:
     def loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
         whole: Any = checkpoint(model, _batch(rank, micro, step), use_reentrant=False)
         return whole.square().mean()
@@ -359,11 +326,8 @@ def _checkpoint_all(label: str) -> None:
 
 
 @LABELS
-def test_torch_func_is_refused_with_what_to_call(world: Worlds, label: str) -> None:
-    world(2).run(_transform, label)
-
-
-def _transform(label: str) -> None:
+@on_ranks(2)
+def test_torch_func_is_refused_with_what_to_call(label: str) -> None:
     twin = _twin(label)
     model, x = twin.sharded, _batch(0, 0, 0)
 
@@ -391,23 +355,17 @@ class Recurrent(nn.Module):
 
 
 @LABELS
-def test_recurrent_modules_compute_with_the_weights_of_the_moment(world: Worlds, label: str) -> None:
-    world(2).run(_train_recurrent, label)
-
-
-def _train_recurrent(label: str) -> None:
+@on_ranks(2)
+def test_recurrent_modules_compute_with_the_weights_of_the_moment(label: str) -> None:
     _train(label, lambda: Net(Recurrent), _loss)
 
 
 # --- loops -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_one_rank_keeps_alive_changes_nothing(world: Worlds) -> None:
+@on_ranks(2)
+def test_what_one_rank_keeps_alive_changes_nothing() -> None:
     """A rank that logs outputs keeps their graph: the order of its transfers must be the others' all the same."""
-    world(2).run(_keep_graphs)
-
-
-def _keep_graphs() -> None:
     twin = _twin("zero3", lambda: Net(depth=6))
     kept: list[Tensor] = []
     for step in range(4):
@@ -420,11 +378,6 @@ def _keep_graphs() -> None:
     twin.check_parameters()
 
 
-@LABELS
-def test_an_exception_in_a_backward_pass_drops_what_was_accumulated(world: Worlds, label: str) -> None:
-    world(2).run(_explode, label)
-
-
 class _Bomb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -435,7 +388,9 @@ class _Bomb(torch.autograd.Function):
         raise FloatingPointError("boom")
 
 
-def _explode(label: str) -> None:
+@LABELS
+@on_ranks(2)
+def test_an_exception_in_a_backward_pass_drops_what_was_accumulated(label: str) -> None:
     twin = _twin(label)
     loss = _Bomb.apply(twin.sharded(_batch(0, 0, 0))).square().mean()
     with pytest.raises(FloatingPointError, match="boom"):
@@ -446,11 +401,8 @@ def _explode(label: str) -> None:
 
 
 @LABELS
-def test_zero_grad_of_the_model_drops_the_micro_steps_so_far(world: Worlds, label: str) -> None:
-    world(2).run(_drop, label)
-
-
-def _drop(label: str) -> None:
+@on_ranks(2)
+def test_zero_grad_of_the_model_drops_the_micro_steps_so_far(label: str) -> None:
     twin = _twin(label)
     with twin.sharded.no_sync():
         (100 * _loss(twin.sharded, dist.get_rank(), 5, 5)).backward()

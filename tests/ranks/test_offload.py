@@ -23,15 +23,14 @@ import towpath
 from tests.forms import in_form
 from tests.ranks.checkpoints import Run, content, differing
 from tests.ranks.models import DEVICE, MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
-from tests.ranks.test_exact import _check_same
 from tests.ranks.twin import Twin, loss_on
 from towpath import Precision, Topology, checkpoint
 from towpath.core import exact
 from towpath.core.routes import Form
 from towpath.engine.executor import engine_of
-from towpath.errors import ConfigError, MismatchError, ShardError
+from towpath.errors import ConfigError, MismatchError
 
 Worlds = Callable[[int], World]
 
@@ -80,7 +79,7 @@ def _twin(label: str, offload: str, micro_steps: int) -> None:
     form = Form.COLLECTIVES if offload == "params" else Form.MESSAGES
     build = partial(MODELS["gpt"].make, torch.float64)
     with in_form(form):
-        twin = Twin(build, loss_on("gpt"), label, SHAPE, optimizer_first=True, offload=offload)
+        twin = Twin(build, loss_on("gpt"), f"{label} offload={offload}", SHAPE, optimizer_first=True)
     for step in range(3):
         twin.backward(step, micro_steps=micro_steps)
         twin.check_gradients()
@@ -90,11 +89,8 @@ def _twin(label: str, offload: str, micro_steps: int) -> None:
 
 @pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
 @pytest.mark.parametrize("form", [seldom(Form.MESSAGES), Form.COLLECTIVES])
-def test_memory_is_what_the_schedule_says_of_device_and_host(world: Worlds, form: Form, precision: Precision) -> None:
-    world(4).run(_compare_memory, form, precision)
-
-
-def _compare_memory(form: Form, precision: Precision) -> None:
+@on_ranks(4)
+def test_memory_is_what_the_schedule_says_of_device_and_host(form: Form, precision: Precision) -> None:
     cases = [(label, "optimizer") for label in ("zero3", "paro-iig", "ddp", "zero++")]
     cases += [("paro-igg exact=True", "params"), ("zero1", "optimizer+params")]
     for label, offload in cases:
@@ -121,19 +117,6 @@ def _compare_memory_of(run: Run, offload: str, precision: Precision) -> None:
     run.train(range(2))
     assert towpath.stats(run.model).buffers_made == made, strategy.name
     assert f"in the host's memory: {'master' if offload == 'optimizer' else 'params'}" in str(found)
-
-
-@pytest.mark.parametrize("form", [seldom(Form.MESSAGES), Form.COLLECTIVES])
-def test_exact_syncs_to_the_host_are_the_same_to_the_bit(
-    world: Worlds, form: Form, pytestconfig: pytest.Config
-) -> None:
-    world(4).run(_sync_exactly, form, 4 if "not parity" in pytestconfig.option.markexpr else 20)
-
-
-def _sync_exactly(form: Form, steps: int) -> None:
-    device, host = (strategy_of(f"paro-igg exact=True{each}", SHAPE) for each in ("", " offload=params"))
-    with in_form(form):
-        _check_same(device, host, "bf16", 2, steps)
 
 
 def test_the_model_computes_in_memory_of_its_own(world: Worlds) -> None:
@@ -185,11 +168,8 @@ def _checkpoints(folder: Path, before: str | None, after: str | None, precision:
 
 @pytest.mark.parametrize("offload, form", [("optimizer", Form.MESSAGES), ("params", Form.COLLECTIVES)])
 @in_turn(("zero3", "paro-iig", "ddp", "zero++"), 1)
-def test_whole_parameters_may_be_read_and_written(world: Worlds, label: str, offload: str, form: Form) -> None:
-    world(4).run(_whole, label, offload, form)
-
-
-def _whole(label: str, offload: str, form: Form) -> None:
+@on_ranks(4)
+def test_whole_parameters_may_be_read_and_written(label: str, offload: str, form: Form) -> None:
     contents = []
     for each in (None, offload):
         with in_form(form):
@@ -201,10 +181,6 @@ def _whole(label: str, offload: str, form: Form) -> None:
         run.train(range(1, 2))
         contents.append(run.content())
     assert differing(*contents) == []
-
-
-def test_full_state_dicts_are_the_same(world: Worlds) -> None:
-    world(4).run(_state_dicts)
 
 
 def _state_dicts() -> None:
@@ -245,30 +221,13 @@ def _overflow() -> float:
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_is_refused_on_every_rank(world: Worlds) -> None:
-    world(2).run(_refused)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused_on_every_rank() -> None:
     with pytest.raises(ConfigError, match=r"offload='parameters': expected 'optimizer', 'params', .*, or None"):
         Run.of("zero3", Topology(1, 2), offload="parameters")
     mine = "optimizer" if dist.get_rank() else None
     with pytest.raises(MismatchError, match="given different things"):
         Run.of("zero3", Topology(1, 2), offload=mine)
-
-
-def test_a_tensor_parallel_mesh_is_refused(world: Worlds) -> None:
-    world(4).run(_meshes)
-
-
-def _meshes() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["tp"], {"0": ColwiseParallel()})
-    with pytest.raises(ShardError, match="tensor-parallel mesh"):
-        towpath.shard(model, "zero2", topology=Topology(2, 1), group=mesh["dp"].get_group(), offload="optimizer")
 
 
 def test_the_choice_is_a_part_of_the_strategy() -> None:

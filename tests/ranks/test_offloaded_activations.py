@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.checkpoints import Run, differing
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn
 from towpath import Topology
 from towpath.engine import saved_activations
@@ -55,50 +54,6 @@ def _compare(label: str, checkpointed: bool) -> None:
     assert differing(offloaded.content(), plain.content()) == []
 
 
-def test_views_of_a_fused_projection_come_back_as_they_were(world: Worlds) -> None:
-    world(2).run(_fused_projection)
-
-
-class _NoteStrides(torch.autograd.Function):
-    """Does nothing, but saves its input and notes the strides with which the backward pass finds it."""
-
-    found: ClassVar[list[tuple[int, ...]]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        _NoteStrides.found.append(x.stride())
-        return grads[0]
-
-
-def _fused_projection() -> None:
-    """Queries, keys and values are permuted views of one tensor, with gaps: `GPTBlock` computes them at once."""
-    attention, gradients, strides = F.scaled_dot_product_attention, list[Any](), list[Any]()
-
-    def noted(*views: torch.Tensor, **options: Any) -> torch.Tensor:
-        return attention(*map(_NoteStrides.apply, views), **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_activations, "_WINDOW_BYTES", 1 << 12)
-        patch.setattr(F, "scaled_dot_product_attention", noted)
-        kept = _count_kept(patch)
-        for offload in (False, True):
-            run = Run.of("zero3", SHAPE)
-            _backward(run, 0, offload)
-            gradients.append([p.grad.full_tensor() for p in run.model.parameters()])
-            strides.append([*_NoteStrides.found])
-            _NoteStrides.found.clear()
-    assert kept and all(map(torch.equal, *gradients))
-    # The views have gaps: the strides are those of three times as much memory.
-    width = MODELS["gpt"].make(torch.float32).tokens.weight.shape[1]
-    assert strides[0] == strides[1] and {stride[2] for stride in strides[0]} == {3 * width}
-
-
 def _backward(run: Run, step: int, offload: bool = True) -> None:
     entry = MODELS["gpt"]
     with towpath.offload_activations(run.model, smallest_bytes=1) if offload else nullcontext():
@@ -124,11 +79,8 @@ def _count_kept(patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return kept
 
 
-def test_weights_and_buffers_are_left_where_they_are(world: Worlds) -> None:
-    world(2).run(_weights_stay)
-
-
-def _weights_stay() -> None:
+@on_ranks(2)
+def test_weights_and_buffers_are_left_where_they_are() -> None:
     """Whatever memory they are in: slots, those of units that are pinned, and shards that are whole."""
     for label in ("zero3", "ddp", "paro-ngg"):
         run = Run.of(label, SHAPE)
@@ -144,11 +96,8 @@ def _weights_stay() -> None:
             assert kept and not same, label
 
 
-def test_what_is_small_is_left_where_it_is(world: Worlds) -> None:
-    world(2).run(_small)
-
-
-def _small() -> None:
+@on_ranks(2)
+def test_what_is_small_is_left_where_it_is() -> None:
     run = Run.of("zero3", SHAPE)
     entry = MODELS["gpt"]
     with pytest.MonkeyPatch.context() as patch:
@@ -158,11 +107,8 @@ def _small() -> None:
         assert not kept
 
 
-def test_weights_that_may_be_another_unit_s_are_refused_as_without_it(world: Worlds) -> None:
-    world(2).run(_sealed)
-
-
-def _sealed() -> None:
+@on_ranks(2)
+def test_weights_that_may_be_another_unit_s_are_refused_as_without_it() -> None:
     run = Run.of("zero3", SHAPE)
     entry = MODELS["gpt"]
     with towpath.offload_activations(run.model, smallest_bytes=1):

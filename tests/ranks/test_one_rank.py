@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,23 +10,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import on_ranks
 from tests.ranks.test_engine_promises import Branching
 from tests.ranks.twin import Twin, loss_on
 from towpath.engine.parameters.gradients import OwnGradients
 from towpath.engine.parameters.shard_tensor import ShardTensor
 
-Worlds = Callable[[int], World]
-
 ALONE = towpath.Topology(1, 1)
 LABELS = ("ddp", "zero3", "zero++", "paro-iig")
 
 
-def test_it_trains_as_plain_pytorch_does_whatever_is_done_with_gradients(world: Worlds) -> None:
-    world(1).run(_trains_alone)
-
-
-def _trains_alone() -> None:
+@on_ranks(1)
+def test_it_trains_as_plain_pytorch_does_whatever_is_done_with_gradients() -> None:
     from tests.ranks.models import MODELS
 
     for label in LABELS:
@@ -41,11 +35,8 @@ def _trains_alone() -> None:
         twin.check_parameters()
 
 
-def test_a_parameter_that_some_micro_steps_leave_out_has_the_gradient_of_the_others(world: Worlds) -> None:
-    world(1).run(_branches)
-
-
-def _branches() -> None:
+@on_ranks(1)
+def test_a_parameter_that_some_micro_steps_leave_out_has_the_gradient_of_the_others() -> None:
     def loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
         use = [0] + [1] * (micro == 1) + [2] * (micro == 0) + [3] * (step % 2)
         torch.manual_seed(10 * step + micro)
@@ -58,11 +49,8 @@ def _branches() -> None:
         twin.step()
 
 
-def test_no_gradient_is_copied_and_one_that_is_kept_stays_as_it_was(world: Worlds) -> None:
-    world(1).run(_lent)
-
-
-def _lent() -> None:
+@on_ranks(1)
+def test_no_gradient_is_copied_and_one_that_is_kept_stays_as_it_was() -> None:
     model = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), "zero3")
     assert all(type(b.gradients) is OwnGradients for u in model.towpath_engine.units for b in u.trainable)
     made: list[int] = []
@@ -92,12 +80,9 @@ class Sum(nn.Module):
         return (self.a.view(2, 2) + self.b.view(2, 2) + x).square().sum()
 
 
-def test_gradients_that_share_their_memory_are_summed_and_scaled_once(world: Worlds) -> None:
+@on_ranks(1)
+def test_gradients_that_share_their_memory_are_summed_and_scaled_once() -> None:
     """Plain PyTorch does both twice: it is compared with what autograd.grad returns."""
-    world(1).run(_shared_memory)
-
-
-def _shared_memory() -> None:
     model = towpath.shard(Sum(), "ddp")
     inputs = [torch.full((2, 2), float(i)) for i in range(3)]
     with model.no_sync():
@@ -114,11 +99,8 @@ def _shared_memory() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_gradients_are_summed_in_float32(world: Worlds, dtype: str) -> None:
-    world(1).run(_narrow, dtype)
-
-
-def _narrow(dtype: str) -> None:
+@on_ranks(1)
+def test_narrow_gradients_are_summed_in_float32(dtype: str) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(16, 16, bias=False)
     whole = linear.weight.detach().clone()
@@ -150,12 +132,9 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_norms_are_taken_and_gradients_scaled_in_one_call_for_all(world: Worlds) -> None:
+@on_ranks(1)
+def test_norms_are_taken_and_gradients_scaled_in_one_call_for_all() -> None:
     """As PyTorch does where it knows the class of a tensor: a call for each costs more than the work on a small one."""
-    world(1).run(_clipped)
-
-
-def _clipped() -> None:
     model = towpath.shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), "zero3")
     model(torch.ones(1, 8)).sum().backward()
     with Called() as called:

@@ -13,7 +13,7 @@ from torch import nn
 import towpath
 from tests.ranks.islands import Islands, fragments_of, mean_gradients
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import ROUNDING, in_turn, strategy_of
 from tests.ranks.twin import distance
 from towpath import Outer, Topology, Transport
@@ -107,54 +107,24 @@ def train_synchronously(label: str, topology: Topology) -> float:
     return max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
 
 
-@in_turn(PRESETS, 1, "preset")
-@pytest.mark.parametrize("shape", [(2, 2), (3, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
-def test_one_island_looks_ahead(preset: str, shape: tuple[int, int], world: Callable[[int], World]) -> None:
-    topology = Topology(*shape)
-    for off in world(topology.world).run(train, preset, topology, LOOKAHEAD, adamw, 7):
-        assert off <= TOLERANCE
+SETTINGS = [
+    *((shape, LOOKAHEAD) for shape in ((2, 2), (3, 1))),
+    *((shape, Outer(every=3, fragments=2, delay=1, blend=0.25)) for shape in ((2, 2), (3, 1))),
+    ((4, 1), Outer(every=3, fragments=2, delay=1, blend=0.25, islands=2)),
+]
 
 
 @in_turn(PRESETS, 1, "preset")
-@pytest.mark.parametrize("shape", [(2, 2), (3, 1), (4, 1)], ids=lambda s: f"{s[0]}x{s[1]}")
-def test_islands_with_fragments_delay_and_blend(
-    preset: str, shape: tuple[int, int], world: Callable[[int], World]
+@pytest.mark.parametrize(("shape", "outer"), SETTINGS)
+def test_islands_look_ahead_with_fragments_delay_and_blend(
+    preset: str, shape: tuple[int, int], outer: Outer, world: Callable[[int], World]
 ) -> None:
     topology = Topology(*shape)
-    outer = Outer(every=3, fragments=2, delay=1, blend=0.25, islands=2 if shape == (4, 1) else None)
     for off in world(topology.world).run(train, preset, topology, outer, adamw, 8):
         assert off <= TOLERANCE
 
 
 # --- what counts as a step --------------------------------------------------------------------------------------------
-
-
-def test_a_step_that_one_island_skips_counts_there_too(world: Callable[[int], World]) -> None:
-    """As GradScaler does it: the gradients are there, and the optimizer is not called."""
-    for off in world(4).run(skip_steps, "paro-iig", Topology(2, 2)):
-        assert off <= TOLERANCE
-
-
-def skip_steps(label: str, topology: Topology) -> float:
-    """On a rank: island 0 skips the steps at which exchanges begin or end."""
-    entry, dtype, rank = MODELS["gpt"], torch.float64, dist.get_rank()
-    model, outer = sharded(label, topology, STREAMING), STREAMING
-    optimizer, per_island = adamw(model), topology.ranks_per_node
-    islands = Islands(entry.make(dtype), outer, 2, fragments_of(model, outer), adamw)
-    for step in range(8):
-        entry.loss(model, *entry.micro_batch(rank, 0, step, dtype)).backward()
-        for island, (copy, own) in enumerate(zip(islands.models, islands.optimizers, strict=True)):
-            mean_gradients(entry, range(island * per_island, (island + 1) * per_island), step, dtype)(copy)
-            if island or step not in (0, 2, 3):
-                own.step()
-            own.zero_grad()
-        islands.count()
-        if rank // per_island or step not in (0, 2, 3):
-            optimizer.step()
-        optimizer.zero_grad()
-    sync(model)
-    expected = dict(islands.models[rank // per_island].named_parameters())
-    return max(distance(p, expected[name].detach()) for name, p in model.named_parameters())
 
 
 @in_turn(PRESETS, 1, "preset")
@@ -223,42 +193,26 @@ def average(label: str, topology: Topology, after: str) -> tuple[float, float]:
     return off, again
 
 
-def test_islands_average_what_the_outer_step_of_their_last_step_leaves(world: Callable[[int], World]) -> None:
-    for off, from_mean in world(4).run(average_after_a_period, Topology(2, 2)):
-        assert off <= TOLERANCE
-        assert from_mean > 1e-5  # with momentum, an outer step goes beyond the mean of the islands
-
-
-def average_after_a_period(topology: Topology) -> tuple[float, float]:
+@on_ranks(4)
+def test_islands_average_what_the_outer_step_of_their_last_step_leaves() -> None:
     """On a rank: return how far averaged parameters are from the simulated ones, and from the islands' mean before."""
+    topology = Topology(2, 2)
     model, islands = train_beside("paro-iig", topology, Outer(every=2), adamw, 2)
     mean = torch.cat([towpath.full_tensor(p).detach().flatten() for p in model.parameters()])
     dist.all_reduce(mean)
     towpath.average_islands(model)
     islands.average()
     after = torch.cat([towpath.full_tensor(p).detach().flatten() for p in model.parameters()])
-    return away(model, islands.models[0]), (after - mean / dist.get_world_size()).abs().max().item()
+    (off, from_mean) = away(model, islands.models[0]), (after - mean / dist.get_world_size()).abs().max().item()
+    assert off <= TOLERANCE
+    assert from_mean > 1e-5  # with momentum, an outer step goes beyond the mean of the islands
 
 
-def test_ranks_with_other_outer_steps_are_told_which_setting_differs(world: Callable[[int], World]) -> None:
-    for message in world(4).run(shard_apart, Topology(2, 2)):
-        assert "rank 0 has 'strategy [outer] every = 8', rank 2 has 'strategy [outer] every = 9'" in message
-
-
-def shard_apart(topology: Topology) -> str:
-    """On a rank: let island 1 pass another period, and return the error."""
-    with pytest.raises(towpath.TowpathError) as caught:
-        sharded("zero1", topology, Outer(every=8 + dist.get_rank() // topology.ranks_per_node))
-    return str(caught.value)
-
-
-def test_islands_that_made_other_numbers_of_steps_are_not_averaged(world: Callable[[int], World]) -> None:
-    for message in world(4).run(average_apart, "zero1", Topology(2, 2)):
-        assert "islands are averaged after step" in message and "on rank" in message
-
-
-def average_apart(label: str, topology: Topology) -> str:
+@on_ranks(4)
+def test_islands_that_made_other_numbers_of_steps_are_not_averaged() -> None:
     """On a rank: let island 1 make one step more, without an exchange, and return the error."""
+    label = "zero1"
+    topology = Topology(2, 2)
     entry, model = MODELS["gpt"], sharded(label, topology, Outer(every=8))
     optimizer = sgd(model)
     for step in range(2 + dist.get_rank() // topology.ranks_per_node):
@@ -267,33 +221,30 @@ def average_apart(label: str, topology: Topology) -> str:
         optimizer.zero_grad()
     with pytest.raises(towpath.TowpathError) as caught:
         towpath.average_islands(model)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "islands are averaged after step" in message and "on rank" in message
 
 
-def test_islands_with_gradients_that_wait_for_their_step_are_not_averaged(world: Callable[[int], World]) -> None:
-    for message in world(4).run(average_early, "zero1", Topology(2, 2)):
-        assert "while rank 2 accumulates gradients" in message and "after optimizer.step()" in message
-
-
-def average_early(label: str, topology: Topology) -> str:
+@on_ranks(4)
+def test_islands_with_gradients_that_wait_for_their_step_are_not_averaged() -> None:
     """On a rank: let island 1 begin to accumulate gradients, average, and return the error."""
+    label = "zero1"
+    topology = Topology(2, 2)
     entry, model = MODELS["gpt"], sharded(label, topology, Outer(every=8))
     if dist.get_rank() >= topology.ranks_per_node:
         with towpath.no_sync(model):
             entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float64)).backward()
     with pytest.raises(towpath.TowpathError) as caught:
         towpath.average_islands(model)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "while rank 2 accumulates gradients" in message and "after optimizer.step()" in message
 
 
 @pytest.mark.parametrize("remedy", ["step", "zero_grad", "zero_grad in place"])
-def test_islands_are_not_averaged_between_backward_and_step(remedy: str, world: Callable[[int], World]) -> None:
-    for message in world(4).run(average_before_step, Topology(2, 2), remedy):
-        assert "while rank 2 has gradients that no optimizer has used" in message
-
-
-def average_before_step(topology: Topology, remedy: str) -> str:
+@on_ranks(4)
+def test_islands_are_not_averaged_between_backward_and_step(remedy: str) -> None:
     """On a rank: average where island 1 has not stepped, and return the error. Average again after the remedy."""
+    topology = Topology(2, 2)
     entry, model = MODELS["gpt"], sharded("zero1", topology, Outer(every=8))
     optimizer, is_late = sgd(model), dist.get_rank() >= topology.ranks_per_node
     entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float64)).backward()
@@ -307,13 +258,14 @@ def average_before_step(topology: Topology, remedy: str) -> str:
         else:
             optimizer.zero_grad(set_to_none=remedy == "zero_grad")
     towpath.average_islands(model)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "while rank 2 has gradients that no optimizer has used" in message
 
 
 # --- codecs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", ["int4:64", "int8", "e4m3", "top-k:64"])
+@pytest.mark.parametrize("codec", ["int4:64", "int8", "e4m3"])
 def test_what_came_out_plus_what_is_kept_is_what_went_in(codec: str, world: Callable[[int], World]) -> None:
     for off in world(3).run(keep_everything, codec):
         assert off <= 1e-5
@@ -321,7 +273,7 @@ def test_what_came_out_plus_what_is_kept_is_what_went_in(codec: str, world: Call
 
 def keep_everything(codec: str) -> float:
     """On a rank: compare what the islands wanted to send in some exchanges with what arrived, and what is kept."""
-    transport = Transport("flat", codec) if codec.startswith("top-k") else Transport("flat", codec, feedback="all")
+    transport = Transport("flat", codec, feedback="all")
     model = sharded("zero3", Topology(3, 1), Outer(every=1, lr=1.0, momentum=0.0, transport=transport), torch.float32)
     entry, optimizer, outer = MODELS["gpt"], sgd(model), model.towpath_engine.outer
     wanted = arrived = torch.zeros(())
@@ -335,23 +287,20 @@ def keep_everything(codec: str) -> float:
         sync(model)
         wanted, arrived = wanted + moved, arrived + (before - torch.cat([part.slow for part in parts]))
     dist.all_reduce(wanted)
-    # What a rank kept: of its own differences, and with codecs of blocks also of its slice of the sum.
+    # What a rank kept: of its own differences, and of its slice of the sum.
     kept = torch.zeros_like(wanted)
     start = 0
     for part in parts:
         mine = kept[start : start + part.slow.numel()]
-        if part._top_k is not None:
-            mine += part._top_k.error
-        else:
-            for bound in part.exchange:
-                transfer, collective = bound.transfer, bound.collective
-                own = slice(*transfer.bounds(bound.members.slot))
-                mine[own] += collective.gather.state[0]
-                cell = collective.reduce._buffers.cell
-                rows = collective.reduce.state[0].view(-1, cell)
-                for slot, row in enumerate(rows):
-                    first, last = transfer.bounds(slot)
-                    mine[first:last] += row[: last - first]
+        for bound in part.exchange:
+            transfer, collective = bound.transfer, bound.collective
+            own = slice(*transfer.bounds(bound.members.slot))
+            mine[own] += collective.gather.state[0]
+            cell = collective.reduce._buffers.cell
+            rows = collective.reduce.state[0].view(-1, cell)
+            for slot, row in enumerate(rows):
+                first, last = transfer.bounds(slot)
+                mine[first:last] += row[: last - first]
         start += part.slow.numel()
     dist.all_reduce(kept)
     return ((3 * arrived + kept - wanted).abs().max() / wanted.abs().max()).item()

@@ -25,9 +25,8 @@ from tests.forms import in_form
 from tests.ranks.checkpoints import content, differing
 from tests.ranks.islands import Islands, fragments_of, mean_of
 from tests.ranks.models import DEVICE, MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
-from tests.ranks.test_exact_features import Recomputed
 from tests.ranks.test_frozen import Model as Adapted
 from tests.ranks.test_frozen import _loss as _loss_of_adapted
 from tests.ranks.test_offload import MIXED
@@ -136,7 +135,6 @@ CASES: dict[str, Case] = {
     "buffers": Case(_normed, _loss_of_rows),
     "unused parameters": Case(Choices, _loss_of_choices, units=(Choice,)),
     "accumulation and clipping": _gpt(micro_steps=2, max_norm=0.5),
-    "activation checkpointing": _gpt(Recomputed),
 }
 OFTEN = ("matrices on owners", "accumulation and clipping")  # on islands of two nodes
 
@@ -206,7 +204,7 @@ def test_buffers_are_broadcast_inside_an_island(world: Worlds) -> None:
 def _broadcast_buffers() -> float:
     model = towpath.shard(_build(_normed), strategy_of("ddp", SHAPE, outer=STREAMING))
     _loss_of_rows(model, dist.get_rank(), 0, 0)
-    model.broadcast_buffers()
+    towpath.broadcast_buffers(model)
     return model[0].norm.running_mean.sum().item()
 
 
@@ -222,7 +220,7 @@ def _join(batches: tuple[int, ...]) -> tuple[int, float]:
     model = towpath.shard(model, strategy_of("zero3", SHAPE, outer=STREAMING))
     islands, optimizer = Islands(plain, STREAMING, 2, fragments_of(model, STREAMING), adamw), adamw(model)
     means = mean_of(lambda copy, r, micro, step: (step < batches[r]) * loss(copy, r, micro, min(step, batches[r] - 1)))
-    for step in model.join(range(batches[rank])):
+    for step in towpath.join(model, range(batches[rank])):
         loss(model, rank, 0, step).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -252,7 +250,7 @@ def _overflow(label: str, offload: str | None) -> tuple[float, float]:
     """On one rank of island 0, the loss overflows in the steps after which exchanges begin or end."""
     loss, rank = loss_on("gpt"), dist.get_rank()
     model, plain = (_build(partial(MODELS["gpt"].make, torch.float64)) for _ in range(2))
-    model = towpath.shard(model, strategy_of(label, SHAPE, outer=STREAMING), offload=offload)
+    model = towpath.shard(model, strategy_of(label, SHAPE, outer=STREAMING, offload=offload))
     islands, means = Islands(plain, STREAMING, 2, fragments_of(model, STREAMING), adamw), mean_of(loss)
     optimizer, scaler = adamw(model), torch.amp.GradScaler(DEVICE.type, init_scale=256.0)
     for step in range(STEPS):
@@ -275,11 +273,17 @@ def _overflow(label: str, offload: str | None) -> tuple[float, float]:
 
 
 def _trained(
-    label: str, topology: Topology, outer: Outer | None, steps: int = STEPS, **options: Any
+    label: str,
+    topology: Topology,
+    outer: Outer | None,
+    steps: int = STEPS,
+    offload: str | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Return weights and optimizer states of this rank's island after some steps of float32."""
     entry = MODELS["gpt"]
-    model = towpath.shard(entry.make(torch.float32), strategy_of(label, topology, outer=outer), **options)
+    strategy = strategy_of(label, topology, outer=outer, offload=offload)
+    model = towpath.shard(entry.make(torch.float32), strategy, **options)
     optimizer = adamw(model)
     for step in range(steps):
         entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
@@ -308,11 +312,8 @@ def _offloaded(label: str, offload: str, form: Form, precision: Precision) -> No
 
 
 @in_turn(("zero3", "paro-igg", "zero1", "ddp"), 1)
-def test_exact_transports_inside_islands_change_no_bit(label: str, world: Worlds) -> None:
-    world(4).run(_exactly, label)
-
-
-def _exactly(label: str) -> None:
+@on_ranks(4)
+def test_exact_transports_inside_islands_change_no_bit(label: str) -> None:
     outer = replace(STREAMING, islands=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "SMALLEST_BYTES", 1)
@@ -343,11 +344,8 @@ FIRST, SECOND = replace(STREAMING, islands=2), Outer(every=2, fragments=1, islan
 
 
 @pytest.mark.parametrize("second", [SECOND, seldom(replace(SECOND, islands=2)), seldom(None)])
-def test_models_with_other_outer_steps_train_as_alone(second: Outer | None, world: Worlds) -> None:
-    world(4).run(_two_models, second)
-
-
-def _two_models(second: Outer | None) -> None:
+@on_ranks(4)
+def test_models_with_other_outer_steps_train_as_alone(second: Outer | None) -> None:
     entry, kinds = MODELS["gpt"], (("paro-iig", FIRST), ("zero3", second))
     models = [towpath.shard(entry.make(torch.float32), strategy_of(n, LONG, outer=o)) for n, o in kinds]
     optimizers = [adamw(model) for model in models]
@@ -380,7 +378,7 @@ def _trace() -> dict[int, set[str]]:
             entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = tracing.intervals_of_ranks(model, trace)
+    found = observing.intervals_of_ranks(model, trace)
     return {rank: {each.name for each in intervals} for rank, intervals in found.items()}
 
 
@@ -435,7 +433,7 @@ def _state_dicts() -> tuple[int, str | None, list[str]]:
         model(_rows(dist.get_rank(), 0, step).float()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.broadcast_buffers()
+    towpath.broadcast_buffers(model)
     first: list[Any] = [content(model, optimizer)]
     dist.broadcast_object_list(first)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -452,13 +450,10 @@ def _state_dicts() -> tuple[int, str | None, list[str]]:
 
 
 @pytest.mark.parametrize("label", ["zero3", seldom("paro-iig"), seldom("ddp")])
-def test_pytorchs_checkpoint_has_the_first_island(label: str, world: Worlds, tmp_path: Path) -> None:
-    for wrong in world(4).run(_save_by_pytorch, tmp_path, label):
-        assert wrong == []
-
-
-def _save_by_pytorch(folder: Path, label: str) -> list[str]:
+@on_ranks(4)
+def test_pytorchs_checkpoint_has_the_first_island(label: str, tmp_path: Path) -> None:
     """Islands differ after two steps, and not after all of them have loaded."""
+    folder = tmp_path
     entry = MODELS["gpt"]
     model: Any = towpath.shard(entry.make(torch.float32), strategy_of(label, SHAPE, outer=Outer(every=9)))
     optimizer = adamw(model)
@@ -474,21 +469,24 @@ def _save_by_pytorch(folder: Path, label: str) -> list[str]:
     }
     dcp.save(states, checkpoint_id=folder)
     dcp.load(states, checkpoint_id=folder)
-    return differing(content(model, optimizer), first[0])
+    wrong = differing(content(model, optimizer), first[0])
+    assert wrong == []
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@in_turn([(n, each) for n in LABELS for each in ("optimizer", "params", "optimizer+params")], 1, "case")
-def test_an_offloaded_run_resumes_bit_for_bit_in_a_delay(case: tuple[str, str], world: Worlds, tmp_path: Path) -> None:
-    label, offload = case
-    world(4).run(_resume, tmp_path, f"{label} offload={offload}", SHAPE, STREAMING)
+CODED = ("zero++", "qgz", "ddp gradients=low-rank:2", "zero3 exact=True", "zero++ gradients_until=1")
 
 
-@in_turn(("zero++", "qgz", "ddp gradients=low-rank:2", "zero3 exact=True", "zero++ interleaved=2"), 1)
-def test_a_run_with_codecs_resumes_bit_for_bit_in_a_delay(label: str, world: Worlds, tmp_path: Path) -> None:
-    world(4).run(_resume, tmp_path, label, LONG, replace(STREAMING, islands=2))
+@pytest.mark.parametrize("kind", ["offloaded", "coded"])
+@in_turn(range(15), 1, "number")
+def test_a_run_resumes_bit_for_bit_in_a_delay(number: int, kind: str, world: Worlds, tmp_path: Path) -> None:
+    if kind == "coded":
+        world(4).run(_resume, tmp_path, CODED[number % len(CODED)], LONG, replace(STREAMING, islands=2))
+        return
+    offload = ("optimizer", "params", "optimizer+params")[number // len(LABELS)]
+    world(4).run(_resume, tmp_path, f"{LABELS[number % len(LABELS)]} offload={offload}", SHAPE, STREAMING)
 
 
 class Position:

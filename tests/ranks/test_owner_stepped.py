@@ -19,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin
@@ -138,11 +138,8 @@ def _train(labels: Sequence[str]) -> None:
         assert twin.optimizer.param_groups[0]["steps"] == 4
 
 
-def test_in_mixed_precision_the_masters_are_stepped(world: Worlds) -> None:
-    world(4).run(_mixed)
-
-
-def _mixed() -> None:
+@on_ranks(4)
+def test_in_mixed_precision_the_masters_are_stepped() -> None:
     precision = towpath.Precision("bfloat16", "float32")
     model = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of("paro-iig", SHAPE), precision=precision)
     plain = [p.full_tensor() for p in model.parameters()]
@@ -160,11 +157,9 @@ def _mixed() -> None:
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
-def test_its_transfers_are_the_schedules_and_so_is_what_reaches_the_backend(world: Worlds, whole_product: bool) -> None:
-    world(4).run(_compare_transfers, LABELS if whole_product else ("ddp", "mics", "paro-iig"))
-
-
-def _compare_transfers(labels: Sequence[str]) -> None:
+@on_ranks(4)
+def test_its_transfers_are_the_schedules_and_so_is_what_reaches_the_backend(whole_product: bool) -> None:
+    labels = LABELS if whole_product else ("ddp", "mics", "paro-iig")
     for label in labels:
         strategy = strategy_of(label, SHAPE)
         model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy)
@@ -219,11 +214,8 @@ def _scheduled(transfers: list[Any]) -> Counter[int]:
     return sent
 
 
-def test_gradients_may_travel_in_fewer_bits_and_replicas_stay_alike(world: Worlds) -> None:
-    world(4).run(_encoded)
-
-
-def _encoded() -> None:
+@on_ranks(4)
+def test_gradients_may_travel_in_fewer_bits_and_replicas_stay_alike() -> None:
     sharded, _ = _pair("mics")
     optimizer = owner_stepped(optim.Muon(_matrices(sharded), lr=0.02), gradients="int8:64")
     before = [p.full_tensor() for p in _matrices(sharded)]
@@ -245,11 +237,8 @@ def _encoded() -> None:
 # --- what users call --------------------------------------------------------------------------------------------------
 
 
-def test_hooks_closures_and_scalers_work_as_with_any_optimizer(world: Worlds) -> None:
-    world(2).run(_around)
-
-
-def _around() -> None:
+@on_ranks(2)
+def test_hooks_closures_and_scalers_work_as_with_any_optimizer() -> None:
     model = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
     inner, called = optim.Muon(_matrices(model), lr=0.02), []
     inner.register_step_pre_hook(lambda *_: called.append("before"))
@@ -272,11 +261,8 @@ def _around() -> None:
     assert all(torch.equal(p.full_tensor(), old) for p, old in zip(_matrices(model), before, strict=True))
 
 
-def test_what_cannot_be_is_refused_when_it_is_made(world: Worlds) -> None:
-    world(2).run(_refused)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused_when_it_is_made() -> None:
     unsharded = owner_stepped(optim.Muon([nn.Parameter(torch.zeros(2, 2))]))
     with pytest.raises(ShardError, match="no parameter of it is one of a sharded model"):
         unsharded.step()
@@ -305,12 +291,8 @@ def _refused() -> None:
         optimizer.add_param_group({"params": _others(model)})
 
 
-def test_ranks_that_step_other_matrices_all_learn_it(world: Worlds) -> None:
-    for text in world(2).run(_differ):
-        assert "the ranks ran different units" in text and "matrix_gradients of unit" in text, text
-
-
-def _differ() -> str:
+@on_ranks(2)
+def test_ranks_that_step_other_matrices_all_learn_it() -> None:
     model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
     optimizer = owner_stepped(optim.Muon(_matrices(model)))
     model(torch.ones(2, 6)).sum().backward()
@@ -319,7 +301,8 @@ def _differ() -> str:
     optimizer.step()
     with pytest.raises(StepError) as caught:
         model(torch.ones(2, 6)).sum().backward()
-    return str(caught.value)
+    text = str(caught.value)
+    assert "the ranks ran different units" in text and "matrix_gradients of unit" in text, text
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -365,11 +348,8 @@ def _resume(root: Path, states: str, labels: Sequence[str]) -> None:
         twin.check_parameters()
 
 
-def test_full_state_dicts_are_those_of_one_process_and_load_again(world: Worlds) -> None:
-    world(4).run(_full_state_dicts)
-
-
-def _full_state_dicts() -> None:
+@on_ranks(4)
+def test_full_state_dicts_are_those_of_one_process_and_load_again() -> None:
     twin = Twin(Net, _loss, "zero3", SHAPE)
     twin.optimizer, twin.plain_optimizer = (Iterated(_matrices(m)) for m in (twin.sharded, twin.plain))
     twin.optimizer = owner_stepped(twin.optimizer)
@@ -430,75 +410,66 @@ class OneStepSize(optim.Optimizer):
                 p.sub_(p.grad.sign(), alpha=group["lr"] * group["d"])
 
 
-class ClippedTogether(optim.Optimizer):
-    """As LAMB and Adan with a maximum: gradients are divided by the norm of all of them. Its groups do not change."""
+class Elementwise(optim.Optimizer):
+    """Would be right, but for what a subclass does besides."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
     def step(self, closure: Any = None) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
-        for p in parameters:
-            p.data -= 0.1 * p.grad / (1 + norm)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data -= 0.1 * p.grad
+        self.besides()
+
+    def besides(self) -> None: ...
 
 
-class CountsBesideItsParameters(optim.Optimizer):
-    """As MADGRAD: a count in `state` that belongs to no parameter."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[call-overload]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data -= 0.1 / self.state["k"] * p.grad  # type: ignore[index]
+def _clip_together(self: Elementwise) -> None:
+    """As LAMB and Adan with a maximum."""
+    parameters = [p for group in self.param_groups for p in group["params"]]
+    norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
+    for p in parameters:
+        p.data -= 0.1 * p.grad / (1 + norm)
 
 
-class Noisy(ClippedTogether):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data -= 0.1 * torch.randn_like(p) * p.grad
+def _count_beside_parameters(self: Elementwise) -> None:
+    """As MADGRAD."""
+    self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[call-overload]
 
 
-class CountsWhereItHasParameters(ClippedTogether):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data -= 0.1 * p.grad
-            if group["params"]:
-                group["k"] = group.get("k", 0) + 1
+def _count_where_parameters_are(self: Elementwise) -> None:
+    for group in (group for group in self.param_groups if group["params"]):
+        group["k"] = group.get("k", 0) + 1
 
 
-class Around(optim.Optimizer):
+class Around(Elementwise):
     """As Lookahead: it steps another optimizer."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
+        super().__init__(params)
         self.inner = optim.SGD(self.param_groups, lr=0.1)
 
-    def step(self, closure: Any = None) -> None:
+    def besides(self) -> None:
         self.inner.step()
 
 
-class Communicates(ClippedTogether):
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data -= 0.1 * p.grad
-                dist.all_reduce(p.data)
+def _communicate(self: Elementwise) -> None:
+    for p in (p for group in self.param_groups for p in group["params"]):
+        dist.all_reduce(p.data)
 
 
-COUPLED = {
-    OneStepSize: "what step.. writes into its groups depends on the parameters there: '(d|numerator)'",
-    ClippedTogether: "depends on the gradients of the others",
-    CountsBesideItsParameters: "keeps state.'k'., which belongs to no parameter",
-    Noisy: "draws random numbers",
-    CountsWhereItHasParameters: "other values into its groups where they have no parameters: 'k'",
+COUPLED: dict[type[optim.Optimizer], str] = {
     Around: "steps another optimizer, SGD",
-    Communicates: "communicates with other ranks .c10d.allreduce_",
+    OneStepSize: "what step.. writes into its groups depends on the parameters there: '(d|numerator)'",
+    **{
+        type(besides.__name__.strip("_"), (Elementwise,), {"besides": besides}): words
+        for besides, words in (
+            (_clip_together, "depends on the gradients of the others"),
+            (_count_beside_parameters, "keeps state.'k'., which belongs to no parameter"),
+            (_count_where_parameters_are, "other values into its groups where they have no parameters: 'k'"),
+            (_communicate, "communicates with other ranks .c10d.allreduce_"),
+        )
+    },
 }
 
 
@@ -567,11 +538,8 @@ class CountsByItself(Iterated):
                     p.sub_(sums, alpha=0.1 / self.steps)
 
 
-def test_counts_in_attributes_and_states_made_anew_are_kept(world: Worlds) -> None:
-    world(2).run(_count_by_itself)
-
-
-def _count_by_itself() -> None:
+@on_ranks(2)
+def test_counts_in_attributes_and_states_made_anew_are_kept() -> None:
     twin = Twin(Net, _loss, "zero3", towpath.Topology(2, 1))
     twin.optimizer = owner_stepped(CountsByItself(_matrices(twin.sharded)))
     twin.plain_optimizer = CountsByItself(_matrices(twin.plain))
@@ -623,13 +591,9 @@ class Averaged(Iterated):
 
 
 @in_turn(["wrapped", "as it is", "chain"], 1, "wrap")
-def test_schedule_free_optimizers_train_and_evaluate_as_in_one_process(
-    world: Worlds, wrap: str, whole_product: bool
-) -> None:
-    world(4).run(_schedule_free, wrap, ("zero3", "paro-iig", *(("mics", "ddp") if whole_product else ())))
-
-
-def _schedule_free(wrap: str, labels: Sequence[str]) -> None:
+@on_ranks(4)
+def test_schedule_free_optimizers_train_and_evaluate_as_in_one_process(wrap: str, whole_product: bool) -> None:
+    labels = ("zero3", "paro-iig", *(("mics", "ddp") if whole_product else ()))
     for label in labels:
         twin = Twin(Net, _loss, label, SHAPE)
         twin.optimizer, twin.plain_optimizer = _averaged(twin.sharded, wrap), _averaged(twin.plain, wrap, _as_it_is)
@@ -657,35 +621,6 @@ def _averaged(model: nn.Module, kind: str, wrap: Callable[[Any], Any] = owner_st
     return whole if kind == "wrapped" else chain(whole, Averaged(_others(model), whole=False))
 
 
-def test_a_mode_that_an_optimizer_is_in_already_moves_nothing(world: Worlds) -> None:
-    world(2).run(_switch_twice)
-
-
-def _switch_twice() -> None:
-    model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
-    optimizer = owner_stepped(Averaged(_matrices(model)))
-    muon = owner_stepped(optim.Muon([_matrices(model)[0]]))
-
-    def runs() -> Counter[TransferKind]:
-        counts: Counter[TransferKind] = Counter()
-        for total in towpath.stats(model).transfers:
-            counts[total.transfer.kind] += total.calls if total.transfer.kind in OWNERS else 0
-        return counts
-
-    def moved(action: Callable[[], None]) -> set[TransferKind]:
-        before = runs()
-        action()
-        return set(runs() - before)
-
-    optimizer.train()
-    model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    assert moved(optimizer.train) == set()
-    assert moved(muon.eval) == set()
-    assert moved(optimizer.eval) == {TransferKind.MATRIX_WEIGHTS, TransferKind.MATRIX_UPDATES}
-    assert moved(optimizer.eval) == set()
-
-
 def _momentum(p: Tensor, grad: Tensor, sums: Tensor) -> None:
     sums.copy_(sums + grad.float())
     p.copy_(p - 0.1 * sums)
@@ -708,13 +643,9 @@ class Compiled(optim.Optimizer):
                 compiled(p.detach(), p.grad, state["sums"].a)
 
 
-def test_an_optimizer_that_compiles_its_step_works_wrapped_and_is_refused_otherwise(
-    world: Worlds, tmp_path: Path
-) -> None:
-    world(2).run(_compile, tmp_path)
-
-
-def _compile(root: Path) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_compiles_its_step_works_wrapped_and_is_refused_otherwise(tmp_path: Path) -> None:
+    root = tmp_path
     sharded: Any = towpath.shard(MODELS["gpt"].make(torch.float32), "zero3", topology=towpath.Topology(2, 1))
     plain = MODELS["gpt"].make(torch.float32)
     _backward(sharded)

@@ -7,6 +7,7 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -137,15 +138,15 @@ def _cut_elsewhere() -> str:
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 # By what is wrong: schedule and strategy, the rank that is given it, and what its error says. Ranks 0 and 1 have the
-# first stage, and where a schedule begins and ends on one rank the last one too.
+# first stage, and ranks 2 and 3 the last one.
 WRONG = {
     "short target": ("1F1B", "zero1", 3, "a target of 7×8: expected 8 rows, for 4 micro-batches"),
     "target of one row each": ("Interleaved1F1B", "zero3", 2, "a target of 4×8: expected 8 rows"),
     "no target": ("GPipe", "ddp", 2, "no target: expected one of 8 rows on the rank of the last stage"),
-    "target of no dimension": ("ZBVZeroBubble", "zero1", 1, "a target of no dimension: expected 8 rows"),
+    "target of no dimension": ("Interleaved1F1B", "zero1", 3, "a target of no dimension: expected 8 rows"),
     "short input": ("1F1B", "mics", 1, "a batch of 7×8: expected 8×8"),
-    "input of another dtype": ("LoopedBFS", "zero2", 0, "a batch whose tensor 0 is float32: expected float64"),
-    "no tensor": ("InterleavedZeroBubble", "ddp", 0, "a batch with a list: expected tensors"),
+    "input of another dtype": ("Interleaved1F1B", "zero2", 0, "a batch whose tensor 0 is float32: expected float64"),
+    "no tensor": ("Interleaved1F1B", "ddp", 0, "a batch with a list: expected tensors"),
 }
 
 
@@ -197,16 +198,19 @@ def _tensors(pipeline: Pipeline) -> list[tuple[str, torch.Tensor]]:
     return found + [(name, b) for module in pipeline.modules.values() for name, b in module.named_buffers()]
 
 
-def test_ranks_in_different_calls_are_told(world: Worlds) -> None:
-    for rank, told in enumerate(world(4).run(_other_calls)):
-        mine, other = ("evaluate", 0) if rank == 3 else ("step", 3)
-        assert f"rank {rank} is in Pipeline.{mine}() of step 1, and rank {other} in Pipeline." in told
+@pytest.mark.parametrize("call", ["evaluate()", "step() inside no_sync()"])
+def test_ranks_in_different_calls_are_told(world: Worlds, call: str) -> None:
+    for rank, told in enumerate(world(4).run(_other_calls, call)):
+        mine, other = (call, 0) if rank == 3 else ("step()", 3)
+        assert f"rank {rank} is in Pipeline.{mine} of step 1, and rank {other} in Pipeline." in told
 
 
-def _other_calls() -> str:
+def _other_calls(call: str) -> str:
     pipeline = _made()
     x, y = _batch(0, 0, MICRO_BATCHES)
-    with pytest.raises(StepError) as refused:
-        (pipeline.evaluate if dist.get_rank() == 3 else pipeline.step)(x, target=y)
+    odd = dist.get_rank() == 3
+    inside = pipeline.no_sync() if odd and "no_sync" in call else nullcontext()
+    with inside, pytest.raises(StepError) as refused:
+        (pipeline.evaluate if odd and call == "evaluate()" else pipeline.step)(x, target=y)
     assert pipeline.step(x, target=y).isfinite()
     return str(refused.value)

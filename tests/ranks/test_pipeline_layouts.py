@@ -1,5 +1,5 @@
-"""Pipelines with tensor parallelism inside stages, over several nodes, with strategies of their own for each stage, and
-with tied embeddings summed in one go or in two: exact against one process.
+"""Pipelines with tensor parallelism inside stages, compression of some stages, and tied embeddings summed in one go or
+in two; the groups that NCCL needs; and failures.
 
 Functions whose names begin with an underscore run on every rank.
 """
@@ -10,7 +10,6 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any
 
 import pytest
@@ -25,17 +24,18 @@ from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.test_pipeline import (
     BATCH,
     LENGTH,
-    SEVERAL,
     SINGLE,
-    STRATEGIES,
     WIDTH,
     Block,
     Plain,
     _batch,
     _gpt,
     _loss,
+    _of_tokens,
+    _tensor_parallel,
     _token_loss,
     _tokens,
+    train_beside,
 )
 from tests.ranks.test_start import BOTH, _gpus, _recorded
 from towpath.core.strategy import TransferKind
@@ -48,78 +48,6 @@ Worlds = Callable[[int], World]
 MICRO_BATCHES = 4
 
 
-def _tensor_parallel(seed: int, mesh: DeviceMesh) -> nn.Module:
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-    return parallelize_module(Plain(seed), mesh, plan)
-
-
-# Schedules and strategies.
-PAIRS = list(product((*SINGLE, *SEVERAL), STRATEGIES))
-
-
-@in_turn(PAIRS, 1, "pair")
-def test_stages_that_are_tensor_parallel_are_one_process(world: Worlds, pair: tuple[str, str], steps: int) -> None:
-    world(8).run(_exact_with_tensor_parallelism, *pair, steps)
-
-
-def _exact_with_tensor_parallelism(schedule: str, strategy: str, steps: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    count = 2 if schedule in SINGLE else 4
-    stages = [partial(_tensor_parallel, seed, mesh["tp"]) for seed in range(count)]
-    _compare(stages, count, mesh, schedule, strategy, steps)
-
-
-@in_turn(PAIRS, 1, "pair")
-@pytest.mark.parametrize("sizes", [(4, 2), seldom((2, 4))], ids=str)
-def test_eight_ranks_are_one_process(world: Worlds, sizes: tuple[int, int], pair: tuple[str, str], steps: int) -> None:
-    world(8).run(_exact_on_a_mesh, sizes, *pair, steps)
-
-
-def _exact_on_a_mesh(sizes: tuple[int, int], schedule: str, strategy: str, steps: int) -> None:
-    count = sizes[0] if schedule in SINGLE else 2 * sizes[0]
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp"))
-    # Four data-parallel ranks lie on two nodes.
-    topology = towpath.Topology(sizes[1] // 2, 2)
-    given = towpath.strategy(strategy, topology)
-    _compare([partial(Plain, seed) for seed in range(count)], count, mesh, schedule, given, steps)
-
-
-def _compare(stages: list[Any], count: int, mesh: DeviceMesh, schedule: str, strategy: Any, steps: int) -> None:
-    """Gradients, norms and parameters of so many steps."""
-    pipeline = Pipeline(
-        stages,
-        strategy,
-        mesh=mesh,
-        schedule=schedule,
-        micro_batches=MICRO_BATCHES,
-        loss=_loss,
-        example=torch.empty(BATCH, WIDTH).double(),
-        units=[Block],
-    )
-    copies = mesh["dp"].size()
-    whole = nn.Sequential(*(Plain(seed) for seed in range(count)))
-    optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
-    for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        x, y = _batch(step, mesh.get_local_rank("dp"), MICRO_BATCHES)
-        pipeline.step(x, target=y)
-        batches = (_batch(step, r, MICRO_BATCHES) for r in range(copies))
-        (sum(_loss(whole(a), b) for a, b in batches) / copies).backward()
-        theirs = dict(whole.named_parameters())
-        for name, parameter in pipeline.named_parameters():
-            assert torch.allclose(parameter.grad.full_tensor(), theirs[name].grad, rtol=0, atol=1e-9), (step, name)
-        norms = [float(pipeline.clip_grad_norm_(0.1)), float(nn.utils.clip_grad_norm_(whole.parameters(), 0.1))]
-        assert norms[0] == pytest.approx(norms[1], rel=1e-9)
-        for optimizer in optimizers:
-            optimizer.step()
-    theirs = dict(whole.named_parameters())
-    for name, parameter in pipeline.named_parameters():
-        assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
-
-
 def test_the_jobs_schedule_has_every_tensor_parallel_rank(world: Worlds) -> None:
     """But not what DTensor sends."""
     world(8).run(_schedule_with_tensor_parallelism)
@@ -127,21 +55,21 @@ def test_the_jobs_schedule_has_every_tensor_parallel_rank(world: Worlds) -> None
 
 def _schedule_with_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    pipeline = Pipeline(
-        [partial(_tensor_parallel, seed, mesh["tp"]) for seed in range(2)],
-        "ddp",
-        mesh=mesh,
-        micro_batches=MICRO_BATCHES,
-        loss=_loss,
-        example=torch.empty(BATCH, WIDTH).double(),
-        units=[Block],
-    )
+    pipeline = _made([partial(_tensor_parallel, seed, mesh["tp"]) for seed in range(2)], "ddp", mesh)
     found = pipeline.schedule(towpath.Topology(2, 4)).transfers
     sends = [(t.kind, g.ranks) for t in found if t.kind is TransferKind.ACTIVATION for g in t.move.groups]
     assert sorted({ranks for _, ranks in sends}) == [(rank, rank + 4) for rank in range(4)]
     assert len(sends) == 4 * MICRO_BATCHES
     summed = {g.ranks for t in found if t.kind is TransferKind.GRAD_SYNC for g in t.move.groups}
     assert summed == {(0, 2), (1, 3), (4, 6), (5, 7)}
+
+
+def _made(stages: list[Any], strategy: Any, mesh: DeviceMesh | tuple[int, int], **options: Any) -> Pipeline:
+    if not isinstance(mesh, DeviceMesh):
+        mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("pp", "dp"))
+    example = torch.empty(BATCH, WIDTH).double()
+    options = {"micro_batches": MICRO_BATCHES, "loss": _loss, "units": [Block], "example": example} | options
+    return Pipeline(stages, strategy, mesh=mesh, **options)
 
 
 # --- compression of some stages --------------------------------------------------------------------------------------
@@ -166,19 +94,12 @@ class Thin(nn.Module):
 
 
 def _first_stage_in_low_rank(strategy: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     row = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1)).double()
     x = row.repeat(MICRO_BATCHES * BATCH, 1)
     found: list[Pipeline] = []
     for compression in (Compression(gradients="low-rank:1", share_of_stages=0.5), Compression()):
-        pipeline = Pipeline(
-            [partial(Thin, seed) for seed in range(2)],
-            strategy,
-            mesh=mesh,
-            micro_batches=MICRO_BATCHES,
-            loss=_loss,
-            example=x[:BATCH],
-            compression=compression,
+        pipeline = _made(
+            [partial(Thin, seed) for seed in range(2)], strategy, (2, 2), compression=compression, units=None
         )
         pipeline.step(x, target=-x)
         found.append(pipeline)
@@ -198,25 +119,15 @@ def test_what_one_stage_refuses_all_ranks_refuse(world: Worlds) -> None:
 
 
 def _refused_by_one_stage() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    options: dict[str, Any] = {"mesh": mesh, "micro_batches": 2, "loss": _loss, "example": torch.empty(2, 8).double()}
-    stages = [partial(Thin, seed) for seed in range(2)]
+    stages: list[Any] = [partial(Thin, seed) for seed in range(2)]
+    low_rank = [Compression(gradients=f"low-rank:{rank}", share_of_stages=0.5) for rank in (1, 4)]
     with pytest.raises(TowpathError, match=r"low-rank:4 makes no gradient of this model smaller.* 8 × 8 elements"):
-        Pipeline(stages, "ddp", compression=Compression(gradients="low-rank:4", share_of_stages=0.5), **options)
+        _made(stages, "ddp", (2, 2), compression=low_rank[1], units=None)
     broken = [stages[0], lambda: nn.Linear("eight", 8)]  # type: ignore[arg-type]
     with pytest.raises(TowpathError, match=r"a stage cannot be made: TypeError"):
-        Pipeline(broken, "ddp", **options)
+        _made(broken, "ddp", (2, 2), units=None)
     with pytest.raises(TowpathError, match=r"zero3: reduce: low-rank:1 needs full matrices"):
-        Pipeline(stages, "zero3", compression=Compression(gradients="low-rank:1", share_of_stages=0.5), **options)
-
-
-def test_stages_may_have_strategies_of_their_own(world: Worlds, steps: int) -> None:
-    world(4).run(_own_strategies, steps)
-
-
-def _own_strategies(steps: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    _compare([partial(Plain, seed) for seed in range(2)], 2, mesh, "1F1B", ["zero3", "ddp"], steps)
+        _made(stages, "zero3", (2, 2), compression=low_rank[0], units=None)
 
 
 # --- tied embeddings -------------------------------------------------------------------------------------------------
@@ -230,15 +141,10 @@ def test_one_sum_over_both_ends_is_two_sums(world: Worlds, schedule: str) -> Non
 def _both_ways(schedule: str) -> None:
     """The same gradients, norms and parameters; of V elements each of D ranks of an end sends V(3D − 2)/D in two sums,
     and V(2D − 1)/D in one (Optimus-CC)."""
-    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     made: list[Pipeline] = []
     for fused in (True, False):
-        stages = split(_gpt(tied=True), 2 if schedule in SINGLE else 4, example)
-        options: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "loss": _token_loss, "example": example}
-        made.append(
-            Pipeline(stages, "ddp", micro_batches=4, compression=Compression(fused_embeddings=fused), **options)
-        )
+        stages = split(_gpt(tied=True), 2 if schedule in SINGLE else 4, torch.zeros(BATCH, LENGTH, dtype=torch.int64))
+        made.append(_of_tokens(stages, "ddp", schedule=schedule, compression=Compression(fused_embeddings=fused)))
     optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2, eps=1e-5) for p in made]
     replica = dist.get_rank() % 2
     for step in range(2):
@@ -303,20 +209,6 @@ def _parallel_end(last: bool, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(End(last), mesh, plan | {name: ends[name] for name in ("head" if last else "tokens",)})
 
 
-def _parallel_ends(mesh: DeviceMesh, fused: bool = True) -> Pipeline:
-    return Pipeline(
-        [partial(_parallel_end, last, mesh["tp"]) for last in (False, True)],
-        "zero1",
-        mesh=mesh,
-        micro_batches=MICRO_BATCHES,
-        loss=_token_loss,
-        example=torch.zeros(BATCH, LENGTH, dtype=torch.int64),
-        units=[Block],
-        tied=("tokens", "head"),
-        compression=Compression(fused_embeddings=fused),
-    )
-
-
 def _tied_ends() -> nn.Sequential:
     """Both in one model."""
     ends = [End(False), End(True)]
@@ -331,24 +223,10 @@ def test_tied_embeddings_that_are_tensor_parallel_train_as_in_one_model(world: W
 
 def _tied_and_tensor_parallel(fused: bool, steps: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    pipeline, whole = _parallel_ends(mesh, fused), _tied_ends()
-    optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
-    for step in range(steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        batches = [_tokens(step, replica) for replica in range(2)]
-        mine = batches[mesh.get_local_rank("dp")]
-        pipeline.step(mine, target=mine)
-        (sum(_token_loss(whole(ids), ids) for ids in batches) / 2).backward()
-        theirs = dict(whole.named_parameters(remove_duplicate=False))
-        for index, module in pipeline.modules.items():
-            for name, parameter in module.named_parameters():
-                gradient = theirs[f"{index}.{name}"].grad
-                assert torch.allclose(parameter.grad.full_tensor(), gradient, rtol=0, atol=1e-9), (step, name)
-        norms = [float(pipeline.clip_grad_norm_(0.1)), float(nn.utils.clip_grad_norm_(whole.parameters(), 0.1))]
-        assert norms[0] == pytest.approx(norms[1], rel=1e-9)
-        for optimizer in optimizers:
-            optimizer.step()
+    ends: dict[str, Any] = {"tied": ("tokens", "head"), "compression": Compression(fused_embeddings=fused)}
+    stages = [partial(_parallel_end, last, mesh["tp"]) for last in (False, True)]
+    pipeline = _of_tokens(stages, "zero1", mesh, units=[Block], **ends)
+    train_beside(pipeline, _tied_ends(), lambda *which: (_tokens(*which),) * 2, _token_loss, steps)
     copies, part = 2, VOCABULARY * WIDTH * 8 // 2  # bytes of a tensor-parallel part
     assert _summed_by_the_ends(pipeline) == 4 * part * ((2 * copies - 1) if fused else (3 * copies - 2)) / copies
 
@@ -393,8 +271,7 @@ def _groups_of_a_tied_pipeline(ranks: int, fused: bool) -> tuple[list[tuple[int,
     """The groups of tied embeddings that this rank makes, and how often all ranks would have to split a communicator.
     Stages need different numbers of groups."""
     mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
-    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    stages = split(_gpt(tied=True), ranks, example)
+    stages = split(_gpt(tied=True), ranks, torch.zeros(BATCH, LENGTH, dtype=torch.int64))
     world, new_group = dist.group.WORLD, dist.new_group
     assert world is not None
     made: list[tuple[int, ...]] = []
@@ -412,15 +289,8 @@ def _groups_of_a_tied_pipeline(ranks: int, fused: bool) -> tuple[list[tuple[int,
         patch.setattr(dist, "new_group", recorded)
         world.bound_device_id = torch.device("cuda", 0)
         try:
-            Pipeline(
-                stages,
-                ["zero3", *["zero1"] * (ranks - 2), "ddp"],
-                mesh=mesh,
-                micro_batches=ranks,
-                loss=_token_loss,
-                example=example,
-                compression=Compression(fused_embeddings=fused),
-            )
+            strategies, packed = ["zero3", *["zero1"] * (ranks - 2), "ddp"], Compression(fused_embeddings=fused)
+            _of_tokens(stages, strategies, mesh, compression=packed)
         finally:
             world.bound_device_id = None
     return made, len(splits)
@@ -432,11 +302,9 @@ def test_all_stages_connect_before_two_of_them_exchange_messages(world: Worlds) 
 
 
 def _connected() -> None:
-    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp"))
-    example = torch.empty(BATCH, WIDTH).double()
     with _gpus(BOTH) as patch, _recorded(patch) as calls:
-        Pipeline([partial(Plain, s) for s in range(3)], "ddp", mesh=mesh, micro_batches=3, loss=_loss, example=example)
-    assert ("all-reduce", mesh["pp"].get_group()) in calls
+        pipeline = _made([partial(Plain, s) for s in range(3)], "ddp", (3, 1))
+    assert ("all-reduce", pipeline._group) in calls
 
 
 class Shared(nn.Module):
@@ -453,16 +321,8 @@ class Shared(nn.Module):
 
 
 def _shared_ends(fused: bool) -> Pipeline:
-    return Pipeline(
-        [Shared, Shared],
-        "ddp",
-        mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")),
-        micro_batches=2,
-        loss=_loss,
-        example=torch.empty(BATCH, WIDTH).double(),
-        tied=("shared", "shared"),
-        compression=Compression(fused_embeddings=fused),
-    )
+    options: dict[str, Any] = {"tied": ("shared", "shared"), "compression": Compression(fused_embeddings=fused)}
+    return _made([Shared, Shared], "ddp", (2, 1), micro_batches=2, units=None, **options)
 
 
 def test_both_ends_sum_their_gradients_in_the_same_order(world: Worlds) -> None:
@@ -529,11 +389,8 @@ def test_what_a_loss_raises_is_told_on_all_others() -> None:
 
 
 def _raises() -> str:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
-    options: dict[str, Any] = {"micro_batches": 2, "loss": nn.functional.cross_entropy, "units": [Block]}
-    pipeline = Pipeline(
-        [partial(Plain, s) for s in range(2)], "ddp", mesh=mesh, example=torch.empty(BATCH, WIDTH).double(), **options
-    )
+    options: dict[str, Any] = {"micro_batches": 2, "loss": nn.functional.cross_entropy}
+    pipeline = _made([partial(Plain, s) for s in range(2)], "ddp", (2, 1), **options)
     with pytest.raises(StepError) as failure:
         pipeline.step(torch.zeros(2 * BATCH, WIDTH).double(), target=torch.full((2 * BATCH,), 30))
     return str(failure.value)
@@ -541,10 +398,7 @@ def _raises() -> str:
 
 def _dies(doomed: int) -> str:
     """Before its second step."""
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "dp"))
-    options: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "loss": _loss, "units": [Block]}
-    example = torch.empty(BATCH, WIDTH).double()
-    pipeline = Pipeline([partial(Plain, s) for s in range(4)], "ddp", mesh=mesh, example=example, **options)
+    pipeline = _made([partial(Plain, s) for s in range(4)], "ddp", (4, 1))
     x, y = _batch(0, 0, MICRO_BATCHES)
     pipeline.step(x, target=y)
     if dist.get_rank() == doomed:

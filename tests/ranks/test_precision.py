@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
-from tests.ranks.server import World
+from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from towpath import Precision, Topology
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 
@@ -76,12 +73,10 @@ def _is(gradients: list[Tensor], expected: Tensor) -> bool:
     return all(torch.equal(g, expected[: g.numel()]) for g in gradients)
 
 
-def test_a_bf16_sum_over_many_micro_steps_is_that_of_float32(world: Worlds, whole_product: bool) -> None:
-    world(4).run(_many_micro_steps, KINDS if whole_product else FEWER)
-
-
-def _many_micro_steps(labels: Sequence[str]) -> None:
+@on_ranks(4)
+def test_a_bf16_sum_over_many_micro_steps_is_that_of_float32(whole_product: bool) -> None:
     """256, and then 8 times a half, one, one and a half or two, by rank. bf16 has 8 bits: 256 and a half is 256."""
+    labels = KINDS if whole_product else FEWER
     scale = 2.0 ** (torch.arange(100) % 3)
     inputs = [256 * scale, *[0.5 * (1 + dist.get_rank()) * scale] * 8]
     # 256 + 4, 8, 12 and 16; that sum, its halves and its mean are multiples of what bf16 resolves there.
@@ -96,12 +91,10 @@ def _many_micro_steps(labels: Sequence[str]) -> None:
         assert not _is(_summed(label, taken_back, inputs), exact), label
 
 
-def test_an_fp16_sum_loses_neither_end_of_its_range(world: Worlds, whole_product: bool) -> None:
-    world(4).run(_both_ends, KINDS if whole_product else FEWER)
-
-
-def _both_ends(labels: Sequence[str]) -> None:
+@on_ranks(4)
+def test_an_fp16_sum_loses_neither_end_of_its_range(whole_product: bool) -> None:
     """Four times 30,000 is infinite; a quarter of 2^-23 is zero. Ranks that agree lose nothing."""
+    labels = KINDS if whole_product else FEWER
     half = Precision(params=torch.float16, reduce=torch.float16)
     exact = torch.tensor([30_000.0, -30_000.0, 2.0**-23, 1.0]).repeat(25)
     for label in labels:
@@ -114,11 +107,8 @@ def _both_ends(labels: Sequence[str]) -> None:
 
 
 @in_turn(KINDS, 1)
-def test_mixed_precision_trains_fp32_masters_on_the_exact_mean_of_bf16_gradients(world: Worlds, label: str) -> None:
-    world(4).run(_train_mixed, label)
-
-
-def _train_mixed(label: str) -> None:
+@on_ranks(4)
+def test_mixed_precision_trains_fp32_masters_on_the_exact_mean_of_bf16_gradients(label: str) -> None:
     """Each step has an exact twin: gradients of the bf16 model that the masters make, summed in fp32."""
     entry, dtype = MODELS["gpt"], torch.float32
     precision = Precision(params=torch.bfloat16, reduce=torch.float32)

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, labels, seldom, strategy_of
 from towpath.core.collective_log import Call, scopes
 from towpath.errors import MismatchError, ShardError, StepError
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 1)
 
@@ -170,13 +168,8 @@ def _differ(program: Callable[[Any, bool], None], label: str) -> str:
 
 
 @in_turn(["ddp", "zero1", "mics"], 1)
-def test_other_numbers_of_micro_steps_are_refused(world: Worlds, label: str) -> None:
-    for rank, text in enumerate(world(2).run(_other_micro_steps, label)):
-        assert text.startswith(f"rank {rank}: the ranks ran different programs: call 1 of the step was, on rank 0")
-        assert "micro_steps=3, on rank 1: the end of the backward pass with micro_steps=1" in text, text
-
-
-def _other_micro_steps(label: str) -> str:
+@on_ranks(2)
+def test_other_numbers_of_micro_steps_are_refused(label: str) -> None:
     model = _net(label)
     count = 1 if dist.get_rank() == 1 else 3
 
@@ -185,14 +178,14 @@ def _other_micro_steps(label: str) -> str:
             with nullcontext() if micro == count - 1 else model.no_sync():
                 _loss(model, micro).backward()
 
-    return _error_of(step)
+    rank = dist.get_rank()
+    text = _error_of(step)
+    assert text.startswith(f"rank {rank}: the ranks ran different programs: call 1 of the step was, on rank 0")
+    assert "micro_steps=3, on rank 1: the end of the backward pass with micro_steps=1" in text, text
 
 
-def test_what_ranks_may_do_differently_stays_allowed(world: Worlds) -> None:
-    world(2).run(_allowed)
-
-
-def _allowed() -> None:
+@on_ranks(2)
+def test_what_ranks_may_do_differently_stays_allowed() -> None:
     """Norms of what a rank holds whole, other units, evaluation on one rank alone, numbers of batches under join()."""
     for label in ("ddp", "zero1", "zero2"):
         model = _net(label)
@@ -206,18 +199,14 @@ def _allowed() -> None:
             _loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-        for batch in model.join([1, 2, 3][: 3 - dist.get_rank()]):
+        for batch in towpath.join(model, [1, 2, 3][: 3 - dist.get_rank()]):
             _loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
-def test_an_optimizer_that_steps_what_was_not_sharded_besides_says_so_once(world: Worlds) -> None:
-    for said in world(2).run(_beside):
-        assert len(said) == 1 and "SGD steps 2 parameters in addition to those of the sharded model" in said[0], said
-
-
-def _beside() -> list[str]:
+@on_ranks(2)
+def test_an_optimizer_that_steps_what_was_not_sharded_besides_says_so_once() -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -231,7 +220,7 @@ def _beside() -> list[str]:
             optimizer.zero_grad()
     finally:
         logging.getLogger("towpath.engine").removeHandler(handler)
-    return said
+    assert len(said) == 1 and "SGD steps 2 parameters in addition to those of the sharded model" in said[0], said
 
 
 # --- values that drift apart ------------------------------------------------------------------------------------------
@@ -256,15 +245,8 @@ def _turn_round(weight: Tensor) -> None:
         *(("ddp", write) for write in (_negate, _turn_round)),
     ],
 )
-def test_copies_of_parameters_that_differ_are_found(world: Worlds, label: str, write: Any) -> None:
-    for rank, text in enumerate(world(2).run(_drift, label, write)):
-        assert text.startswith(f"rank {rank}: ranks that hold copies of the same parameters hold different values"), (
-            text
-        )
-        assert "parameters of unit 'blocks" in text and "check_every=" in text, text
-
-
-def _drift(label: str, write: Callable[[Tensor], None]) -> str:
+@on_ranks(2)
+def test_copies_of_parameters_that_differ_are_found(label: str, write: Any) -> None:
     label, _, mixed = label.partition("+")
     precision = towpath.Precision(params=torch.bfloat16, reduce=torch.float32) if mixed else None
     model = _net(label, check_every=2, units=[nn.Linear], precision=precision)
@@ -273,18 +255,16 @@ def _drift(label: str, write: Callable[[Tensor], None]) -> str:
     if dist.get_rank() == 1:
         with torch.no_grad():
             write(model.blocks[1].weight)
-    return _error_of(lambda: _train(model, optimizer, 4))
+    rank = dist.get_rank()
+    text = _error_of(lambda: _train(model, optimizer, 4))
+    assert text.startswith(f"rank {rank}: ranks that hold copies of the same parameters hold different values"), text
+    assert "parameters of unit 'blocks" in text and "check_every=" in text, text
 
 
 @pytest.mark.parametrize("precision", [None, *map(seldom, ("bf16",))])
-def test_copies_agree_to_the_bit_under_every_strategy_and_codec(
-    world: Worlds, precision: Any, whole_product: bool
-) -> None:
+@on_ranks(4)
+def test_copies_agree_to_the_bit_under_every_strategy_and_codec(precision: Any, whole_product: bool) -> None:
     """Else the comparison of values would refuse what trains as it should."""
-    world(4).run(_agree, precision, whole_product)
-
-
-def _agree(precision: Any, whole_product: bool) -> None:
     shape = towpath.Topology(2, 2)
     copies = [label for label in labels(shape) if _has_copies(label, shape)]
     coded = [f"{name} {codec}" for name in ("ddp", "mics", "paro-iii") for codec in CODECS]
@@ -324,11 +304,8 @@ class Wide(nn.Module):
         return x
 
 
-def test_values_are_not_compared_where_that_is_turned_off(world: Worlds) -> None:
-    world(2).run(_unchecked)
-
-
-def _unchecked() -> None:
+@on_ranks(2)
+def test_values_are_not_compared_where_that_is_turned_off() -> None:
     model = _net("ddp", check_every=0)
     if dist.get_rank() == 1:
         with torch.no_grad():

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
 from towpath.collectives.collective import Collective, GroupRank
@@ -142,11 +142,9 @@ def _reduce(shape: Topology, op: Op, whole_product: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sums_differ_from_the_exact_ones_by_rounding_alone(world: Worlds, dtype: str) -> None:
-    world(8).run(_sum_normal, Topology(4, 2), dtype)
-
-
-def _sum_normal(shape: Topology, dtype: str) -> None:
+@on_ranks(8)
+def test_sums_differ_from_the_exact_ones_by_rounding_alone(dtype: str) -> None:
+    shape = Topology(4, 2)
     torch.manual_seed(0)
     each = torch.randn(shape.world, 3000).to(getattr(torch, dtype))
     exact, members = each.double().sum(0), _members(shape)
@@ -292,11 +290,9 @@ def _disagree(shape: Topology, route: str) -> list[str]:
     return texts
 
 
-def test_a_tensor_that_a_collective_was_not_made_for_is_refused_at_once(world: Worlds) -> None:
-    world(4).run(_misfit, Topology(2, 2))
-
-
-def _misfit(shape: Topology) -> None:
+@on_ranks(4)
+def test_a_tensor_that_a_collective_was_not_made_for_is_refused_at_once() -> None:
+    shape = Topology(2, 2)
     members = _members(shape)
     transfer = _transfer(Op.ALL_GATHER, "ho-ring", shape, 240, "float32", members)
     collective = select(transfer, members, torch.device("cpu"))

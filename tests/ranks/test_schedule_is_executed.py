@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath.collectives import point_to_point as messages
 from towpath.core.routes import ROUTES, Grid, Op, parts_of, sends
@@ -127,11 +127,8 @@ def _train(model: Any, micro_steps: int) -> None:
     [towpath.Precision(), MIXED, seldom(NARROW)],
     ids=["fp32", "bf16 with fp32 masters", "bf16, summed in fp32"],
 )
-def test_memory_is_what_the_schedule_says(world: Worlds, precision: towpath.Precision, part: int) -> None:
-    world(4).run(_compare_memory, precision, part)
-
-
-def _compare_memory(precision: towpath.Precision, part: int) -> None:
+@on_ranks(4)
+def test_memory_is_what_the_schedule_says(precision: towpath.Precision, part: int) -> None:
     topology = towpath.Topology(2, 2)
     for label in LABELS[part::PARTS]:
         strategy = strategy_of(label, topology)
@@ -169,11 +166,8 @@ class Mixed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("label", ["zero3", "hpz", "zero3@ho-ring"])
-def test_the_small_gathers_of_a_unit_travel_as_one(world: Worlds, label: str) -> None:
-    world(4).run(_count_messages, label)
-
-
-def _count_messages(label: str) -> None:
+@on_ranks(4)
+def test_the_small_gathers_of_a_unit_travel_as_one(label: str) -> None:
     topology = towpath.Topology(2, 2)
     torch.manual_seed(0)
     plain = Mixed()

@@ -44,11 +44,6 @@ def test_every_ranks_result_comes_back_in_order() -> None:
     assert run_ranks(_sum_of_ranks, 3) == [3.0, 3.0, 3.0]
 
 
-def test_a_world_stays_warm_between_calls() -> None:
-    with World(2) as world:
-        assert [world.run(_sum_of_ranks) for _ in range(3)] == [[1.0, 1.0]] * 3
-
-
 def test_a_failure_comes_with_its_rank_and_traceback_and_ends_the_world() -> None:
     with World(3) as world:
         with pytest.raises(RankError, match=r"(?s)rank 2 of 3.*_raise_on_rank_two.*ValueError: a bad day"):

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.test_pipeline import BATCH, LENGTH, _gpt, _token_loss
 from towpath.errors import ConfigError
 from towpath.pipeline import Pipeline, split
@@ -52,15 +52,12 @@ def _model(device: str) -> nn.Module:
 # --- what shard() refuses ---------------------------------------------------------------------------------------------
 
 
-def test_init_takes_the_group_that_is_there(world: Worlds) -> None:
-    assert world(2).run(_init) == [torch.device("cpu")] * 2
-
-
-def _init() -> torch.device:
+@on_ranks(2)
+def test_init_takes_the_group_that_is_there() -> None:
     group = dist.group.WORLD
     device = towpath.init()
     assert dist.group.WORLD is group
-    return device
+    assert device == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -75,23 +72,17 @@ def _init() -> torch.device:
         (NCCL, ["cuda:0", "cuda:0"], 0, r"ranks 0 and 1 share a GPU \(GPU 0 on "),
     ],
 )
+@on_ranks(2)
 def test_a_device_that_cannot_work_is_refused_on_every_rank(
-    world: Worlds, config: str, devices: list[str], current: int, words: str
+    config: str, devices: list[str], current: int, words: str
 ) -> None:
-    world(2).run(_refused, config, devices, current, words)
-
-
-def _refused(config: str, devices: list[str], current: int, words: str) -> None:
     with _gpus(config, current=current), pytest.raises(ConfigError, match=f"{words}.*towpath.init()"):
         towpath.shard(_model(devices[dist.get_rank()]), "zero3", topology=towpath.Topology(2, 1))
 
 
 @pytest.mark.parametrize("config", [BOTH, NCCL])
-def test_ranks_with_gpus_of_their_own_or_that_nccl_takes_for_hosts_are_not_refused(world: Worlds, config: str) -> None:
-    world(2).run(_accepted, config)
-
-
-def _accepted(config: str) -> None:
+@on_ranks(2)
+def test_ranks_with_gpus_of_their_own_or_that_nccl_takes_for_hosts_are_not_refused(config: str) -> None:
     with _gpus(config, f"{dist.get_rank()}"):
         check_devices(Groups(), GPU)
     with _gpus(config) as patch:
@@ -102,11 +93,8 @@ def _accepted(config: str) -> None:
         check_devices(Groups(), GPU)
 
 
-def test_a_rank_that_does_not_come_is_named(world: Worlds) -> None:
-    world(2).run(_one_does_not_come)
-
-
-def _one_does_not_come() -> None:
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_named() -> None:
     if dist.get_rank() == 0:
         with _gpus(NCCL) as patch, pytest.raises(ConfigError, match=r"rank 0: ranks \[1\] .* did not come"):
             patch.setattr(Groups, "timeout_seconds", 0.05)
@@ -114,11 +102,8 @@ def _one_does_not_come() -> None:
     dist.barrier()
 
 
-def test_a_model_without_memory_is_made_where_its_group_carries_tensors(world: Worlds) -> None:
-    world(2).run(_made_on_the_host)
-
-
-def _made_on_the_host() -> None:
+@on_ranks(2)
+def test_a_model_without_memory_is_made_where_its_group_carries_tensors() -> None:
     with _gpus(GLOO):
         with torch.device("meta"):
             model = nn.Linear(2, 2)
@@ -180,12 +165,9 @@ def _splits_of_a_pipeline() -> int:
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_the_members_of_a_group_connect_when_it_is_made(world: Worlds, bound: bool) -> None:
+@on_ranks(2)
+def test_the_members_of_a_group_connect_when_it_is_made(bound: bool) -> None:
     """PyTorch connects those of a group with a bound device itself."""
-    world(2).run(_connects, bound)
-
-
-def _connects(bound: bool) -> None:
     assert dist.group.WORLD is not None
     with _gpus(BOTH) as patch, _recorded(patch) as calls:
         dist.group.WORLD.bound_device_id = GPU if bound else None
@@ -198,12 +180,9 @@ def _connects(bound: bool) -> None:
     assert calls == ([] if bound else [("all-reduce", pair)])
 
 
-def test_all_ranks_connect_before_some_of_them_are_probed(world: Worlds) -> None:
+@on_ranks(4)
+def test_all_ranks_connect_before_some_of_them_are_probed() -> None:
     """Else the ranks that send wait for those that do not to connect, and those wait for the result."""
-    world(4).run(_probes)
-
-
-def _probes() -> None:
     from towpath.auto import probe
 
     with _gpus(BOTH) as patch, _recorded(patch) as calls:
@@ -215,11 +194,8 @@ def _probes() -> None:
     assert first == "all-reduce", calls[:3]
 
 
-def test_shard_connects_its_group(world: Worlds) -> None:
-    world(2).run(_shard_connects)
-
-
-def _shard_connects() -> None:
+@on_ranks(2)
+def test_shard_connects_its_group() -> None:
     with _gpus(BOTH) as patch, _recorded(patch) as calls:
         towpath.shard(nn.Linear(2, 2), "ddp", topology=towpath.Topology(2, 1))
     assert calls[0] == ("all-reduce", dist.group.WORLD)
@@ -239,22 +215,24 @@ class Buffered(nn.Module):
             self.register_buffer(f"b{i}", values.view(2, 3).t())
         self.register_buffer("scalar", torch.tensor(seed, dtype=torch.int16))
         self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("gaps", torch.full((4, 6), float(seed))[:, ::2], persistent=False)
 
 
-def test_buffers_of_every_dtype_and_layout_become_those_of_rank_0(world: Worlds) -> None:
-    world(2).run(_same_buffers)
-
-
-def _same_buffers() -> None:
+@on_ranks(2)
+def test_buffers_become_those_of_rank_0_and_stay_the_same_tensors() -> None:
     expected = dict(Buffered(0).named_buffers())
-    model: Any = towpath.shard(Buffered(dist.get_rank()), "zero3", topology=towpath.Topology(2, 1))
+    model: Any = Buffered(dist.get_rank())
+    before = dict(model.named_buffers())
+    towpath.shard(model, "zero3", topology=towpath.Topology(2, 1))
     for name, buffer in model.named_buffers():
         assert torch.equal(_bytes(buffer), _bytes(expected[name])), name
+        assert buffer is before[name] and buffer.stride() == expected[name].stride(), name
+    assert [*model.state_dict()] == [*Buffered(0).state_dict()]
     other = dict(Buffered(1).named_buffers())
     if dist.get_rank() == 1:
         for name, buffer in model.named_buffers():
             buffer.copy_(other[name])
-    model.broadcast_buffers(1)
+    towpath.broadcast_buffers(model, 1)
     for name, buffer in model.named_buffers():
         assert torch.equal(_bytes(buffer), _bytes(other[name])), name
 
@@ -263,11 +241,8 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.contiguous().reshape(-1).view(torch.uint8)
 
 
-def test_buffers_on_the_host_go_over_gloo_where_the_group_has_nccl_alone(world: Worlds) -> None:
-    world(2).run(_buffers_on_the_host)
-
-
-def _buffers_on_the_host() -> None:
+@on_ranks(2)
+def test_buffers_on_the_host_go_over_gloo_where_the_group_has_nccl_alone() -> None:
     buffer = torch.full((3,), float(dist.get_rank()))
     with _gpus(NCCL) as patch:
         groups = Groups()

@@ -20,18 +20,9 @@ from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, strategy_of
 from towpath import tracing
+from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.errors import StepError
-from towpath.observing import (
-    BETWEEN,
-    COMPUTE,
-    INSIDE,
-    WAITING,
-    Interval,
-    intervals_of_ranks,
-    running_trace,
-    sums,
-)
-from towpath.tracing import write_trace
+from towpath.observing import running_trace, sums
 
 Worlds = Callable[[int], World]
 
@@ -190,10 +181,7 @@ def _write(path: Path) -> tuple[int, int]:
         before = towpath.stats(model)
         _train(model, optimizer, steps=1)
         done = towpath.stats(model).since(before)
-    found = intervals_of_ranks(model, trace)
-    assert bool(found) == (dist.get_rank() == 0)
-    if found:
-        write_trace(path, found)
+    tracing.write_trace(path, model, trace)
     return done.inter_bytes, done.intra_bytes
 
 

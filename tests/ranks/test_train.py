@@ -202,11 +202,10 @@ def _near(found: tuple[list[float], float, Any], expected: tuple[list[float], fl
 
 PARO = [name for name in strategies() if name.startswith("paro-")]
 LOSSLESS: list[Any] = [
-    *({"name": name} for name in strategies() if name not in ("lins", *PARO, *ROUNDING)),
+    *({"name": name} for name in strategies() if name not in (*PARO, *ROUNDING)),
     *({"name": name} for name in PARO),
     {"name": "mics", "group": [2, 2]},
     {"name": "zero3", "route": "hierarchical"},
-    {"name": "lins", "params": [1, 1], "grads": [2, 1], "optimizer": [2, 2]},
 ]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.test_never_silent import Net
 from tests.ranks.twin import Twin, mean_of_all_ranks
 from towpath.errors import ConfigError, StepError
@@ -70,11 +70,8 @@ class Towers(nn.Module):
         return torch.stack([tower(x) for tower in self.towers]).sum(0)
 
 
-def test_a_rank_that_is_through_lets_go_of_units_as_the_others_do(world: Worlds) -> None:
-    world(2).run(_join_towers)
-
-
-def _join_towers() -> None:
+@on_ranks(2)
+def test_a_rank_that_is_through_lets_go_of_units_as_the_others_do() -> None:
     twin = Twin(Towers, lambda *_: torch.zeros(()), "zero3", SHAPE, units=[nn.Linear])
     rank, mine = dist.get_rank(), _batches(dist.get_rank())
     for count, batch in enumerate(twin.sharded.join(mine)):
@@ -84,21 +81,6 @@ def _join_towers() -> None:
                 twin.plain(mine[count]).square().mean().backward()
         twin.check_gradients()
         twin.step()
-
-
-def test_buffers_become_those_of_one_rank_where_the_user_asks(world: Worlds) -> None:
-    world(2).run(_buffers)
-
-
-def _buffers() -> None:
-    model: Any = towpath.shard(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), "zero3", topology=SHAPE)
-    norm = model[1]
-    model(torch.randn(8, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
-    everyones = [torch.zeros(6) for _ in range(2)]
-    dist.all_gather(everyones, norm.running_mean)
-    assert not torch.equal(*everyones)
-    model.broadcast_buffers(rank=1)
-    assert torch.equal(norm.running_mean, everyones[1])
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
@@ -132,11 +114,8 @@ def _write(label: str) -> str:
     return str(caught.value)
 
 
-def test_models_that_come_and_go_leave_threads_and_descriptors_as_they_were(world: Worlds) -> None:
-    world(2).run(_come_and_go)
-
-
-def _come_and_go() -> None:
+@on_ranks(2)
+def test_models_that_come_and_go_leave_threads_and_descriptors_as_they_were() -> None:
     after: list[tuple[int, ...]] = []
     for _ in range(25):
         for label in ("zero3", "mics"):
@@ -149,11 +128,8 @@ def _come_and_go() -> None:
     assert after[-1] == after[0], after
 
 
-def test_two_models_at_a_time_share_queues_and_train_as_alone(world: Worlds) -> None:
-    world(2).run(_two_models)
-
-
-def _two_models() -> None:
+@on_ranks(2)
+def test_two_models_at_a_time_share_queues_and_train_as_alone() -> None:
     """One loss of both: their units' backward passes alternate on the queues that they share."""
 
     def loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:

@@ -16,14 +16,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import towpath
 from tests.ranks.models import MODELS, GPTBlock, TiedGPT
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from towpath import Topology, errors
 
@@ -60,13 +58,8 @@ def _from(device: str) -> nn.Module:
 
 @labels
 @pytest.mark.parametrize("device, params", [("meta", torch.bfloat16), ("cpu", None)], ids=["meta-bf16", "cpu"])
-def test_the_model_has_the_values_and_computes_with_them(
-    world: Worlds, device: str, params: torch.dtype | None, label: str
-) -> None:
-    world(4).run(_compare_with_the_whole, device, params, label)
-
-
-def _compare_with_the_whole(device: str, params: torch.dtype | None, label: str) -> None:
+@on_ranks(4)
+def test_the_model_has_the_values_and_computes_with_them(device: str, params: torch.dtype | None, label: str) -> None:
     precision, entry = towpath.Precision(params=params), MODELS["gpt"]
     strategy = strategy_of(label, SHAPE)
     asked = Asked()
@@ -104,12 +97,8 @@ class Normed(nn.Module):
         return self.norm(x)
 
 
-def test_persistent_buffers_come_from_the_same_source_if_it_knows_them(world: Worlds) -> None:
-    for mean, variance, tracked in world(4).run(_buffers_from_values):
-        assert (mean, variance, tracked) == ([5.0] * 6, [1.0] * 6, 7)
-
-
-def _buffers_from_values() -> tuple[list[float], list[float], int]:
+@on_ranks(4)
+def test_persistent_buffers_come_from_the_same_source_if_it_knows_them() -> None:
     known = {
         "norm.weight": torch.ones(6),
         "norm.bias": torch.zeros(6),
@@ -120,7 +109,8 @@ def _buffers_from_values() -> tuple[list[float], list[float], int]:
         model = Normed()
     sharded: Any = towpath.shard(model, "zero3", topology=SHAPE, values=lambda n, start, end: known[n][start:end])
     norm = sharded.norm
-    return norm.running_mean.tolist(), norm.running_var.tolist(), norm.num_batches_tracked.item()
+    (mean, variance, tracked) = norm.running_mean.tolist(), norm.running_var.tolist(), norm.num_batches_tracked.item()
+    assert (mean, variance, tracked) == ([5.0] * 6, [1.0] * 6, 7)
 
 
 class Rotary(nn.Module):
@@ -152,21 +142,16 @@ class Gain(nn.Module):
 
 
 @pytest.mark.parametrize("make, name", [(Rotary, "angles"), (Gain, "gain")])
-def test_meta_tensors_on_rank_0_alone_are_refused_on_all(
-    world: Worlds, make: Callable[[], nn.Module], name: str
-) -> None:
-    for message in world(2).run(_only_first_on_meta, make):
-        assert f"{name} is on the meta device" in message
-        assert f".{name}" not in message
-
-
-def _only_first_on_meta(make: Callable[[], nn.Module]) -> str:
+@on_ranks(2)
+def test_meta_tensors_on_rank_0_alone_are_refused_on_all(make: Callable[[], nn.Module], name: str) -> None:
     with torch.device("cpu" if dist.get_rank() else "meta"):
         model = make()
     with pytest.raises(errors.TowpathError) as caught:
         towpath.shard(model, "zero3", topology=Topology(1, 2))
     dist.barrier()  # a rank that still waits in shard() would meet this
-    return str(caught.value)
+    message = str(caught.value)
+    assert f"{name} is on the meta device" in message
+    assert f".{name}" not in message
 
 
 def _unknown(name: str, start: int, end: int) -> Tensor:
@@ -215,69 +200,12 @@ def _fail(fault: Callable[..., Tensor], *ranks: int) -> str:
     return str(caught.value)
 
 
-def test_values_on_some_ranks_only_are_refused(world: Worlds) -> None:
-    for message in world(4).run(_only_first_has_values):
-        assert "values=" in message
-
-
-def _only_first_has_values() -> str:
+@on_ranks(4)
+def test_values_on_some_ranks_only_are_refused() -> None:
     with pytest.raises(errors.MismatchError) as caught:
         towpath.shard(_from("cpu"), "zero3", topology=SHAPE, values=Asked() if dist.get_rank() == 0 else None)
-    return str(caught.value)
-
-
-SPLIT = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-
-
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_of_split_parameters_a_rank_asks_for_its_part_only(world: Worlds, device: str) -> None:
-    asked: Counter[str] = sum(world(4).run(_split, device), Counter[str]())
-    assert asked["0.weight"] == asked["1.weight"] == 6 * 8  # each element once
-    assert asked["1.bias"] == 2 * 6  # once on each rank of the mesh
-
-
-def _split(device: str) -> Counter[str]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    values = {"0.weight": (8, 6), "0.bias": (8,), "1.weight": (6, 8), "1.bias": (6,)}
-    whole = {name: torch.randn(shape, generator=torch.Generator().manual_seed(7)) for name, shape in values.items()}
-    counts = Counter[str]()
-
-    def asked(name: str, start: int, end: int) -> Tensor:
-        counts[name] += end - start
-        return whole[name].reshape(-1)[start:end]
-
-    with torch.device(device):
-        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
-    model = parallelize_module(model, mesh["tp"], SPLIT)
-    towpath.shard(model, "zero3", topology=Topology(1, 2), group=mesh["dp"].get_group(), values=asked)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.full_tensor(), whole[name]), name
-    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
-    expected = nn.functional.linear(nn.functional.linear(x, whole["0.weight"], whole["0.bias"]), whole["1.weight"])
-    assert torch.allclose(model(x), expected + whole["1.bias"], atol=1e-5)
-    return counts
-
-
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_a_tensor_parallel_model_begins_alike_on_its_mesh_whatever_its_ranks_have_drawn(
-    world: Worlds, device: str
-) -> None:
-    """Halves of a matrix are not alike, and what is replicated is."""
-    for seeds in ([0, 1, 2, 3], [5, 5, 5, 5]):
-        drawn = world(4).run(_drawn, device, seeds)
-        assert all(torch.equal(one, other) for found in drawn for one, other in zip(drawn[0], found, strict=True))
-        for matrix, dim in zip(drawn[0][:4:2], (0, 1), strict=True):
-            assert not torch.equal(*matrix.chunk(2, dim))
-
-
-def _drawn(device: str, seeds: list[int]) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(seeds[dist.get_rank()])
-    with torch.device(device):
-        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 3))  # of the last one all is on each
-    model = parallelize_module(model, mesh["tp"], SPLIT)
-    towpath.shard(model, "zero3", topology=Topology(1, 2), group=mesh["dp"].get_group())
-    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+    message = str(caught.value)
+    assert "values=" in message
 
 
 # --- a model that only rank 0 holds -----------------------------------------------------------------------------------
@@ -294,11 +222,8 @@ class Bare(TiedGPT):
 
 
 @labels
-def test_ranks_on_the_meta_device_take_rank_0s_values(world: Worlds, label: str) -> None:
-    world(4).run(_take_rank_0s, label)
-
-
-def _take_rank_0s(label: str) -> None:
+@on_ranks(4)
+def test_ranks_on_the_meta_device_take_rank_0s_values(label: str) -> None:
     torch.manual_seed(3)
     whole = Bare()
     torch.manual_seed(3)
@@ -340,7 +265,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= nbytes
 
 
-@pytest.mark.parametrize("how", ["rank 0", "folder"])
+@pytest.mark.parametrize("how", ["rank 0", "folder", "modules"])
 def test_no_rank_holds_more_than_a_unit_beyond_its_shards(world: Worlds, tmp_path: Path, how: str) -> None:
     """Memory for gradients and for unsharded units counts, too. What rank 0 has loaded is freed unit by unit."""
     for rank, (most, shards, unit, whole) in enumerate(world(2).run(_watch_loading, how, tmp_path)):
@@ -360,7 +285,7 @@ def _watch_loading(how: str, folder: Path) -> tuple[int, int, int, int]:
     live = LiveBytes()
     with live:
         values = folder if how == "folder" else None
-        with torch.device("meta" if values or dist.get_rank() else "cpu"):
+        with torch.device("meta" if how != "rank 0" or dist.get_rank() else "cpu"):
             model = make()
         sharded: Any = towpath.shard(model, "zero3", topology=Topology(1, 2), units=[GPTBlock], values=values)
     unit = max(4 * sum(bucket.plan.numel for bucket in unit.buckets) for unit in sharded.towpath_engine.units)

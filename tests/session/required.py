@@ -41,7 +41,7 @@ def _native() -> str | None:
 
 
 def _lab() -> str | None:
-    from towpath.lab import available
+    from lab import available
 
     return available()
 

@@ -15,7 +15,7 @@ from tests.documented import ROOT
 # Each entry of the page: a dotted name, and the members that are shown (default: all public ones).
 PAGE = (ROOT / "docs/reference/api.md").read_text()
 ENTRIES = re.findall(r"^::: (\S+)\n    options: \{heading: [\w.]+(?:, members: (.*))?\}\n", PAGE, re.MULTILINE)
-NAMESPACES = ("", ".optim", ".checkpoint", ".pipeline", ".planning", ".tracing", ".codecs", ".lab")
+NAMESPACES = ("", ".optim", ".checkpoint", ".pipeline", ".planning", ".tracing", ".codecs")
 
 
 def test_every_public_function_and_class_is_listed() -> None:

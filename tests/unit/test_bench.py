@@ -1,76 +1,61 @@
-"""`towpath bench`: interleaved rounds, honest verdicts, errors before anything starts, and its page."""
+"""`towpath bench`: interleaved rounds, candidates and their kinds, the table, and errors before anything starts."""
 
 from __future__ import annotations
 
-from html.parser import HTMLParser
-from pathlib import Path
-
 import pytest
-from typer.testing import CliRunner
 
 from towpath import bench
-from towpath.bench import COMPUTE, Sample, compare
+from towpath.bench import Comparison, Sample
 from towpath.cli import bench as command
 from towpath.cli.main import app
-from towpath.errors import ConfigError, StepError
+from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
 SQUARE = Topology(2, 2)
 KINDS = {"mics": "ours", "zero++": "ours, lossy", "fsdp2": "peer", "hsdp": "peer"}
-SECONDS = {"mics": 1.0, "zero++": 0.5, "fsdp2": 4.0, "hsdp": 2.0, COMPUTE: 0.4}
+SECONDS = {"mics": 1.0, "zero++": 0.5, "fsdp2": 4.0, "hsdp": 2.0}
 
 
-def measured(rounds: int, seconds: dict[str, float] = SECONDS) -> bench.Comparison:
-    return compare(KINDS, rounds, lambda name: Sample(seconds[name], sent_bytes=2e6), lambda text: None)
+def measured(rounds: int) -> Comparison:
+    found = Comparison(KINDS)
+    found.run(rounds, lambda number, name: Sample(SECONDS[name], memory_bytes=2_000_000), lambda text: None)
+    return found
 
 
-class TestCompare:
+class TestComparison:
     def test_every_round_has_every_candidate_in_its_order(self) -> None:
-        asked: list[str] = []
-        found = compare(KINDS, 4, lambda name: asked.append(name) or Sample(1.0), lambda text: None)
-        assert asked == [name for names in found.order for name in names]
-        assert all(sorted(names) == sorted([*KINDS, COMPUTE]) for names in found.order)
-        assert found.order[1] == found.order[0][::-1] and found.order[2] != found.order[0]
+        asked: list[list[str]] = [[], [], [], []]
+        Comparison(KINDS).run(4, lambda number, name: asked[number].append(name) or Sample(1.0), lambda text: None)
+        assert all(sorted(names) == sorted(KINDS) for names in asked)
+        assert asked[1] == asked[0][::-1] and asked[2] != asked[0]
 
     def test_a_candidate_that_fails_is_left_out_with_the_reason(self) -> None:
-        def measure(name: str) -> Sample:
-            if name == "fsdp2":
-                raise StepError("rank 1: Traceback\n  File x\nOutOfMemoryError: too large")
-            return Sample(SECONDS[name])
-
-        found = compare(KINDS, 2, measure, lambda text: None)
-        assert found.failures == {"fsdp2": "OutOfMemoryError: too large"} and "fsdp2" not in found.samples
-        assert found.fastest("peer") == "hsdp" and "fsdp2" not in found.order[1]
-
-    def test_progress_says_what_is_left(self) -> None:
         said: list[str] = []
-        compare(KINDS, 1, lambda name: Sample(SECONDS[name]), said.append)
-        assert len(said) == len(KINDS) + 1 and all("to go" in text for text in said)
+        found = Comparison(KINDS)
+        found.run(2, lambda number, name: "too large" if name == "fsdp2" else Sample(SECONDS[name]), said.append)
+        assert found.failures == {"fsdp2": "too large"} and "fsdp2" not in found.samples
+        assert found.fastest("peer") == "hsdp"
+        assert len(said) == 6 and all("to go" in text for text in said)
 
-    def test_a_verdict_is_against_the_fastest_peer(self) -> None:
-        lossless, lossy = measured(6).verdicts()
-        assert lossless == "mics is 2.00 times as fast as hsdp (97% interval 2.00 to 2.00)."
-        assert lossy.startswith("zero++ is 4.00 times as fast as hsdp") and lossy.endswith("It rounds what it sends.")
-
-    def test_too_few_rounds_are_not_conclusive(self) -> None:
-        first, *_, last = measured(3).verdicts()
-        assert first.startswith("mics was, in these rounds, 2.00 times as fast")
-        assert "75% of cases only. Use --rounds 6 or more." in last
-        assert len(measured(6).verdicts()) == 2
-
-    def test_an_interval_around_one_is_no_difference(self) -> None:
+    def test_a_speed_up_is_a_ratio_of_medians_with_its_interval(self) -> None:
         seconds = iter([1.9, 2.1] * 3)
-        found = compare(
-            {"mics": "ours", "hsdp": "peer"},
-            6,
-            lambda name: Sample(2.0 if name != "mics" else next(seconds)),
-            lambda text: None,
-        )
-        assert found.verdicts()[0].startswith("No measurable difference: mics against hsdp, ratio 1.00")
+        found = Comparison({"mics": "ours", "hsdp": "peer"})
+        found.run(6, lambda number, name: Sample(2.0 if name != "mics" else next(seconds)), lambda text: None)
+        ratio, interval = found.speedup("mics", "hsdp")
+        assert ratio == pytest.approx(1.0) and interval.low < 1 < interval.high and interval.coverage > 0.95
 
-    def test_without_a_peer_there_is_no_verdict(self) -> None:
-        found = compare({"mics": "ours"}, 6, lambda name: Sample(1.0), lambda text: None)
-        assert found.verdicts() == []
+    def test_the_table_fits_a_terminal_and_says_if_it_is_not_conclusive(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        command.show(measured(6))
+        shown = capsys.readouterr().out
+        assert max(map(len, shown.splitlines())) <= 100
+        rows = [line.split() for line in shown.splitlines()[1:5]]
+        assert [row[0] for row in rows] == ["zero++", "mics", "hsdp", "fsdp2"]
+        assert rows[0][1:5] == ["+~", "0.5", "s", "4.00"] and rows[1][1:5] == ["+", "1", "s", "2.00"]
+        assert "97% intervals" in shown and "--rounds" not in shown
+        command.show(measured(3))
+        assert "75% intervals. Not conclusive: use --rounds 6 or more." in capsys.readouterr().out
 
 
 class TestCandidates:
@@ -89,81 +74,20 @@ class TestCandidates:
             bench.check_candidates([text], (), SQUARE, "float32")
 
     def test_an_unknown_peer_is_one_error(self) -> None:
-        with pytest.raises(ConfigError, match="no peer 'fsdp3', only fsdp2, hsdp"):
+        with pytest.raises(ConfigError, match="no peer 'fsdp3', only fsdp2, fsdp2 reshard=no, hsdp"):
             bench.check_candidates([], ["fsdp3"], SQUARE, "float32")
-
-    def test_models_have_about_the_size_of_their_name(self) -> None:
-        for name, size in (("125m", 125e6), ("350m", 350e6), ("1b", 1e9), ("3b", 3e9), ("7b", 7e9)):
-            setup = bench.TrainingSetup(*bench.parse_model(name), 8, 1, 1, "float32", 1)
-            assert setup.parameters == pytest.approx(size, rel=0.1)
-        assert bench.parse_model("128x3")[:2] == (128, 3)
-
-
-class Fetched(HTMLParser):
-    """Collects what a page would fetch from a network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            if (name in ("src", "href", "xlink:href") and not (value or "").startswith("#")) or tag in (
-                *("link", "script", "iframe"),
-            ):
-                self.found.append(f"{tag} {name}={value}")
 
 
 class TestCommand:
-    def test_help_has_an_example(self) -> None:
-        shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "100"}).output
-        assert "towpath bench --lab" in shown and "torchrun" in shown
+    def test_without_a_launcher_it_says_how_to_start_it(self) -> None:
+        with pytest.raises(ConfigError, match=r"no launcher started this process.*torchrun … -m towpath bench"):
+            app(["bench"], standalone_mode=False)
 
-    @pytest.mark.parametrize(
-        ("given", "said"),
-        [
-            ([], "no launcher started this process.*add --lab"),
-            (["--lab", "--model", "2b"], "--model 2b: expected tiny, 125m"),
-            (["--lab", "--model", "100x2"], "--model 100x2: expected .* with a width that 64 divides"),
-            (["--lab", "--dtype", "int8"], "--dtype int8: expected bfloat16 or float32"),
-            (["--lab", "-o", "."], "that is a folder"),
-        ],
-        ids=" ".join,
-    )
-    def test_a_mistake_is_one_error_before_anything_starts(self, given: list[str], said: str) -> None:
-        with pytest.raises(ConfigError, match=said):
-            app(["bench", *given], standalone_mode=False)
-
-    def test_the_lab_needs_namespaces_and_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("towpath.lab.available", lambda: "the lab needs root.")
-        with pytest.raises(ConfigError, match="--lab: this machine cannot emulate a cluster: the lab needs root"):
-            app(["bench", "--lab"], standalone_mode=False)
-
-    def test_a_job_has_its_own_ranks_and_links(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unknown_model_is_one_error_before_anything_starts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ConfigError, match="--nodes, --inter: only for --lab"):
-            app(["bench", "--nodes", "2", "--inter", "1gbit"], standalone_mode=False)
-        with pytest.raises(ConfigError, match="--lab starts its own ranks"):
-            app(["bench", "--lab"], standalone_mode=False)
-
-    def test_the_table_fits_a_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
-        command.show(measured(6))
-        shown = capsys.readouterr().out
-        assert max(map(len, shown.splitlines())) <= 100
-        rows = [line.split()[0] for line in shown.splitlines()[1:6]]
-        assert rows == ["compute", "zero++", "mics", "hsdp", "fsdp2"]
-
-    def test_the_page_has_every_measurement_and_fetches_nothing(self, tmp_path: Path) -> None:
-        seconds = iter([1.125 + number / 1000 for number in range(30)])
-        found = compare(KINDS, 6, lambda name: Sample(next(seconds)), lambda text: None)
-        found.failures["torch-ddp"] = "too <large>"
-        command.write_page(tmp_path / "bench.html", "Two nodes.", found)
-        text = (tmp_path / "bench.html").read_text(encoding="utf-8")
-        parser = Fetched()
-        parser.feed(text)
-        assert not parser.found and "too &lt;large&gt;" in text
-        assert all(f"<td>{each:.4g}</td>" in text for name in KINDS for each in found.seconds(name))
+        with pytest.raises(ConfigError, match="--model 2b: expected tiny, 125m"):
+            app(["bench", "--model", "2b"], standalone_mode=False)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +95,7 @@ class TestCommand:
     [
         ("", "expected a preset's name"),
         ("auto", "expected a preset's name"),
-        ("lins params=[1,1]", r"got 'params=\[1,1\]', expected params=RANKSxNODES, such as 4x1"),
+        ("mics group=[1,1]", r"got 'group=\[1,1\]', expected group=RANKSxNODES, such as 4x1"),
         ("mics gradients", "got 'gradients', expected OPTION=VALUE"),
     ],
 )

@@ -110,29 +110,3 @@ def test_blocks_are_shorter_where_parameters_are() -> None:
 
 
 # --- what it costs ---------------------------------------------------------------------------------------------------
-
-
-def _llama(width: int, hidden: int, kv: int) -> tuple[int, ...]:
-    return (width * width, kv * width, kv * width, width * width, *(hidden * width,) * 3, width, width)
-
-
-def _gpt(width: int) -> tuple[int, ...]:
-    vectors = (width,) * 6 + (3 * width, 4 * width)
-    return (3 * width * width, width * width, 4 * width * width, 4 * width * width, *vectors)
-
-
-def test_padding_to_blocks_costs_little_in_a_transformer() -> None:
-    assert _padded_share(_llama(4096, 14336, 1024)) < 1.001
-    assert _padded_share(_gpt(768)) < 1.005
-    assert _padded_share(_gpt(384)) < 1.02
-    assert 2 < _padded_share((1,) * 1000) < 2.5  # every scalar takes the smallest block
-
-
-def _padded_share(numels: tuple[int, ...]) -> float:
-    """Return the bytes of an int4 or int8 message over those of blocks that may span parameters, on 128 ranks."""
-    codecs = [Codec("int8"), Codec("int4")]
-    apart, spanning = BucketSpec(numels).in_blocks(codecs, 128), BucketSpec(numels)
-    return max(
-        codec.within(apart.alignment).encoded_bytes(apart.padded(128)) / codec.encoded_bytes(spanning.padded(128))
-        for codec in codecs
-    )

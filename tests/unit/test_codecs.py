@@ -88,27 +88,17 @@ class TestAsData:
     @pytest.mark.parametrize(
         "text, why",
         [
-            ("", "not a codec"),
             ("int8:", "not a codec"),
-            ("int8 :64", "not a codec"),
-            ("int8:-64", "not a codec"),
             ("int8:64:64", "not a codec"),
-            ("int8:half", "not a codec"),
             ("int8+hadamrd", "not a codec"),
-            ("int8+", "not a codec"),
-            ("+hadamard", "not a codec"),
             ("int8\n", "not a codec"),
             ("int8+hadamard+hadamard", "not a codec"),
             ("int8:0", "a block of no elements"),
             ("int3", "unknown codec 'int3'; known are bf16"),
-            ("INT8", "unknown codec"),
             ("int8:16", "32 to 4096 elements"),
-            ("int8:8192", "32 to 4096 elements"),
             ("int8:96", "a power of two"),
             ("e4m3+stochastic", "for int8 and int4"),
-            ("bf16+stochastic", "for int8 and int4"),
             ("bf16+hadamard", "neither a block nor a rotation"),
-            ("bf16:64", "neither a block nor a rotation"),
             (f"bf16:{WHOLE}", "neither a block nor a rotation"),
         ],
     )
@@ -123,11 +113,6 @@ class TestAsData:
         scales = 0 if codec.name == "bf16" else -(-n // codec.block) if codec.block else min(n, 1)
         assert codec.scales(n) == scales
         assert codec.encoded_bytes(n) == 4 * scales + (n * bits + 7) // 8
-
-    def test_whole_messages(self) -> None:
-        assert Codec("int4", 256).encoded_bytes(1000) == 4 * 4 + 500
-        assert Codec("int8", 0).encoded_bytes(1000) == 4 + 1000
-        assert Codec("bf16").encoded_bytes(1001) == 2002
 
 
 class TestThereAndBack:
@@ -168,16 +153,6 @@ class TestThereAndBack:
             code = 1 / codec.largest if codec.stochastic else 0.0
             assert kept[largest].item() == pytest.approx(piece[largest].item(), rel=2 * TWO_ROUNDINGS + code)
             assert kept.abs().max() <= piece[largest].abs() * (1 + 2 * TWO_ROUNDINGS)
-
-    @examples
-    @given(st.sampled_from(("int8", "int4")), st.sampled_from(BLOCKS), st.integers(1, 3000))
-    def test_codes_times_the_scale_stay_as_they_are(self, name: str, block: int, n: int) -> None:
-        codec = Codec(name, block)
-        top = int(codec.largest or 0)
-        x = (torch.arange(n) % (2 * top + 1) - top).float()
-        for piece in x.split(block or n):
-            piece[0] = top  # so that the scale is 1
-        assert torch.equal(there_and_back(codec, x), x)
 
     @examples
     @given(lengths, dtypes, seeds)
@@ -274,13 +249,6 @@ class TestRotation:
         parity = torch.tensor([[bin(i & j).count("1") % 2 for j in range(ROTATED)] for i in range(ROTATED)])
         assert torch.equal(turned, (1 - 2.0 * parity) * ROTATED**-0.5)
 
-    @pytest.mark.parametrize("name, outlier", [("int8", 300.0), ("int4", 20.0)])
-    def test_one_outlier_costs_less(self, name: str, outlier: float) -> None:
-        x = torch.randn(256, generator=torch.Generator().manual_seed(5))
-        x[100] = outlier
-        errors = [(there_and_back(Codec(name, 256, hadamard), x) - x).norm() for hadamard in (False, True)]
-        assert errors[1] < errors[0] / 2
-
 
 class TestAtRandom:
     @pytest.mark.parametrize(
@@ -335,15 +303,3 @@ class TestSums:
         again = torch.empty(codec.encoded_bytes(n), dtype=torch.uint8)
         decode_sum_encode(codec, encoded, n, again, seed)
         assert torch.equal(again, message_of(codec, total, seed))
-
-    @pytest.mark.parametrize("text", ["int8", "int4:whole", "e4m3+hadamard", "bf16"])
-    def test_a_row_that_is_not_finite_spoils_the_sum(self, text: str) -> None:
-        codec, n = Codec.parse(text), 600
-        rows = messages(codec, n, 3, 0, "cpu")
-        for i, row in enumerate(rows):
-            x = values(n, i)
-            x[300] = (0.0, math.inf, 0.0)[i]
-            encode(codec, x, row)
-        out = torch.empty(n)
-        decode_sum(codec, rows, out)
-        assert not out[300].isfinite()

@@ -99,20 +99,6 @@ def test_a_boundary_passes_exactly_where_the_ranks_of_each_replica_agree(
                 log.check(combined, lambda _: step_logs)
 
 
-def test_replicas_are_compared_apart() -> None:
-    nodes = [
-        [(TransferKind.GATHER, "a")],
-        [(TransferKind.GATHER, "a")],
-        [(TransferKind.GATHER, "b")],
-        [(TransferKind.GATHER, "b")],
-    ]
-    for name, agree in (("mics", True), ("paro-iig", True), ("zero3", False), ("hpz", False)):
-        assert _must_agree(towpath.strategy(name, SHAPE), nodes) is agree
-        logs = _logs(towpath.strategy(name, SHAPE), nodes)
-        if agree:
-            logs[0].check(_combined(logs), lambda _: [])
-
-
 def test_what_the_comparison_costs_is_a_few_bytes_a_replica() -> None:
     assert log_bytes(towpath.strategy("ddp", SHAPE)) == 2 * 16  # the program, and the values that all ranks hold
     assert log_bytes(towpath.strategy("zero3", SHAPE)) == (1 + 3) * 16  # P, G and OS: one replica each

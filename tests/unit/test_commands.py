@@ -51,7 +51,8 @@ length = 16
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as a reader has one: the examples, and what the pages take for granted."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for folder in ("examples", "lab"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "gpt.toml").write_text(SMALL)
     (tmp_path / "train.py").write_text("import sys\nprint('trained', *sys.argv[1:])\n")
     for folder, name in (("books", "novel.txt"), ("notes", "today.md")):

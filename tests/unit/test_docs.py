@@ -9,13 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from docs import figures, generate, papers
-from docs.draw_routes import CARRIED, DRAWN, bars, plan_of, simulate, taken, transfer_of
-from docs.papers import lines
-from docs.papers.lines import Line, Table, is_near
 
 from benchmarks.harness import results
 from tests.ranks.strategies import seldom
+from tools.docs import figures, generate, papers
+from tools.docs.draw_routes import CARRIED, DRAWN, bars, plan_of, simulate, taken, transfer_of
+from tools.docs.papers import lines
+from tools.docs.papers.lines import Line, Table, is_near
 from towpath.core.routes import Op
 from towpath.topology.cluster import Topology
 
@@ -28,7 +28,7 @@ FILES = [seldom(file) if file.name in SLOW else file for file in generate.files(
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(generate.ROOT)))
 def test_regenerating_changes_nothing(file: Path) -> None:
     same = file.exists() and file.read_text(encoding="utf-8") == generate.text_of(file)
-    assert same, "run `python -m docs.generate` and commit what it writes"
+    assert same, "run `python -m tools.docs.generate` and commit what it writes"
 
 
 def test_pages_that_sources_name_exist() -> None:
@@ -44,7 +44,7 @@ def test_pages_that_sources_name_exist() -> None:
 @pytest.mark.parity
 def test_regenerating_the_slow_lines_changes_nothing() -> None:
     assert generate.PAPERS.read_text(encoding="utf-8") == generate.text_of(generate.PAPERS, papers.Writer(slow=True)), (
-        "python -m docs.generate"
+        "python -m tools.docs.generate"
     )
 
 

@@ -119,7 +119,7 @@ def test_messages_of_two_ranks_cannot_be_exact() -> None:
     with pytest.raises(ConfigError, match="matrix_gradients cannot be exact"):
         exact.check(Op.TO_OWNERS, "muon: matrix_gradients")
     with pytest.raises(ConfigError, match="gather cannot be exact"):
-        towpath.strategy("zero3", TWO, gather=exact)
+        replace(towpath.strategy("zero3", TWO), gather=exact)
 
 
 def test_stages_in_low_rank_keep_exact_transports_for_other_steps() -> None:

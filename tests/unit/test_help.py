@@ -25,7 +25,7 @@ def test_help_begins_with_the_purpose_and_an_example(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, example, *_ = COMMANDS[name].help.split("\n\n")
-    assert example.strip().startswith("Example: `towpath ") and f"towpath {name}" in example
+    assert example.strip().startswith(("Example: `towpath ", "Example: `torchrun ")) and f"towpath {name}" in example
     monkeypatch.setenv("COLUMNS", "100")
     assert _run([*name.split(), "--help"]) == 0
     printed = capsys.readouterr().out

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import towpath
+from lab.runs import direct
 from towpath.errors import ConfigError
-from towpath.lab.runs import direct
 from towpath.topology import init as module
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -78,11 +78,6 @@ def test_a_rank_gets_a_number_beside_the_others_of_its_rack(
     monkeypatch.setattr(module, "join_store", lambda timeout: (store, 2, 4))
     towpath.init()  # racks by rank: a, b, a, b
     assert gpus["rank"] == 1 and os.environ["RANK"] == "1"
-
-
-def test_the_default_timeout_is_that_of_gloo_on_gpus_too() -> None:
-    default = dist.distributed_c10d._get_default_timeout  # pyright: ignore
-    assert {default(dist.Backend(name)) for name in ("gloo", "cpu:gloo,cuda:nccl")} == {timedelta(minutes=30)}
 
 
 def test_one_process_takes_the_first_gpu(gpus: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ FEEDBACK = ("first", "both")
 MOST_CALLS = 8
 MOST_CODECS = {Op.ALL_GATHER: 3, Op.REDUCE_SCATTER: 12, Op.ALL_REDUCE: 15}
 PARTS = 4
-MOST_COMMUNICATORS = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "lins": 6}
+MOST_COMMUNICATORS = {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2}
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.core.units import units_from_numels
 from towpath.errors import ConfigError
 
-PRESETS = [name for name in towpath.strategies() if name != "lins"]
+PRESETS = list(towpath.strategies())
 UNITS = units_from_numels({"": 1000, "a": 70_000, "b": 70_000, "c": 33_000, "d": 70_000}, "float32")
 
 

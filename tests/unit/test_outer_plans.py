@@ -12,6 +12,7 @@ from tests.unit.test_plan_command import run
 from tests.unit.test_planner import small_cluster
 from towpath.auto import choice
 from towpath.cli import plan_report
+from towpath.cli.plots import svg
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import ConfigError
 from towpath.planner import islands, tables
@@ -23,7 +24,6 @@ from towpath.planner.request import Request, Workload, codecs_for_both
 from towpath.planner.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.train.config import Config
-from towpath.train.report import svg
 
 MODEL = Transformer(vocabulary=512, width=512, depth=4, heads=8, hidden=2048).model("small", 256)
 

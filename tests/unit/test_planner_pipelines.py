@@ -95,7 +95,7 @@ def test_the_bubble_shrinks_with_more_micro_batches() -> None:
 
 def test_no_candidate_takes_less_than_its_bound() -> None:
     made = planner()
-    for layout, batching in made._candidates([2, 4], ["1F1B", "ZBVZeroBubble"], ["none"], [1, 2]):
+    for layout, batching in made._candidates([2, 4], ["1F1B", "Interleaved1F1B"], ["none"], [1, 2]):
         if batching.micro_batch == 4:
             assert made.predict(layout, batching).seconds >= 0.999 * made._bound(layout, batching)
 
@@ -168,16 +168,18 @@ def test_stages_are_ranked_beside_all_others() -> None:
 def test_one_pipeline_is_simulated_and_traced_rank_by_rank(tmp_path: Path) -> None:
     trace = tmp_path / "step.json"
     asked = ["simulate", "zero1", "--model", "gpt-2.5b", "--cluster", "ethernet-10g", "--pipeline", "4"]
-    seen = CliRunner().invoke(app, [*asked, "--micro-steps", "8", "--schedule", "ZBVZeroBubble", "--trace", str(trace)])
+    seen = CliRunner().invoke(
+        app, [*asked, "--micro-steps", "8", "--schedule", "Interleaved1F1B", "--trace", str(trace)]
+    )
     assert seen.exit_code == 0, seen.output
     *lines, _ = seen.output.splitlines()  # the last one names the file
     assert "idle ranks" in seen.output and all(len(line) <= 100 for line in lines)
     events = json.loads(trace.read_text())["traceEvents"]
     names = {each["args"]["name"] for each in events if each["name"] == "process_name"}
-    assert len(names) == 4 and all("8 stages on 4, ZBVZeroBubble, zero1" in name for name in names)
+    assert len(names) == 4 and all("8 stages on 4, Interleaved1F1B, zero1" in name for name in names)
     switched = ["simulate", "qgz gradients_until=5", *asked[2:-1], "2", "--micro-steps", "4"]
     assert "From step 5: " in CliRunner().invoke(app, switched).output
-    assert {"weight gradients", "input gradients"} <= {each["name"].partition(" of ")[0] for each in events}
+    assert {"forward", "backward"} <= {each["name"].partition(" of ")[0] for each in events}
 
 
 @pytest.mark.parametrize(

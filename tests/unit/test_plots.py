@@ -13,9 +13,11 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from lab.report import Outcome, rows_of, write_report
 from towpath.cli import plan_report
-from towpath.observing import COMPUTE, Interval
-from towpath.train.report import COLORS, Outcome, draw_timelines, rows_of, standalone_svg, svg, write_report
+from towpath.cli.main import _run
+from towpath.cli.plots import COLORS, draw_timelines, standalone_svg, svg
+from towpath.engine.streams.trace import COMPUTE, Interval
 
 
 def _line(figure: Any, last: float) -> None:
@@ -33,6 +35,26 @@ def test_pictures_on_one_page_do_not_refer_to_each_other() -> None:
         assert set(re.findall(r"url\(#(\w+)\)", text)) <= set(re.findall(r'id="(\w+)"', text))
     clips = [set(re.findall(r"url\(#(\w+)\)", text)) for text in (first, second)]
     assert clips[0] and clips[1] and not clips[0] & clips[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "llama-7b", "--cluster", "ethernet-10g", "--batch", "64", "--report", "report.html"],
+        ["probe", "--picture", "probe.svg"],
+    ],
+    ids=["plan", "probe"],
+)
+def test_without_matplotlib_a_picture_is_refused_before_any_work(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert _run(arguments) == 2
+    assert f"{arguments[-2]} {arguments[-1]}: pictures are drawn by matplotlib" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 # --- what a reader sees ----------------------------------------------------------------------------------------------
@@ -92,7 +114,7 @@ def _computing(start: float, seconds: float) -> Interval:
 
 
 def _step(seconds: float) -> Any:
-    return plan_report.TimelineRow("zero3", [_computing(1.0, seconds)])
+    return ("zero3", [_computing(1.0, seconds)])
 
 
 @pytest.mark.parametrize(("seconds", "unit", "end"), [(35, "seconds", 35), (0.02, "milliseconds", 20)])

@@ -105,16 +105,8 @@ def test_submodules_work_after_a_plain_import() -> None:
     program = """
 import towpath
 towpath.checkpoint.get_model_state_dict, towpath.checkpoint.set_optimizer_state_dict, towpath.checkpoint.save
-towpath.codecs.register, towpath.errors.ShardError, towpath.lab.Lab, towpath.pipeline.Compression
+towpath.codecs.register, towpath.errors.ShardError, towpath.pipeline.Compression
 towpath.integrations.accelerate.Accelerator
 towpath.optim.owner_stepped, towpath.optim.chain
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"), [(towpath, "Wire", "towpath.Transport"), (towpath.optim, "together", "chain")]
-)
-def test_a_renamed_name_says_its_new_name(module: ModuleType, old: str, new: str) -> None:
-    with pytest.raises(AttributeError, match=f"is now {new}"):
-        getattr(module, old)

@@ -7,7 +7,6 @@ from math import ceil
 
 import pytest
 
-import towpath
 from tests.cases import each
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import (
@@ -246,13 +245,3 @@ def test_wire_buffers_stay_below_the_region_but_for_an_all_to_all() -> None:
     assert sizes["one-hop"] <= 2
     assert sizes["two-hop"] <= 9 / 8
     assert wire_elements(Op.ALL_GATHER, "ho-ring", grid, 8, elements) == (0, 0)
-
-
-# --- strategies ------------------------------------------------------------------------------------------------------
-
-
-@routes
-def test_a_strategy_takes_any_route_and_survives_toml(route: str) -> None:
-    strategy = towpath.strategy("zero3", Topology(2, 2), route=route)
-    assert towpath.Strategy.from_toml(strategy.to_toml()) == strategy
-    assert f"({route})" in str(strategy)

@@ -13,7 +13,7 @@ import pytest
 from tests.cases import each
 from tests.session import spent
 from tests.session.record import ROOT
-from tests.session.spent import Ledger, processor_seconds
+from tests.session.spent import Ledger
 
 
 def _pytest(folder: Path, test: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -39,23 +39,6 @@ def test_what_is_required_and_missing_ends_a_session_before_its_first_test(tmp_p
     assert "passed" not in ended.stdout
     went_on = _pytest(tmp_path, test, "-n", "0", "--may-miss", "native,lab,triton", CI="true", PYTHONPATH=path)
     assert went_on.returncode == 0, went_on.stdout + went_on.stderr
-
-
-SKIPPING = """
-import pytest
-
-@pytest.mark.parametrize("i", range(3))
-def test_of_a_planet(i): pytest.skip("no Mars here")
-
-def test_of_the_moon(): pytest.skip("no Moon here")
-"""
-
-
-def test_each_reason_to_skip_is_told_once_with_its_count_also_by_workers(tmp_path: Path) -> None:
-    ended = _pytest(tmp_path, SKIPPING, "-n", "1")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    told = [line.split(maxsplit=1) for line in ended.stdout.splitlines() if "here" in line]
-    assert told == [["3", "no Mars here  (test_it.py)"], ["1", "no Moon here  (test_it.py)"]]
 
 
 MIXED = """
@@ -93,12 +76,6 @@ def test_a_run_is_recorded_by_file_with_its_failures(tmp_path: Path) -> None:
     assert found["commit"] is None and found["clean"] is None
 
 
-def test_a_run_that_is_interrupted_is_not_recorded(tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    _pytest(tmp_path, "def test_it(): raise KeyboardInterrupt\n", "-n", "0", "--record-to", str(file))
-    assert not file.exists()
-
-
 @pytest.mark.parametrize("mark", ["", "compiles", "soak"])
 @pytest.mark.parametrize("load, fails", [(0.1, True), (3.0, False)], ids=["idle", "busy"])
 def test_a_slow_test_fails_the_run_of_an_idle_machine_unless_it_is_meant_to_take_long(
@@ -115,23 +92,6 @@ def test_a_slow_test_fails_the_run_of_an_idle_machine_unless_it_is_meant_to_take
 
     ledger.pytest_sessionfinish(Session, pytest.ExitCode.OK)  # pyright: ignore[reportArgumentType]
     assert (Session.exitstatus == pytest.ExitCode.TESTS_FAILED) == (fails and not mark)
-
-
-def test_processor_seconds_hold_those_of_living_grandchildren() -> None:
-    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True)\ninput()"
-    program = (
-        "import subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {busy!r}], stdin=subprocess.PIPE)\n"
-        "input()\nchild.communicate()"
-    )
-    before = processor_seconds()
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "1\n"
-        assert processor_seconds() - before > 0.25  # of 0.3; the kernel tells it in ticks of a hundredth
-        process.communicate("\n")
 
 
 def test_a_case_that_fails_in_a_loop_is_named() -> None:

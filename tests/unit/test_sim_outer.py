@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
 
 import towpath
 import towpath.core.schedule
-from towpath import Outer, Transport
+from towpath import Outer
 from towpath.core.strategy import TransferKind
 from towpath.planner.catalog import load_cluster
 from towpath.planner.model import Transformer
 from towpath.planner.prediction import Batching, Prediction
 from towpath.planner.request import Request
 from towpath.planner.solver import Solver
-from towpath.sim.outer import Period
 
 BATCHING = Batching(4, 1)
 
@@ -50,22 +48,6 @@ def test_a_long_delay_hides_the_exchange() -> None:
     waits = [predicted(Outer(32, delay=delay)).exposed[TransferKind.OUTER] for delay in (0, 8, 31)]
     assert waits[0] > waits[1] > waits[2]
     assert waits[2] < 0.03 * predicted(Outer(32, delay=31)).seconds
-
-
-def test_a_result_takes_equally_long_to_apply_in_every_codec() -> None:
-    """What is applied are all weights, however few of them were sent. Top-k also takes time to encode."""
-    periods: dict[str, Period] = {}
-    for codec, transport in {"fp32": Transport(), "top-k": Transport("flat", "top-k:64")}.items():
-        outer = Outer(32, delay=31, transport=transport)
-        made = towpath.strategy("mics", solver().cluster.topology, outer=outer)
-        periods[codec] = solver().of_island(made).period(made, BATCHING)
-    applied = {codec: period.steps[-1] - period.alone for codec, period in periods.items()}
-    assert applied["top-k"] == pytest.approx(applied["fp32"], rel=0.01) and applied["fp32"] > 0
-    waited = replace(Outer(32), transport=Transport("flat", "top-k:64"))
-    taken = 32 * predicted(waited).exposed[TransferKind.OUTER]
-    sent = predicted(waited).strategy
-    plan = solver().of_island(sent).period(sent, BATCHING).plan
-    assert taken > 40 * plan.fragments[0].rank_bytes / solver().cluster.hardware.memory_rate
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero3", "paro-iig"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -16,17 +17,17 @@ from towpath.core.pipeline import (
     Post,
     Run,
     Walk,
-    as_computed,
     gpipe,
     gpipe_walk,
     one_forward_one_backward,
     one_forward_one_backward_walk,
+    owners,
 )
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.pipeline.schedules import order_of, owners_of, schedule_class, walk_of
+from towpath.pipeline.schedules import walks
 from towpath.sim.hardware import CodecSpeed, Hardware, Link
 from towpath.sim.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.topology.cluster import Topology
@@ -37,37 +38,42 @@ FAST = 1e15
 FORWARD, BACKWARD = 1.0, 2.0
 
 
-def hardware(ranks: int, cable: float = FAST) -> Hardware:
+def hardware(ranks: int, cable: float = FAST, **more: Any) -> Hardware:
     link = Link(cable, 0.0)
     codecs = (("int8", CodecSpeed(FAST, FAST)),)
-    return Hardware(Topology(ranks, 1), link, link, FAST, FAST, codecs=codecs)
+    return Hardware(Topology(ranks, 1), link, link, FAST, FAST, codecs=codecs, **more)
 
 
 def replayed(
     walk: Walk,
     owners: Sequence[int],
-    cable: float = FAST,
-    strategy: str = "ddp",
+    cluster: Hardware | None = None,
     compression: Compression | None = None,
+    copies: int = 1,
+    seconds: tuple[float, float] = (FORWARD, BACKWARD),
+    shape: tuple[int, ...] = (HIDDEN,),
 ) -> PipelineTimeline:
-    """Each stage has one unit, and each rank a node."""
+    """Each stage has one unit, and the ranks of a stage are neighbors."""
     ranks = max(owners) + 1
-    made = presets.strategy(strategy, Topology(1, 1))
+    made = presets.strategy("ddp", Topology(1, copies))
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    each = len(owners) // ranks
-    seconds = ComputeSeconds((0.0, FORWARD / each), (0.0, BACKWARD / each), 0.0, 0.0)
+    forward, backward = (each / (len(owners) // ranks) for each in seconds)
     stages = [
-        SimulatedStage((rank,), made, plans, seconds, (((HIDDEN,), "float32"),) if i < len(owners) - 1 else ())
+        SimulatedStage(
+            tuple(range(copies * rank, copies * (rank + 1))),
+            made,
+            plans,
+            ComputeSeconds((0.0, forward), (0.0, backward), 0.0, 0.0),
+            ((shape, "float32"),) if i < len(owners) - 1 else (),
+        )
         for i, rank in enumerate(owners)
     ]
-    return PipelineReplay(stages, walk, hardware(ranks, cable), compression or Compression()).run()
+    return PipelineReplay(stages, walk, cluster or hardware(ranks), compression or Compression()).run()
 
 
-def found(name: str, ranks: int, micro_batches: int, halved: bool = False) -> tuple[Order, Walk, list[int]]:
-    kind, stages = schedule_class(name), SCHEDULES[name] * ranks
-    parts = set(range(stages)) if halved else set[int]()
-    order = as_computed(order_of(kind, stages, ranks, micro_batches), parts)
-    return order, walk_of(kind, order, stages, parts), owners_of(kind, stages, ranks, name)
+def found(name: str, ranks: int, micro_batches: int) -> tuple[Order, Walk, list[int]]:
+    order, walk = walks(name, ranks, micro_batches)
+    return order, walk, [rank for _, rank in sorted(owners(order).items())]
 
 
 def test_a_step_of_a_warm_up_is_replayed_with_the_messages_of_that_step() -> None:
@@ -93,9 +99,8 @@ def test_without_communication_a_step_is_its_passes_and_the_usual_bubble(
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("halved", [False, True], ids=["whole", "halved"])
-def test_every_schedule_computes_all_and_sends_every_message_once(name: str, halved: bool) -> None:
-    order, walk, owners = found(name, 4, 8, halved)
+def test_every_schedule_computes_all_and_sends_every_message_once(name: str) -> None:
+    order, walk, owners = found(name, 4, 8)
     for rank, operations in walk.items():
         assert [each.stage_pass for each in operations if isinstance(each, Run)] == list(order[rank])
     posted = [each for operations in walk.values() for each in operations if isinstance(each, Post)]
@@ -108,17 +113,10 @@ def test_every_schedule_computes_all_and_sends_every_message_once(name: str, hal
     assert seen.inter_bytes == 4 * HIDDEN * len(ends) / 2
 
 
-def test_zero_bubble_with_halves_beats_all_at_once() -> None:
-    """It fills with weights' gradients what else would be waiting."""
-    for name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
-        whole, halved = (replayed(*found(name, 4, 8, half)[1:]).seconds for half in (False, True))
-        assert halved < 0.97 * whole, name
-
-
 def test_a_message_takes_its_cable_and_is_waited_for() -> None:
     """Two stages, one micro-batch: forward, output, forward and backward, gradient, backward."""
     cable = 4 * HIDDEN / 0.5  # half a second each
-    seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], cable)
+    seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], hardware(2, cable))
     assert seen.seconds == pytest.approx(2 * (FORWARD + BACKWARD) + 2 * 0.5, rel=1e-6)
     assert seen.ranks[1].exposed[TransferKind.ACTIVATION] == pytest.approx(FORWARD + 0.5)
     assert seen.ranks[0].in_flight[TransferKind.ACTIVATION] == pytest.approx(0.5)
@@ -126,55 +124,26 @@ def test_a_message_takes_its_cable_and_is_waited_for() -> None:
 
 
 def test_copies_of_a_stage_on_one_node_share_its_cable() -> None:
-    made = presets.strategy("ddp", Topology(1, 2))
-    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    seconds = ComputeSeconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
-    outputs = (((HIDDEN,), "float32"),)
-    stages = [SimulatedStage((0, 1), made, plans, seconds, outputs), SimulatedStage((2, 3), made, plans, seconds, ())]
     link = Link(4 * HIDDEN / 0.5, 0.0)
     cluster = Hardware(Topology(2, 2), Link(FAST, 0.0), link, FAST, FAST)
-    seen = PipelineReplay(stages, gpipe_walk(gpipe(2, 1)), cluster, Compression()).run()
+    seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], cluster, copies=2)
     assert seen.seconds == pytest.approx(2 * (FORWARD + BACKWARD) + 4 * 0.5, rel=1e-6)
 
 
 def test_ranks_of_one_host_share_its_cores() -> None:
     """Both stages compute at once only half as fast: but where one waits for the other, each has all of it."""
-    order = gpipe(2, 4)
-    shared = Hardware(Topology(2, 1), Link(FAST, 0.0), Link(FAST, 0.0), FAST, FAST, cores=1.0, ranks_sharing=2)
-    made = presets.strategy("ddp", Topology(1, 1))
-    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    seconds = ComputeSeconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
-    stages = [
-        SimulatedStage((rank,), made, plans, seconds, (((HIDDEN,), "float32"),) if not rank else ()) for rank in (0, 1)
-    ]
-    seen = PipelineReplay(stages, gpipe_walk(order), shared, Compression()).run()
+    seen = replayed(gpipe_walk(gpipe(2, 4)), [0, 1], hardware(2, cores=1.0, ranks_sharing=2))
     assert seen.seconds == pytest.approx(2 * 4 * (FORWARD + BACKWARD), rel=1e-6)
 
 
 def test_by_sockets_a_receiver_tells_that_it_is_ready_behind_what_it_sends() -> None:
     """Two stages that exchange an output and a gradient at once: with sockets one after the other."""
-    order = one_forward_one_backward(2, 4)
-    took: dict[bool, float] = {}
-    for sockets in (False, True):
-        link = Link(4 * HIDDEN / 0.5, 0.0)
-        cores = 100.0 if sockets else None
-        cluster = Hardware(Topology(2, 1), link, link, FAST, FAST, cores=cores, ranks_sharing=2)
-        made = presets.strategy("ddp", Topology(1, 1))
-        plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-        seconds = ComputeSeconds((0.0, 0.1), (0.0, 0.1), 0.0, 0.0)
-        outputs = (((HIDDEN,), "float32"),)
-        stages = [SimulatedStage((r,), made, plans, seconds, outputs if r == 0 else ()) for r in (0, 1)]
-        walk = one_forward_one_backward_walk(order)
-        took[sockets] = PipelineReplay(stages, walk, cluster, Compression()).run().seconds
-    assert took[True] > took[False] + 0.5
+    walk = one_forward_one_backward_walk(one_forward_one_backward(2, 4))
+    links, by_sockets = (hardware(2, 4 * HIDDEN / 0.5, cores=cores, ranks_sharing=2) for cores in (None, 100.0))
+    took = [replayed(walk, [0, 1], cluster, seconds=(0.1, 0.1)).seconds for cluster in (links, by_sockets)]
+    assert took[1] > took[0] + 0.5
 
 
 def test_low_rank_messages_take_the_bytes_of_their_factors() -> None:
-    order = gpipe(2, 1)
-    made = presets.strategy("ddp", Topology(1, 1))
-    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    seconds = ComputeSeconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
-    outputs = (((10, 100), "float32"),)
-    stages = [SimulatedStage((0,), made, plans, seconds, outputs), SimulatedStage((1,), made, plans, seconds, ())]
-    seen = PipelineReplay(stages, gpipe_walk(order), hardware(2), Compression("low-rank:2")).run()
+    seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], compression=Compression("low-rank:2"), shape=(10, 100))
     assert seen.inter_bytes == 4 * 1000 + 4 * 2 * 110

@@ -35,7 +35,6 @@ from towpath.core.step_state import (
     Gradients,
     InvalidateViews,
     OpenGradients,
-    PlannedUnit,
     SaveBackwardCopy,
     SetGrads,
     Slot,
@@ -76,7 +75,7 @@ class Planned:
 class Watched:
     """A machine, and one who does what it says."""
 
-    def __init__(self, plans: Sequence[PlannedUnit], draw: random.Random) -> None:
+    def __init__(self, plans: Sequence[Any], draw: random.Random) -> None:
         self.plans, self.draw = plans, draw
         self.machine = StepMachine(plans)
         self.versions = [0] * len(plans)
@@ -216,10 +215,8 @@ class Watched:
         self.execute(self.machine.forward_ends(unit, graph_follows=graph))
         return made
 
-    def backward(self, passed: ForwardPass, *, split: bool = False) -> None:
-        """`split`: the gradients of its weights are computed later."""
+    def backward(self, passed: ForwardPass) -> None:
         unit = passed.unit
-        passed.inputs |= split
         self.execute(self.machine.backward_begins(passed))
         if not passed.inputs:
             self.gradient(unit)
@@ -227,11 +224,9 @@ class Watched:
         self.computing.append(unit)
         self.check_whole(unit)
         self.computing.remove(unit)
-        if not split:
-            self.gradient(unit)
+        self.gradient(unit)
         self.execute(self.machine.input_gradients_done(passed))
-        if not split:
-            self.execute(self.machine.weight_gradients_done(passed))
+        self.execute(self.machine.weight_gradients_done(passed))
 
     def gradient(self, unit: int) -> None:
         if self.plans[unit].trains:
@@ -261,8 +256,8 @@ class Watched:
 
     def end_backward(self) -> None:
         self.execute(self.machine.backward_pass_ended())
-        if self.machine.more_passes:
-            return
+        if self.machine.staged and self.machine.boundary:
+            self.execute(self.machine.end_boundary())
         self.machine.micro_step_ended()
         trained = [u for u in (*reversed(range(1, len(self.plans))), 0) if self.plans[u].trains]
         for task in list(self.queues["reduce"]):
@@ -342,37 +337,26 @@ def test_any_order_of_units_with_some_left_out_and_some_twice(draw: random.Rando
 
 
 @thorough
-@given(draws, st.integers(2, 5), st.integers(1, 4), st.integers(1, 4), st.booleans())
+@given(draws, st.integers(2, 5), st.integers(1, 4), st.integers(1, 4))
 def test_passes_that_interleave_as_in_pipelines(
-    draw: random.Random, units: int, micro_batches: int, ahead: int, split: bool
+    draw: random.Random, units: int, micro_batches: int, ahead: int
 ) -> None:
-    """1F1B: so many forwards ahead, then one of each. Split: the weights' gradients wait for the end (zero bubble)."""
+    """1F1B: so many forwards ahead, then one of each."""
     watched = Watched(plans_of(draw, units), draw)
+    watched.machine.staged = True
     for _ in range(3):
-        alive: deque[list[ForwardPass]] = deque()
-        later: list[ForwardPass] = []
+        alive: deque[tuple[ForwardPass, list[ForwardPass]]] = deque()
         left = micro_batches
         while left or alive:
             if left and len(alive) < ahead:
                 left -= 1
-                passes = []
-                for unit in range(1, units):
-                    made = watched.forward(unit, graph=True)
-                    assert made is not None
-                    passes.append(made)
-                alive.append(passes)
+                alive.append(watched.forward_of_the_model(range(1, units)))
                 continue
-            oldest = alive.popleft()
-            watched.machine.more_passes = bool(left or alive)
-            for passed in reversed(oldest):
-                watched.backward(passed, split=split)
-                later += [passed] if split else []
-            if not split:
-                watched.end_backward()
-        if split:
-            for passed in later:
-                watched.gradient(passed.unit)
-                watched.execute(watched.machine.weight_gradients_done(passed))
+            root, passes = alive.popleft()
+            watched.machine.boundary = not left and not alive
+            watched.execute(watched.machine.backward_begins(root))
+            for passed in reversed(passes):
+                watched.backward(passed)
             watched.end_backward()
         assert watched.delivered > 0
         watched.optimizer_step()

@@ -95,7 +95,6 @@ def test_only_what_crosses_nodes_with_several_members_in_each_leaves_the_flat_ro
     assert routes("paro-ggg") == ["ho-ring", "ho-ring", "ho-ring", "flat", "flat"]
     assert routes("mics", group=ALL) == ["ho-ring", "ho-ring", "ho-ring", "flat", "flat"]
     assert routes("paro-ggg", route="ring") == ["ring"] * 5
-    assert routes("paro-igg", reduce=towpath.Transport("two-hop"))[2] == "two-hop"
 
 
 def test_a_strategy_prints_as_a_table() -> None:
@@ -131,19 +130,23 @@ def test_what_pytorch_calls_a_placement_leads_to_the_preset_of_it(typed: str, me
         towpath.strategy(typed, TOPOLOGY)
 
 
-def test_two_hops_can_be_turned_off_where_there_are_two() -> None:
-    made = towpath.strategy("paro-iig", TOPOLOGY, sync_gradients="micro-step")
-    assert Strategy.from_toml(made.to_toml()) == made != towpath.strategy("paro-iig", TOPOLOGY)
-    with pytest.raises(ConfigError, match="zero3: sync_gradients='micro-step': G is sharded over all ranks"):
-        towpath.strategy("zero3", TOPOLOGY, sync_gradients="micro-step")
-    with pytest.raises(ConfigError, match="sync_gradients='never': expected 'step' or 'micro-step'"):
-        towpath.strategy("mics", TOPOLOGY, sync_gradients="never")
+def test_without_a_topology_a_strategy_waits_for_one() -> None:
+    options = {"gradients": "int4", "exact": True, "group": NODE}
+    assert towpath.strategy("mics", **options).on(TOPOLOGY) == towpath.strategy("mics", TOPOLOGY, **options)
+    mine = towpath.strategy(towpath.Placement(NONE, NODE, ALL), offload="params")
+    assert mine.on(TOPOLOGY) == replace(towpath.strategy("paro-nig", TOPOLOGY, offload="params"), name="custom")
+    on_two = towpath.schedule(towpath.strategy("zero3", exact=True), [64], topology=towpath.Topology(1, 2))
+    assert on_two.strategy == towpath.strategy("zero3", towpath.Topology(1, 2), exact=True)
+    with pytest.raises(ConfigError, match=r"custom' has no option group; it takes weights"):
+        towpath.strategy(towpath.Placement(NONE, NODE, ALL), group=NODE)
+    with pytest.raises(ConfigError, match=r"pass it to shard\(\) itself. Its options are those of towpath.Workload"):
+        towpath.strategy("auto", exact=True)
 
 
 def test_an_unknown_option_lists_those_of_the_strategy() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"'mics' has no option size; it takes group, weights, gradients, .*, interleaved, route",
+        match=r"'mics' has no option size; it takes group, weights, gradients, .*, gradients_until, route",
     ):
         towpath.strategy("mics", TOPOLOGY, size=2)
     with pytest.raises(ConfigError, match=r"unknown route 'bus'; known are flat, ring"):
@@ -184,10 +187,3 @@ def test_a_world_of_one_needs_no_process_group() -> None:
         import torch
 
         towpath.shard(torch.nn.Linear(2, 2), "zero3", topology=towpath.Topology(2, 2))
-
-
-def test_a_file_with_the_old_names_of_transfers_is_read() -> None:
-    made = towpath.strategy("zero++", towpath.Topology(2, 2), gradients="int4:64")
-    old = made.to_toml().replace("[grad_sync]", "[sync]").replace("[param_sync]", "[publish]")
-    assert old != made.to_toml()
-    assert Strategy.from_toml(old) == made

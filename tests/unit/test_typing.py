@@ -19,8 +19,7 @@ import pytest
 
 import towpath
 from tests.documented import ROOT, programs
-from towpath.core.presets import Options, Preset
-from towpath.core.strategy import WITH_TRANSPORT
+from towpath.core.presets import Preset
 
 # What the pages' programs take for granted.
 IMPORTS = """
@@ -63,7 +62,7 @@ class GPT(nn.Module):
         return 1
 
 four = towpath.Topology(2, 2)
-model = towpath.shard(GPT(), "zero3", precision="bf16", offload="optimizer")
+model = towpath.shard(GPT(), "zero3", precision="bf16")
 assert_type(model, GPT)  # the user's own class, with its own methods
 assert_type(model.generate(), int)
 assert_type(towpath.shard(GPT(), "auto", workload=towpath.Workload(tokens=8)), GPT)
@@ -72,12 +71,12 @@ with towpath.no_sync(model):
     model(1)
 for batch in towpath.join(model, [torch.ones(1)]):
     assert_type(batch, Tensor)
-towpath.unshard(model)
-towpath.reshard(model, modifier_rank=0)
 towpath.broadcast_buffers(model)
 assert_type(towpath.full_tensor(weight), Tensor)
 assert_type(towpath.strategy("mics", four, gradients="int4:64", feedback="both", route="two-hop"), towpath.Strategy)
-towpath.strategy("lins", params=towpath.Extent(2), grad_sync=towpath.Transport("ring"), frozen="as-trained")
+towpath.shard(GPT(), towpath.strategy("zero3", exact=True, offload="optimizer", frozen="as-trained"))
+whole = four.whole
+assert_type(towpath.strategy(towpath.Placement(whole, whole, whole), four), towpath.Strategy)
 towpath.optim.owner_stepped(torch.optim.Muon([weight]))
 towpath.checkpoint.State(model, torch.optim.AdamW([weight]))
 
@@ -88,7 +87,8 @@ towpath.shard(GPT(), "zero3", precision=torch.bfloat16)
 towpath.shard(GPT(), "zero3", precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 towpath.shard(GPT(), "zero3", precision=towpath.Precision("bf16", torch.float32, keep=nn.LayerNorm))
 
-towpath.shard(GPT(), "zero3", offload="optimizr")  # wrong
+towpath.strategy("zero3", offload="optimizr")  # wrong
+towpath.shard(GPT(), "zero3", exact=True)  # wrong
 towpath.shard(GPT(), 3)  # wrong
 towpath.shard(GPT(), "zero3", precision="bf17")  # wrong
 towpath.shard(GPT(), "zero3", precision=16)  # wrong
@@ -97,7 +97,6 @@ towpath.Precision(reduce=32)  # wrong
 towpath.strategy("mics", four, feedback="bothh")  # wrong
 towpath.strategy("mics", four, route="two-hops")  # wrong
 towpath.strategy("mics", four, ofload="optimizer")  # wrong
-towpath.strategy("mics", four, gather="ring")  # wrong
 towpath.Transport("two-hops")  # wrong
 towpath.Transport("two-hop", "int8", feedback="bothh")  # wrong
 towpath.Workload(tokens=8, optimizer="adamm")  # wrong
@@ -145,6 +144,5 @@ def test_what_is_wrong_is_found_and_what_is_right_is_not(found: dict[str, dict[i
     assert found["typed.py"].keys() == wrong, found["typed.py"]
 
 
-def test_the_types_name_every_preset_and_every_option() -> None:
+def test_the_types_name_every_preset() -> None:
     assert sorted(get_args(Preset)) == sorted(towpath.strategies())
-    assert {kind.value for kind in WITH_TRANSPORT} <= Options.__annotations__.keys()

@@ -25,7 +25,7 @@ from towpath.auto.measure import describe_measured, ranks_measure_together
 from towpath.auto.probe import device_of_job, probe, still_holds
 from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.core.strategy import Offload, Strategy
+from towpath.core.strategy import Strategy
 from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
@@ -136,15 +136,13 @@ def choose_for(
     groups: Groups,
     topology: Topology,
     precision: Precision,
-    offload: Offload | None,
-    exact: bool | None,
 ) -> Strategy:
     """Return the strategy that the planner ranks first for a model and a workload. Rank 0 prints it, and why.
 
     Every rank must call it, with the same arguments. `layouts` are the units of the model, as `lay_out` returns them.
     """
     if topology.world == 1:
-        return presets.strategy("ddp", topology, offload=offload)  # nothing to share
+        return presets.strategy("ddp", topology, offload=workload.offload)  # nothing to share
     dtype = next((bucket.dtype for layout in layouts for bucket in layout.spec.buckets), "float32")
     weights, gradients = codecs_for_both(workload.allow)
 
@@ -159,9 +157,9 @@ def choose_for(
             gradients,
             micro_batches=(1,),
             checkpointing=False,  # the model recomputes by itself, if at all
-            offload=offload,
+            offload=workload.offload,
             interleaved=workload.interleaved,
-            exact=exact,
+            exact=workload.exact,
             exact_shares=load_exact_shares(workload.exact_from) if workload.exact_from else (),
             outer=OUTER in workload.allow,
         )

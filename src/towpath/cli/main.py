@@ -21,30 +21,25 @@ from typing import Annotated, Any
 import typer
 
 import towpath
-from towpath.cli import checkpoint, data, lab_run
+from towpath.cli import checkpoint, data
 from towpath.cli.bench import bench
 from towpath.cli.plan import plan
 from towpath.cli.probe import probe
 from towpath.cli.simulate import explain, simulate
 from towpath.cli.terminal import Commands, Output
-from towpath.cli.train import demo, train
+from towpath.cli.train import train
 from towpath.errors import PlanError, StepError, TowpathError
 
 _FAILED = 1
 _USAGE = 2
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
+_MOVED = {"lab": "python -m lab", "demo": "python -m lab demo"}
 
 # typer has a private copy of click. This is the base class of click's errors about a command line.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
-app = Commands(
-    name="towpath",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-app.command()(demo)
+app = Commands(name="towpath")
 app.command()(train)
 app.command()(plan)
 app.command()(explain)
@@ -52,7 +47,6 @@ app.command()(simulate)
 app.command()(probe)
 app.command()(bench)
 app.add_typer(data.app, name="data")
-app.add_typer(lab_run.app, name="lab")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("export")(checkpoint.export)
 app.command("import")(checkpoint.import_)
@@ -65,7 +59,7 @@ def root(
 ) -> None:
     """Train large PyTorch models across machines joined by slow links.
 
-    Example: `towpath demo`, and then `towpath train examples/gpt.toml --ranks 2`
+    Example: `towpath train examples/gpt.toml --ranks 2`
     """
     if version:
         print(f"towpath {towpath.__version__}")
@@ -74,12 +68,12 @@ def root(
         raise typer.Exit(_USAGE)
 
 
-def main() -> None:
-    """Run the command. This is the entry point of the installed program."""
+def main(commands: Commands = app, name: str = "towpath") -> None:
+    """Run a command: `towpath`, the installed program, or another group of `commands` with its `name`."""
     signal.signal(signal.SIGTERM, _terminate)
     output = Output()
     try:
-        status = _delivered(_run(sys.argv[1:]), output)
+        status = _delivered(_run(sys.argv[1:], commands, name), output)
     finally:
         # Everything is taken down. A signal ends the process now, without an exception in Python's own shutdown.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -90,9 +84,11 @@ def main() -> None:
     sys.exit(status)
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], commands: Commands = app, name: str = "towpath") -> int:
+    if commands is app and (moved := _MOVED.get(arguments[0] if arguments else "")):
+        return _complain(f"`towpath {arguments[0]}` is now `{moved}`, in a clone of Towpath's repository.")
     try:
-        status: Any = app(arguments, prog_name="towpath", standalone_mode=False)
+        status: Any = commands(arguments, prog_name=name, standalone_mode=False)
     except (StepError, PlanError) as error:
         return _complain(str(error), _FAILED)
     except TowpathError as error:
@@ -104,7 +100,7 @@ def _run(arguments: list[str]) -> int:
         if not isinstance(error, _CommandLineError):
             raise
         context: Any = getattr(error, "ctx", None)
-        path = context.command_path if context is not None else "towpath"
+        path = context.command_path if context is not None else name
         message: str = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
         found = re.search(r"Example: `([^`]*)`", getattr(getattr(context, "command", None), "help", None) or "")
         example = f" Example: {found[1]}." if found is not None and message.startswith("Missing") else ""

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from towpath.cli.terminal import above_zero, table_of, whole
+from towpath.cli.terminal import above_zero, check_picture_file, table_of, whole
 from towpath.core.formats import Precision
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, plain_walk
 from towpath.errors import ConfigError, PlanError
@@ -251,7 +251,7 @@ def plan(
     Exit code: 0, or 1 if nothing fits in memory, or 2 for a mistake.
     """
     check_output_file("--output", output)
-    check_output_file("--report", report)
+    check_picture_file("--report", report)
     stages = PipelineOptions(pipeline or (), tensor or (), schedule or (), compression or ())
     if stages.pipelines and report is not None:
         raise ConfigError("--report draws strategies without pipelines only: leave out --pipeline, or --report.")

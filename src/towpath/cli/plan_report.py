@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from towpath.cli.plots import (
+    COLORS,
+    Curve,
+    Figure,
+    axes_of,
+    draw_curves,
+    draw_stacked,
+    draw_timelines,
+    set_log_scale,
+    svg,
+    table_html,
+    write_page,
+)
 from towpath.core import presets
 from towpath.core.strategy import TransferKind
 from towpath.errors import TowpathError
-from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.islands import RateRow, crossing
 from towpath.planner.prediction import Batching, Prediction, Ranking
 from towpath.planner.solver import Solver
 from towpath.tracing import simulated_intervals
-from towpath.train.report import (
-    COLORS,
-    Curve,
-    axes_of,
-    draw_curves,
-    draw_stacked,
-    draw_timelines,
-    figure_html,
-    set_log_scale,
-    svg,
-    table_html,
-    write_page,
-)
 
 # The presets drawn over link rates and numbers of nodes: the lossless ones that differ most.
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")
@@ -44,14 +43,6 @@ _SHOWN = 6
 Say = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineRow:
-    """A row of `draw_timelines`."""
-
-    strategy: str
-    timeline: Sequence[Interval]
-
-
 def write_plan_report(
     path: Path, found: Ranking, solver: Solver, heading: str, say: Say, rates: Sequence[RateRow] = ()
 ) -> None:
@@ -60,8 +51,7 @@ def write_plan_report(
     `rates` are what outer steps take by link rate, if they are planned.
     """
     ranked, shown = found.ranked, found.ranked[:_SHOWN]
-    best = shown[0]
-    total = len(PRESETS) * (len(_RATES) + len(_NODES))
+    best, total = shown[0], len(PRESETS) * (len(_RATES) + len(_NODES))
     counted = iter(range(1, total + 1))
 
     def step() -> None:
@@ -71,26 +61,27 @@ def write_plan_report(
     by_nodes = curves(solver, best.batching, nodes_of(solver), step)
     compared = dict.fromkeys([best.strategy, presets.strategy(tables.BASELINE, solver.cluster.topology)])
     steps = [
-        TimelineRow(name, simulated_intervals(solver.timeline(strategy, best.batching).events))
+        (name, simulated_intervals(solver.timeline(strategy, best.batching).events))
         for name, strategy in zip(("best: " + tables.label(best.strategy), tables.BASELINE), compared, strict=False)
     ]
-    small, wide = (5.2, 3.3), (11, 0.8 + 0.95 * len(steps))
-    front_drawn, parts_drawn = svg(draw_front, ranked, small), svg(draw_parts, shown, small)
-    rates_drawn, nodes_drawn = svg(draw_rates, by_rate, small), svg(draw_nodes, by_nodes, small)
-    steps_drawn = svg(draw_timelines, steps, wide)
-    inside = "What a rank computes, and what its links send in the meantime."
-    figures = [
-        figure_html(
-            "Time against memory", "The line is the Pareto front: no strategy is both faster and smaller.", front_drawn
+    drawn: list[tuple[str, str, Callable[[Any, Any], None], Any]] = [
+        (
+            "Time against memory",
+            "On the line, the Pareto front, no strategy is both faster and smaller.",
+            draw_front,
+            ranked,
         ),
-        figure_html("Where a step's time goes", "Computation, and the transfers that it waits for.", parts_drawn),
-        figure_html("Which strategy when: links", caption(by_rate), rates_drawn),
-        figure_html("Which strategy when: nodes", f"Each rank has the same batch. {caption(by_nodes)}", nodes_drawn),
-        figure_html("One step, from inside", inside, steps_drawn, wide=True),
+        ("Where a step's time goes", "Computation, and the transfers that it waits for.", draw_parts, shown),
+        ("Which strategy when: links", caption(by_rate), draw_rates, by_rate),
+        ("Which strategy when: nodes", f"Each rank has the same batch. {caption(by_nodes)}", draw_nodes, by_nodes),
     ]
     if rates:
-        drawn, by_period = svg(draw_outer, rates, small), "The fastest synchronous strategy, and outer steps."
-        figures.insert(0, figure_html("When outer steps pay", by_period, drawn))
+        pays = "The fastest synchronous strategy, and outer steps."
+        drawn.insert(0, ("When outer steps pay", pays, draw_outer, rates))
+    figures = [Figure(title, about, svg(draw, what, (5.2, 3.3))) for title, about, draw, what in drawn]
+    timelines = svg(draw_timelines, steps, (11, 0.8 + 0.95 * len(steps)))
+    inside = "What a rank computes, and what its links send in the meantime."
+    figures.append(Figure("One step, from inside", inside, timelines, wide=True))
     rows = [tables.row(number, priced, solver) for number, priced in enumerate(found.ranked[:10], 1)]
     title = f"Which strategy for {solver.model.name} on {solver.cluster.name}?"
     write_page(path, title, heading, table_html(tables.HEADINGS, rows), figures)
@@ -195,11 +186,6 @@ def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
     draw_stacked(figure, names, "seconds", parts)
 
 
-def draw_rates(figure: Any, drawn: Sequence[Curve]) -> None:
-    """Draw curves over the rate of a node's link."""
-    _draw_curves(figure, drawn, "Gbit/s between nodes, each way")
-
-
 def draw_outer(figure: Any, rows: Sequence[RateRow]) -> None:
     """Draw what synchronous steps and those of each period take over the rate of a node's link."""
     axes = axes_of(figure, "Gbit/s between nodes, each way", "seconds of a step")
@@ -220,12 +206,7 @@ def draw_outer(figure: Any, rows: Sequence[RateRow]) -> None:
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=4, loc="outside lower center")
 
 
-def draw_nodes(figure: Any, drawn: Sequence[Curve]) -> None:
-    """Draw curves over the number of nodes."""
-    _draw_curves(figure, drawn, "nodes")
-
-
-def _draw_curves(figure: Any, drawn: Sequence[Curve], label: str) -> None:
+def _draw_curves(label: str, figure: Any, drawn: Sequence[Curve]) -> None:
     axes = axes_of(figure, label, "seconds of a step")
     if not any(curve.points for curve in drawn):
         return
@@ -246,3 +227,7 @@ def _mark(axes: Any, at: float, text: str) -> None:
         text, (at, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
         va="bottom", ha="center",
     )  # fmt: skip
+
+
+draw_rates = partial(_draw_curves, "Gbit/s between nodes, each way")
+draw_nodes = partial(_draw_curves, "nodes")

@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.terminal import load_torch, table_of
+from towpath.cli.terminal import check_launched, check_picture_file, load_torch, table_of
 from towpath.core.routes import Grid
-from towpath.errors import ConfigError
 from towpath.files import check_output_file, write_output_file
 from towpath.planner.profile import BROADCAST, Profile, collective_of, collective_seconds, slowdowns
 from towpath.planner.tables import seconds
@@ -37,24 +36,16 @@ def probe(
 ) -> None:
     """Measure the cluster on which it runs: messages, collectives, codecs, memory, matrix products.
 
-    Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- -m towpath probe -o profile.json`
-
-    On a cluster: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath probe`
+    Example: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath probe -o profile.json`
 
     Then: `towpath plan … --cluster profile.json`
 
     Exit code: 0, or 2 for a mistake.
     """
     load_torch()
-    from towpath.topology.groups import launched
-
-    if not launched():
-        raise ConfigError(
-            "probe measures between ranks, but no launcher started this process as a rank. Start it with torchrun … "
-            "-m towpath probe on every node, or with towpath lab run … -- -m towpath probe."
-        )
+    check_launched("probe")
     check_output_file("--output", output)
-    check_output_file("--picture", picture)
+    check_picture_file("--picture", picture)
     profile = _measure(budget)
     if profile is None:
         return
@@ -152,13 +143,13 @@ def _collectives(profile: Profile) -> Table:
 
 def draw(profile: Profile) -> str:
     """Return an SVG: messages with the lines fitted to them, and collectives with their predictions from messages."""
-    from towpath.train.report import standalone_svg  # imports torch
+    from towpath.cli.plots import standalone_svg  # imports torch
 
     return standalone_svg(_draw, profile, (10, 4.8))
 
 
 def _draw(figure: Any, profile: Profile) -> None:
-    from towpath.train.report import color
+    from towpath.cli.plots import color
 
     links, collectives = figure.subplots(1, 2)
     links.set_title("messages: points measured, lines fitted")

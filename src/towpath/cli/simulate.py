@@ -292,10 +292,10 @@ def _strategy(name: str, solver: Solver, offload: OffloadName | None) -> Strateg
 def _write_trace(
     path: Path, solver: Solver, strategy: Strategy, batching: Batching, say: Callable[[int, int], None]
 ) -> None:
-    from towpath.tracing import simulated_intervals, write_trace  # imports torch
+    from towpath.tracing import simulated_intervals, write_intervals  # imports torch
 
     intervals = simulated_intervals(solver.timeline(strategy, batching, say).events)
-    write_trace(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})
+    write_intervals(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})
 
 
 def _simulate_pipeline(
@@ -313,9 +313,9 @@ def _simulate_pipeline(
     phases = _phases(pipelines.strategy(layout), step, trace is not None)
     layouts = {first: replace(layout, strategy=phase) for first, phase in phases.items()}
     if trace is not None:
-        from towpath.tracing import simulated_intervals, write_trace  # imports torch
+        from towpath.tracing import simulated_intervals, write_intervals  # imports torch
 
         timeline = pipelines.replay(next(iter(layouts.values())), batching)
         ranks = {rank: simulated_intervals(each.events) for rank, each in enumerate(timeline.ranks)}
-        write_trace(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
+        write_intervals(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
     return {first: pipelines.predict(each, batching) for first, each in layouts.items()}

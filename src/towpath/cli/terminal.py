@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import io
 import os
 import select
 import sys
 from collections.abc import Callable
 from math import isfinite
+from pathlib import Path
 from typing import Any, TextIO, final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperArgument, TyperCommand, TyperGroup
+
+from towpath.errors import ConfigError
+from towpath.files import check_output_file
 
 # --- help -------------------------------------------------------------------------------------------------------------
 
@@ -43,7 +48,14 @@ class Commands(typer.Typer):
     """A group of commands whose help is written in Markdown."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(cls=_Group, rich_markup_mode="markdown", **options)
+        super().__init__(
+            cls=_Group,
+            rich_markup_mode="markdown",
+            add_completion=False,
+            pretty_exceptions_enable=False,
+            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+            **options,
+        )
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """Return a decorator that adds a command."""
@@ -100,6 +112,27 @@ def load_torch() -> None:
     if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
         with Console(stderr=True).status("Loading torch"):
             importlib.import_module("torch")
+
+
+def check_launched(command: str) -> None:
+    """Raise `ConfigError` if no launcher has started this process as a rank."""
+    from towpath.topology.groups import launched
+
+    if not launched():
+        raise ConfigError(
+            f"{command} measures between ranks, but no launcher started this process as a rank. Start it with torchrun "
+            f"… -m towpath {command} on every node."
+        )
+
+
+def check_picture_file(option: str, path: Path | None) -> None:
+    """Raise `ConfigError` if the option names a file of pictures that cannot be drawn or written."""
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{option} {path}: pictures are drawn by matplotlib, which is not installed. Run pip install matplotlib "
+            "(the extra towpath[plot])."
+        )
+    check_output_file(option, path)
 
 
 # --- output -----------------------------------------------------------------------------------------------------------

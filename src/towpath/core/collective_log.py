@@ -92,7 +92,7 @@ def scopes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> tuple[Scop
     ]
     for extent, kinds in (
         (strategy.gathered_over, (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)),
-        (strategy.reduced_over, (TransferKind.REDUCE,)),
+        (placement.grads, (TransferKind.REDUCE,)),
         (
             placement.optimizer,
             (

@@ -39,8 +39,8 @@ class Outer:
         momentum: The Nesterov momentum of the outer optimizer. 0 keeps none.
         blend: The share of an island's own weights that remains when a result is applied. With 0, the new slow weights
             replace them. With a delay, they would also replace what the island learned meanwhile: 0.5 keeps half.
-        transport: The `Transport` of exchanges, such as `Transport("flat", "int4", feedback="all")`, or
-            `Transport("flat", "top-k:64+decay:0.95")` for the fewest bytes. By default, values are sent in float32.
+        transport: The `Transport` of exchanges, such as `Transport("flat", "int4", feedback="all")`. By default, values
+            are sent in float32.
         islands: The number of islands, each of equally many nodes. By default, each node is one. On a single node,
             training is then synchronous, with a warning. 1 steps the outer optimizer on one island (Lookahead).
         nodes_per_rack: The number of nodes in each rack of the job. `towpath.strategy` takes it from the topology.
@@ -84,11 +84,8 @@ class Outer:
             raise ConfigError(f"Outer: transport is a Transport, such as Transport('flat', 'int4'); got {transport!r}.")
         if transport.low_rank is not None or transport.exact or transport.changes:
             raise ConfigError(
-                f"Outer: transport={transport}: expected a codec of blocks, top-k or none, without exact=, after= and "
-                "until=."
+                f"Outer: transport={transport}: expected a codec of blocks or none, without exact=, after= and until=."
             )
-        if transport.top_k is not None:
-            return
         if transport.encoding is not None and transport.route == "flat":  # the only route between so few members
             transport = replace(transport, route="one-hop")
             object.__setattr__(self, "transport", transport)
@@ -150,10 +147,9 @@ def outer_transport(codec: str) -> Transport:
     """Return the transport of exchanges in a codec. Blocks keep what both halves of an exchange round away.
 
     Args:
-        codec: A codec such as "int4" or "top-k:64". An empty text is float32.
+        codec: A codec such as "int4". An empty text is float32.
     """
     if not codec or codec == "none":
         return Transport()
     transport = Transport("flat", codec)
-    of_blocks = transport.top_k is None and transport.low_rank is None
-    return replace(transport, feedback="all") if of_blocks else transport
+    return transport if transport.low_rank is not None else replace(transport, feedback="all")

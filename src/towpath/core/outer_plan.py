@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from towpath.core.formats import ENCODED, item_bytes, wide
 from towpath.core.outer import Outer
@@ -143,8 +143,6 @@ class OuterPlan(SentBytes):
         """Return the bytes that one rank keeps for outer steps: slow weights, momentum, differences and feedback."""
         exchanges = [t for part in self._parts for t in part.exchange]
         feedback = sum(4 * (sum(t.kept_elements) + t.kept_by_gather) for t in exchanges)
-        if self.settings.transport.top_k is not None:
-            feedback = sum(4 * part.elements for part in self._parts)
         found = {} if self.strategy.optimizer_on_host else self._slow_bytes()
         return found | {"outer differences": self._slow_bytes()["slow weights"], "outer feedback": feedback}
 
@@ -262,10 +260,6 @@ def _part(
             f"{', '.join(ENCODED)}. Leave the codec out."
         )
     moves, payload = over_islands(strategy.topology, strategy.islands), Range(name, own_dtype, start, dtype)
-    if transport.top_k is not None:  # each island sends its message to all others, which sum all of them
-        moves = tuple(replace(move, op=Op.ALL_GATHER) for move in moves)
-        payload = replace(payload, elements=strategy.islands * transport.top_k.encoded_bytes(start), dtype="uint8")
-        transport = Transport()
     exchange = _transfers(TransferKind.OUTER, payload, moves, transport, strategy.job, form)
     inside = tuple(move.repeated(strategy.islands, strategy.topology.world) for move in gathers)
     whole = Range(name, own_dtype, start * math.prod(move.members for move in inside), own_dtype)

@@ -1,15 +1,15 @@
 """The order of passes and messages in a pipeline's step, as data, and the codecs of those messages.
 
-A pass belongs to one stage and one micro-batch. It is a forward, a backward, or one half of a split backward. Between
-neighboring stages on different ranks, each forward sends its output on and each backward sends its input's gradient
-back. A sent gradient is *exposed* if its sender has no forward left to compute meanwhile: earlier stages then wait for
-it alone (the epilogue of Optimus-CC, for any schedule). Both ranks know the whole order, so messages need no header.
+A pass is the forward or the backward of one stage over one micro-batch. Between neighboring stages on different ranks,
+each forward sends its output on and each backward sends its input's gradient back. A sent gradient is *exposed* if its
+sender has no forward left to compute meanwhile: earlier stages then wait for it alone (the epilogue of Optimus-CC, for
+any schedule). Both ranks know the whole order, so messages need no header.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import ceil
@@ -20,35 +20,17 @@ from towpath.core.strategy import GRADIENTS, Strategy
 from towpath.core.transport import LOW_RANK, LowRank, Transport
 from towpath.errors import ConfigError
 
-# The schedules that `torch.distributed.pipelining` has, by name, and how many stages each rank holds in them.
-SCHEDULES = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "LoopedBFS": 2,
-    "Interleaved1F1B": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-}
-
-
-# What a schedule requires of the number of micro-batches, in words, and a check that takes the numbers of ranks and of
-# micro-batches. Other schedules accept any number.
-_ASKED: dict[str, tuple[str, Callable[[int, int], bool]]] = {
-    "1F1B": ("at least as many micro-batches as ranks", lambda ranks, count: count >= ranks),
-    **dict.fromkeys(
-        ("Interleaved1F1B", "InterleavedZeroBubble"),
-        (
-            "equal rounds of micro-batches, as a multiple of the ranks gives",
-            lambda ranks, count: count % max(1, count // ranks) == 0,
-        ),
-    ),
-}
+# Schedules of `torch.distributed.pipelining`, by name, and how many stages each rank holds in them.
+SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2}
 
 
 def asked_of_micro_batches(schedule: str, ranks: int, micro_batches: int) -> str:
     """Return what the schedule requires of the number of micro-batches, or "" if `micro_batches` satisfies it."""
-    words, has_it = _ASKED.get(schedule, ("", lambda ranks, count: True))
-    return "" if has_it(ranks, micro_batches) else words
+    if schedule == "1F1B" and micro_batches < ranks:
+        return "at least as many micro-batches as ranks"
+    if schedule == "Interleaved1F1B" and micro_batches % max(1, micro_batches // ranks):
+        return "equal rounds of micro-batches, as a multiple of the ranks gives"
+    return ""
 
 
 class PassKind(StrEnum):
@@ -56,8 +38,6 @@ class PassKind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    INPUT_GRADIENTS = "I"  # the first half of a split backward, which the previous stage waits for
-    WEIGHT_GRADIENTS = "W"  # the second half, which nothing waits for until the end of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,49 +88,16 @@ def messages(order: Order) -> Iterator[Message]:
         forwards_left = sum(each.kind is PassKind.FORWARD for each in passes)
         for each in passes:
             forwards_left -= each.kind is PassKind.FORWARD
-            if each.kind is PassKind.WEIGHT_GRADIENTS:
-                continue
             target = each.stage + (1 if each.kind is PassKind.FORWARD else -1)
             if homes.get(target, rank) != rank:
                 exposed = target < each.stage and not forwards_left
                 yield Message(each.stage, target, each.micro_batch, exposed)
 
 
-def as_computed(order: Order, halved: Set[int]) -> Order:
-    """Return the order in which stages that cannot split their backward compute it in one pass.
-
-    Args:
-        order: The order of a schedule that splits each backward in two halves.
-        halved: The stages that can split theirs. Other stages compute all gradients where the order has those of the
-            inputs. The first stage, whose inputs need no gradients, computes all where the order has those of the
-            weights, if it is in `halved`.
-    """
-    return {rank: list(_as_computed(passes, halved)) for rank, passes in order.items()}
-
-
-def _as_computed(passes: Sequence[StagePass], halved: Set[int]) -> Iterator[StagePass]:
-    for each in passes:
-        later = each.stage in halved
-        match each.kind:
-            case PassKind.INPUT_GRADIENTS if not later:
-                yield replace(each, kind=PassKind.BACKWARD)
-            case PassKind.WEIGHT_GRADIENTS if later and not each.stage:
-                yield replace(each, kind=PassKind.BACKWARD)
-            case PassKind.INPUT_GRADIENTS | PassKind.WEIGHT_GRADIENTS:
-                if later and each.stage:
-                    yield each
-            case _:
-                yield each
-
-
 def gpipe(ranks: int, micro_batches: int) -> Order:
     """Return the order of GPipe: all forwards, then all backwards."""
     return {
-        rank: [
-            StagePass(rank, part, each)
-            for part in (PassKind.FORWARD, PassKind.BACKWARD)
-            for each in range(micro_batches)
-        ]
+        rank: [StagePass(rank, kind, each) for kind in PassKind for each in range(micro_batches)]
         for rank in range(ranks)
     }
 
@@ -198,7 +145,7 @@ def most_in_flight(passes: Sequence[StagePass]) -> int:
     for each in passes:
         now += each.kind is PassKind.FORWARD
         most = max(most, now)
-        now -= each.kind in (PassKind.BACKWARD, PassKind.WEIGHT_GRADIENTS)
+        now -= each.kind is PassKind.BACKWARD
     return most
 
 
@@ -240,32 +187,25 @@ class Messages:
     """The messages of an order, found by the pass that sends them or by the pass that needs them."""
 
     def __init__(self, order: Order) -> None:
-        homes = owners(order)
         self._sent: dict[tuple[int, bool, int], Message] = {}
         self._needed: dict[tuple[int, bool, int], Message] = {}
         for each in messages(order):
-            assert homes[each.source] != homes[each.target]
             self._sent[each.source, each.backward, each.micro_batch] = each
             self._needed[each.target, each.backward, each.micro_batch] = each
 
     def sent_by(self, each: StagePass) -> Message | None:
         """Return the message that a pass sends, if any."""
-        if each.kind is PassKind.WEIGHT_GRADIENTS:
-            return None
-        return self._sent.get((each.stage, each.kind is not PassKind.FORWARD, each.micro_batch))
+        return self._sent.get((each.stage, each.kind is PassKind.BACKWARD, each.micro_batch))
 
     def needed_by(self, each: StagePass) -> Message | None:
         """Return the message that a pass needs before it starts, if any."""
-        if each.kind is PassKind.WEIGHT_GRADIENTS:
-            return None
-        return self._needed.get((each.stage, each.kind is not PassKind.FORWARD, each.micro_batch))
+        return self._needed.get((each.stage, each.kind is PassKind.BACKWARD, each.micro_batch))
 
 
-def plain_walk(schedule: str, ranks: int, micro_batches: int, halved: bool = False) -> tuple[Order, Walk]:
+def plain_walk(schedule: str, ranks: int, micro_batches: int) -> tuple[Order, Walk]:
     """Return the order and the operations of GPipe or 1F1B, which have one stage on each rank.
 
-    Neither splits a backward, so `halved` is ignored. PyTorch plans the other schedules
-    (`towpath.pipeline.schedules.walks`).
+    PyTorch plans the interleaved schedule (`towpath.pipeline.schedules.walks`).
     """
     if schedule == "GPipe":
         order = gpipe(ranks, micro_batches)

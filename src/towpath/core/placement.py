@@ -6,11 +6,10 @@ spread (Lins, section IV-B). The second half derives which slice each rank holds
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
 from towpath.core.routes import Group, Op
 from towpath.errors import ConfigError
@@ -43,41 +42,22 @@ class Placement:
             value = getattr(self, each.name)
             if not isinstance(value, Extent) and not (value is None and each.name == "backward_params"):
                 raise ConfigError(f"Placement: {each.name} must be a towpath.Extent, got {value!r}.")
-        for coarse, fine in (("params", "grads"), ("grads", "optimizer")):
-            self._require_nesting(coarse, fine)
-        if self.backward_params is not None:
-            self._require_nesting("backward_params", "params")
-
-    def _require_nesting(self, coarse: str, fine: str) -> None:
-        a, b = getattr(self, coarse), getattr(self, fine)
-        if not a.divides(b):
-            raise ConfigError(
-                f"{LABELS[coarse]} {a} does not divide {LABELS[fine]} {b}: each extent must divide the next in both "
-                f"coordinates (backward copy | P | G | OS). The nearest legal placement is {self._nested()}."
-            )
-
-    def _nested(self) -> str:
-        """Describe the smallest widening of the later extents that makes each extent divide the next."""
-        chain = [e for e in (self.backward_params, self.params, self.grads, self.optimizer) if e is not None]
-        for i in range(1, len(chain)):
-            a, b = chain[i - 1], chain[i]
-            chain[i] = Extent(math.lcm(a.local, b.local), math.lcm(a.nodes, b.nodes))
-        words = f"P {chain[-3]}, G {chain[-2]}, OS {chain[-1]}"
-        return words if self.backward_params is None else f"{words}, backward copy {chain[0]}"
+        chain = [(name, getattr(self, name)) for name in ("backward_params", "params", "grads", "optimizer")]
+        for (coarse, a), (fine, b) in pairwise(each for each in chain if each[1] is not None):
+            if not a.divides(b):
+                raise ConfigError(
+                    f"{LABELS[coarse]} {a} does not divide {LABELS[fine]} {b}: each extent must divide the next in "
+                    "both coordinates (backward copy, P, G, OS). Widen the later one, or narrow the earlier one."
+                )
 
     def check(self, topology: Topology) -> None:
         """Check that each extent fits `topology`.
 
         Raises:
-            ConfigError: If an extent does not fit. The message names the rule and the nearest legal placement.
+            ConfigError: If an extent does not fit. The message names the legal ones.
         """
         for name, extent in self.extents():
-            rule = _broken_rule(extent, topology)
-            if rule is not None:
-                raise ConfigError(
-                    f"{LABELS[name]} {extent} on {topology.words}: {rule}. "
-                    f"The nearest legal placement is {self._nearest(topology)}."
-                )
+            check_extent(extent, topology, LABELS[name])
 
     def extents(self) -> Iterator[tuple[str, Extent]]:
         """Yield the name and the value of each extent that is set."""
@@ -85,26 +65,6 @@ class Placement:
             value = getattr(self, each.name)
             if value is not None:
                 yield each.name, value
-
-    def _nearest(self, topology: Topology) -> Placement:
-        legal = legal_extents(topology)
-
-        def distance(candidate: Placement) -> float:
-            theirs = dict(candidate.extents())
-            return sum(abs(math.log(e.size / theirs[name].size)) for name, e in self.extents())
-
-        copies = [None] if self.backward_params is None else legal
-        chains = (
-            Placement(p, g, o, b)
-            for o in legal
-            for g in legal
-            if g.divides(o)
-            for p in legal
-            if p.divides(g)
-            for b in copies
-            if b is None or b.divides(p)
-        )
-        return min(chains, key=lambda c: (distance(c), str(c)))
 
     def __str__(self) -> str:
         words = f"P {self.params}, G {self.grads}, OS {self.optimizer}"
@@ -137,14 +97,14 @@ def legal_placements(topology: Topology, *, copies: bool = False) -> list[Placem
     return found
 
 
-def _broken_rule(extent: Extent, topology: Topology) -> str | None:
-    if topology.ranks_per_node % extent.local:
-        return f"its {extent.local} local ranks do not divide the node's {topology.ranks_per_node}"
-    if topology.nodes % extent.nodes:
-        return f"its {extent.nodes} nodes do not divide the cluster's {topology.nodes}"
-    if extent.nodes > 1 and extent.local != topology.ranks_per_node:
-        return "an extent spans nodes only when it fills the node (Lins, equation 7)"
-    return None
+def check_extent(extent: Extent, topology: Topology, what: str) -> None:
+    """Raise `ConfigError` if `extent`, that of `what`, does not fit `topology`."""
+    legal = legal_extents(topology)
+    if extent not in legal:
+        raise ConfigError(
+            f"{what} {extent} on {topology.words} is no legal extent: it divides a node's ranks, or fills equally many "
+            f"nodes (Lins, equations 5 to 7). Legal are {', '.join(map(str, legal))}."
+        )
 
 
 # --- transitions ------------------------------------------------------------------------------------------------------
@@ -244,12 +204,8 @@ class PlacementCollectives:
 
 
 @lru_cache(maxsize=256)
-def transitions(placement: Placement, topology: Topology, two_hops: bool = True) -> PlacementCollectives:
-    """Return the partitions and the collectives of `placement` on `topology`.
-
-    Without `two_hops`, every micro-step all-reduces gradients over all ranks, and each rank keeps its G slice. The
-    gradient sync then sends nothing.
-    """
+def transitions(placement: Placement, topology: Topology) -> PlacementCollectives:
+    """Return the partitions and the collectives of `placement` on `topology`."""
     levels = _levels(placement)
     params, grads, optimizer = (_cut(levels[: i + 1], topology, _is_nested(placement)) for i in range(3))
     whole = Partition(Extent(1), (0,) * topology.world)
@@ -261,11 +217,9 @@ def transitions(placement: Placement, topology: Topology, two_hops: bool = True)
         backward,
         gather=_collectives_between(Op.ALL_GATHER, whole, params, topology),
         backward_gather=_collectives_between(Op.ALL_GATHER, whole, backward, topology),
-        reduce=_collectives_between(Op.REDUCE_SCATTER, whole, grads, topology) if two_hops else everyone(topology),
+        reduce=_collectives_between(Op.REDUCE_SCATTER, whole, grads, topology),
         grad_sync=_collectives_between(Op.REDUCE_SCATTER, grads, optimizer, topology)
-        + _over_replicas(optimizer, topology)
-        if two_hops
-        else (),
+        + _over_replicas(optimizer, topology),
         param_sync=_collectives_between(Op.ALL_GATHER, params, optimizer, topology),
         assemble=_collectives_between(Op.ALL_GATHER, whole, optimizer, topology),
     )

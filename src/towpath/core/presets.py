@@ -1,6 +1,6 @@
-"""The presets: strategies that have a name.
+"""The presets: strategies that have a name, on any topology.
 
-Each preset is a function from a topology and options to a placement. `strategy` adds transports to it.
+Each preset is a function from a topology to a placement. `NamedStrategy.on` adds transports and other options to it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import difflib
 import inspect
 import re
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from towpath.core.outer import Outer
-from towpath.core.placement import GroupCollective, Placement
+from towpath.core.placement import Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
-from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, SyncGradients, TransferKind
+from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
 from towpath.core.transport import LOW_RANK, Feedback, Transport
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology
@@ -26,7 +26,6 @@ from towpath.topology.cluster import Extent, Topology
 Preset = Literal[
     "ddp",
     "hpz",
-    "lins",
     "mics",
     "paro-ggg",
     "paro-igg",
@@ -50,29 +49,18 @@ Preset = Literal[
 class Options(TypedDict, total=False):
     """The options of `strategy()`, whose docstring explains them."""
 
+    group: Extent | None
     weights: str
     gradients: str
     feedback: Feedback
     gradients_after: int
     gradients_until: int
-    interleaved: int
     route: Route | None
     frozen: Extent | Literal["as-trained"] | None
     frozen_codec: str
     offload: Offload | None
-    sync_gradients: SyncGradients
     exact: bool
     outer: Outer | None
-    gather: Transport
-    backward_gather: Transport
-    reduce: Transport
-    grad_sync: Transport
-    param_sync: Transport
-    group: Extent | None
-    params: Extent
-    grads: Extent
-    optimizer: Extent | None
-    backward_params: Extent | None
 
 
 NONE = Extent(1)
@@ -90,18 +78,6 @@ def _mics(topology: Topology, *, group: Extent | None = None) -> Placement:
 def _hpz(topology: Topology, *, group: Extent | None = None) -> Placement:
     """Place like zero3, with a backward copy in each group (default: the node; ZeRO++, section 3.2)."""
     return Placement(topology.whole, topology.whole, topology.whole, group or Extent(topology.ranks_per_node))
-
-
-def _lins(
-    topology: Topology,
-    *,
-    params: Extent = NONE,
-    grads: Extent = NONE,
-    optimizer: Extent | None = None,
-    backward_params: Extent | None = None,
-) -> Placement:
-    """Use the given extents. The default is the paper's for a 7B model: shard only optimizer states, in the node."""
-    return Placement(params, grads, optimizer or Extent(topology.ranks_per_node), backward_params)
 
 
 def _by_levels(code: str) -> Callable[[Topology], Placement]:
@@ -124,7 +100,6 @@ _PLACERS: dict[str, Callable[..., Placement]] = {
     "qwz": _by_levels("ggg"),
     "qgz": _by_levels("ggg"),
     "zero++": _hpz,
-    "lins": _lins,
     **{f"paro-{p}{g}{o}": _by_levels(p + g + o) for p, g, o in combinations_with_replacement("nig", 3)},
 }
 
@@ -133,9 +108,12 @@ _PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
 
 # These are the codecs of ZeRO++: for weights (qwZ, section 3.1), and for gradients (qgZ, section 3.3).
 _CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
-_CODEC_OPTIONS = ("weights", "gradients", "feedback", "gradients_after", "gradients_until", "interleaved")
-# These options become fields of the Strategy unchanged.
-_FROZEN_OPTIONS = ("frozen", "frozen_codec")
+
+
+# The options that become fields of the Strategy unchanged.
+_FIELDS = ("frozen", "frozen_codec", "offload")
+# The name of strategies whose placement is no preset's.
+CUSTOM = "custom"
 
 
 def strategies() -> tuple[str, ...]:
@@ -143,16 +121,27 @@ def strategies() -> tuple[str, ...]:
     return tuple(sorted(_PLACERS))
 
 
-def strategy(name: Preset | str, topology: Topology | None = None, **options: Unpack[Options]) -> Strategy:
-    """Return the preset `name` on `topology`, with the given options.
+@overload
+def strategy(name: Preset | str | Placement, topology: Topology, **options: Unpack[Options]) -> Strategy: ...
+@overload
+def strategy(name: Preset | str | Placement, topology: None = None, **options: Unpack[Options]) -> NamedStrategy: ...
+def strategy(
+    name: Preset | str | Placement, topology: Topology | None = None, **options: Unpack[Options]
+) -> Strategy | NamedStrategy:
+    """Return a preset, or a placement of your own, with the given options.
 
-    Codecs apply to transfers that cross nodes. A `Transport` for one kind of transfer overrides the other options.
+        model = towpath.shard(model, towpath.strategy("zero3", exact=True))
+
+    Codecs apply to transfers that cross nodes. `dataclasses.replace(strategy, reduce=towpath.Transport(…))` changes the
+    transport of one kind of transfer alone.
 
     Args:
-        name: A preset's name. `strategies()` lists them.
-        topology: The nodes and ranks of the job. By default it is detected from the launcher.
+        name: A preset's name (`strategies()` lists them), or a `Placement`.
+        topology: The nodes and ranks of the job. Leave it out to let `shard()` or `schedule()` take the topology that
+            they detect or get. Pass it to look at a strategy, or to write it to a file, without a process group.
         **options: Any of these:
 
+            - `group`: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
             - `weights`: The codec of weights: 'int8', 'int4:64+hadamard', or 'none'. qwz and zero++ default to
               'int8'.
             - `gradients`: The codec of gradients. qgz and zero++ default to 'int4'. With ddp, zero1, paro-nng and
@@ -161,70 +150,155 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
               'second', 'both' or 'none'. The default is 'first' with low rank, else 'none'.
             - `gradients_after`: The optimizer step, counted from 0, from which the codec of gradients is used.
             - `gradients_until`: The optimizer step until which the codec of gradients is used. 0 means permanently.
-            - `interleaved`: The number of optimizer steps of the run, to use the codec of gradients only in the first
-              half of it (ZeRO++, section 5.4).
+              Half of the run's steps is the interleaved recipe of ZeRO++ (section 5.4).
             - `route`: The route of all transfers. Encoded gradients follow it only if it is an all-to-all route. By
               default ddp, zero1 to zero3 and hpz use 'flat'. The others use the best lossless route where a group
               spans nodes.
             - `frozen`: The Extent of frozen parameters, or 'as-trained'. By default each node has a copy where memory
               allows.
             - `frozen_codec`: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
-            - `offload`: 'optimizer' keeps what the optimizer works on in host memory, 'params' the P shards, and
-              'optimizer+params' both. Use it to save device memory.
-            - `sync_gradients`: 'micro-step' turns the two-hop synchronization of gradients off (MiCS, section 3.4). Use
-              it only to measure what two hops save.
+            - `offload`: 'optimizer' keeps the master parameters, their `.grad` and the optimizer's states in host
+              memory, and steps on the CPU. Use it if the states do not fit on the GPU. 'params' keeps each rank's shard
+              of the weights there, and copies it to the GPU for each gather. Use it if one copy of the weights in each
+              node does not fit. 'optimizer+params' does both.
             - `exact`: True sends the parameter sync in fewer bytes, and over gloo gradients too, without losing a bit.
             - `outer`: An `Outer`, with which islands of nodes synchronize only now and then. Everything else is then
               that of one island. Use it on links below 1 Gbit/s. It changes the algorithm.
-            - `group`: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
-            - `gather`, `backward_gather`, `reduce`, `grad_sync`, `param_sync`: The `Transport` of this kind.
-            - `params`, `grads`, `optimizer`, `backward_params`: The extents of lins.
+
+    Returns:
+        A `Strategy`, if `topology` is given. Otherwise the name with its options, which `shard()` and `schedule()` take
+        instead of a strategy. Its method `on(topology)` returns the `Strategy`.
 
     Raises:
-        ConfigError: If the name or an option is unknown, or options contradict each other. Or if an extent does not fit
-            the topology.
+        ConfigError: If the name or an option is unknown, options contradict each other, or an extent does not fit the
+            topology. Without `topology`, what depends on it is checked by `shard()`.
     """
-    if name not in _PLACERS:
-        raise ConfigError(
-            f"unknown strategy {name!r}; did you mean {closest(name)!r}? Known: {', '.join(strategies())}."
-        )
-    placer = _PLACERS[name]
-    rest: dict[str, Any] = {**options}
-    _check_known(name, placer, rest)
-    transports = {kind.value: rest.pop(kind.value) for kind in WITH_TRANSPORT if kind.value in rest}
-    route: Route | None = rest.pop("route", None)
-    frozen = {option: rest.pop(option) for option in _FROZEN_OPTIONS if option in rest}
-    offload: Offload | None = rest.pop("offload", None)
-    sync_gradients: SyncGradients = rest.pop("sync_gradients", "step")
-    exact: bool = rest.pop("exact", False)
-    outer: Outer | None = rest.pop("outer", None)
-    encoded = _encoded(name, route, rest)
-    topology = topology or Topology.detect()
-    if outer is not None and not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
+    named = NamedStrategy(name, dict(options))
+    return named if topology is None else named.on(topology)
+
+
+@dataclass(frozen=True)
+class NamedStrategy:
+    """A preset or a placement with its options, for a topology that is not known yet. `strategy` returns it.
+
+    Args:
+        name: The preset's name, or the placement.
+        options: Options of `strategy`.
+    """
+
+    name: str | Placement
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.name == "auto":
+            raise ConfigError(
+                'strategy() got "auto", which is no preset: pass it to shard() itself. Its options are those of '
+                "towpath.Workload."
+            )
+        placer = None if isinstance(self.name, Placement) else _PLACERS.get(self.name)
+        if placer is None and not isinstance(self.name, Placement):
+            known = ", ".join(strategies())
+            raise ConfigError(f"unknown strategy {self.name!r}; did you mean {closest(self.name)!r}? Known: {known}.")
+        takes_group = placer is not None and "group" in inspect.signature(placer).parameters
+        known = [option for option in Options.__annotations__ if option != "group" or takes_group]
+        if unknown := set(self.options) - set(known):
+            raise ConfigError(
+                f"strategy {self.label!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."
+            )
+
+    @property
+    def label(self) -> str:
+        """The name of the `Strategy`: the preset's, or 'custom' for a placement."""
+        return CUSTOM if isinstance(self.name, Placement) else self.name
+
+    def on(self, topology: Topology) -> Strategy:
+        """Return the strategy on `topology`.
+
+        Args:
+            topology: The nodes and ranks of the job.
+
+        Raises:
+            ConfigError: If options contradict each other, or an extent does not fit the topology.
+        """
+        options = self.options
+        outer, topology = _islands(options.get("outer"), topology)
+        placement = self.name
+        if not isinstance(placement, Placement):
+            placement = _PLACERS[placement](topology, **({"group": options["group"]} if "group" in options else {}))
+        fields = {each: options[each] for each in _FIELDS if each in options}
+        made = Strategy(topology, placement, self.label, outer=outer, **fields)
+        return replace(made, **self._transports(made)).with_exact_transports(options.get("exact", False))
+
+    def _transports(self, made: Strategy) -> dict[str, Transport]:
+        """Return the transport of each kind.
+
+        By default, a kind with groups of several nodes and several members in each takes the best route. The plain
+        presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
+        """
+        named, encoded = self.options.get("route"), self._encoded()
+        chosen: dict[str, Transport] = {}
+        for kind in WITH_TRANSPORT:
+            groups = (group for move in getattr(made.moves, kind.value) for group in move.groups)
+            grids = [Grid.of([made.topology.node_of(rank) for rank in group.ranks]) for group in groups]
+            gains = made.name not in _PLAIN and not all(grid.plain for grid in grids)
+            route: Route = named or (BEST_ROUTE if gains else "flat")
+            transport = Transport(route)
+            if kind in encoded and any(grid.nodes > 1 for grid in grids):
+                transport = _routed(kind, encoded[kind], route, is_named=named is not None)
+            chosen[kind.value] = transport
+        return chosen
+
+    def _encoded(self) -> dict[TransferKind, Transport]:
+        """Return a transport for each kind that has a codec."""
+        options, route = self.options, self.options.get("route")
+        weights, gradients = _CODECS.get(self.label, ("none", "none"))
+        weights, gradients = options.get("weights", weights), options.get("gradients", gradients)
+        low_rank = str(gradients).startswith(LOW_RANK)
+        feedback = options.get("feedback", "first" if low_rank else "none")
+        after, until = options.get("gradients_after", 0), options.get("gradients_until", 0)
+        if gradients == "none" and (feedback != "none" or after or until):
+            raise ConfigError(
+                f"strategy {self.label!r}: feedback=, gradients_after= and gradients_until= need gradients= to name a "
+                "codec."
+            )
+        transports: dict[TransferKind, Transport] = {}
+        if weights != "none":
+            transports |= dict.fromkeys(WEIGHTS, Transport("flat", weights))
+        if gradients != "none":
+            transports |= dict.fromkeys(
+                GRADIENTS, Transport("flat" if low_rank else "two-hop", gradients, feedback, until, after)
+            )
+            if route is not None and "gradients" in options and not low_rank and route not in ALL_TO_ALL:
+                raise ConfigError(
+                    f"strategy {self.label!r}: route={route!r} would round gradients in {gradients} at every member. "
+                    f"Take one of {', '.join(ALL_TO_ALL)}, or leave out route=."
+                )
+        return transports
+
+
+# How users name a strategy.
+StrategyLike = Preset | str | NamedStrategy | Strategy
+
+
+def _islands(outer: Outer | None, topology: Topology) -> tuple[Outer | None, Topology]:
+    """Return the outer steps with their number of islands, and the topology of one island."""
+    if outer is None:
+        return None, topology
+    if not isinstance(outer, Outer):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"outer is a towpath.Outer, such as towpath.Outer(every=32); got {outer!r}.")
-    if outer is not None and outer.islands is None and topology.nodes == 1:
+    if outer.islands is None and topology.nodes == 1:
         warnings.warn(
             f"outer= is left out: {topology.words} is one island, and has no other to synchronize with. Training is "
             "synchronous, as without outer=. Start more nodes, or pass Outer(islands=1) to step the outer optimizer "
             "all the same.",
             stacklevel=2,
         )
-        outer = None
-    if outer is not None:
-        outer, topology = outer.on(topology)
-    placement = placer(topology, **rest)
-    made = Strategy(topology, placement, name, offload=offload, sync_gradients=sync_gradients, outer=outer)
-    chosen = _default_transports(made) if route is None else {k.value: Transport(route) for k in WITH_TRANSPORT}
-    for kind, transport in encoded.items():
-        if _crosses(getattr(made.moves, kind.value), topology):
-            taken = chosen.get(kind.value, Transport()).route
-            chosen[kind.value] = _routed(kind, transport, taken, is_named=route is not None)
-    made = replace(made, **(chosen | transports | frozen))
-    return made if exact is False else made.with_exact_transports(exact)
+        return None, topology
+    return outer.on(topology)
 
 
-_EXTENTS = frozenset({"frozen", "group", "params", "grads", "optimizer", "backward_params"})
-_STEPS = frozenset({"gradients_after", "gradients_until", "interleaved"})
+_EXTENTS = frozenset({"frozen", "group"})
+_STEPS = frozenset({"gradients_after", "gradients_until"})
 
 
 def parse_strategy(text: str, topology: Topology, offload: Offload | None = None) -> Strategy:
@@ -236,8 +310,8 @@ def parse_strategy(text: str, topology: Topology, offload: Offload | None = None
         offload: The option `offload`, unless the text names it.
 
     Raises:
-        ConfigError: If a word is no option with a value. Or if there is no such preset or option, or options contradict
-            each other.
+        ConfigError: If a word is no option with a value, there is no such preset or option, or options contradict each
+            other.
     """
     name, *words = text.split() or [""]
     if name in ("", "auto"):
@@ -258,11 +332,11 @@ def parse_strategy(text: str, topology: Topology, offload: Offload | None = None
 
 
 def name_of(placement: Placement, topology: Topology) -> str:
-    """Return the preset whose default placement on `topology` is `placement`, or 'lins' if there is none."""
+    """Return the preset whose default placement on `topology` is `placement`, or 'custom' if there is none."""
     for name in ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", *(n for n in strategies() if n.startswith("paro-"))):
         if _PLACERS[name](topology) == placement:
             return name
-    return "lins"
+    return CUSTOM
 
 
 # PyTorch's names for the same placements, in lower case: FSDP's ShardingStrategy, FSDP2, HSDP and DDP.
@@ -291,80 +365,9 @@ def closest(name: object) -> str:
     return elsewhere or difflib.get_close_matches(text, _PLACERS, n=1, cutoff=0.0)[0]
 
 
-def _check_known(name: str, placer: Callable[..., Placement], options: dict[str, Any]) -> None:
-    extents = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
-    known = [
-        *extents,
-        *_CODEC_OPTIONS,
-        "route",
-        "offload",
-        "sync_gradients",
-        "exact",
-        "outer",
-        *_FROZEN_OPTIONS,
-        *(kind.value for kind in WITH_TRANSPORT),
-    ]
-    if unknown := set(options) - set(known):
-        raise ConfigError(f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}.")
-
-
-def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[TransferKind, Transport]:
-    """Return a transport for each kind that has a codec, and remove the codec options from `options`."""
-    named = "gradients" in options
-    weights, gradients = _CODECS.get(name, ("none", "none"))
-    weights, gradients = options.pop("weights", weights), options.pop("gradients", gradients)
-    low_rank = str(gradients).startswith(LOW_RANK)
-    feedback = options.pop("feedback", "first" if low_rank else "none")
-    steps = {"after": options.pop("gradients_after", 0), "until": options.pop("gradients_until", 0)}
-    run = options.pop("interleaved", 0)
-    if run:
-        if type(run) is not int or run < 2:
-            raise ConfigError(f"strategy {name!r}: interleaved is the run's number of steps, from 2; got {run!r}.")
-        if steps["until"]:
-            raise ConfigError(f"strategy {name!r}: interleaved= is gradients_until= {run // 2}; pass one of them.")
-        steps["until"] = run // 2
-    if gradients == "none" and (feedback != "none" or any(steps.values())):
-        raise ConfigError(
-            f"strategy {name!r}: feedback=, gradients_after=, gradients_until= and interleaved= need gradients= to "
-            "name a codec."
-        )
-    transports: dict[TransferKind, Transport] = {}
-    if weights != "none":
-        transports |= dict.fromkeys(WEIGHTS, Transport("flat", weights))
-    if gradients != "none":
-        transports |= dict.fromkeys(
-            GRADIENTS, Transport("flat" if low_rank else "two-hop", gradients, feedback, **steps)
-        )
-        if route is not None and named and not low_rank and route not in ALL_TO_ALL:
-            raise ConfigError(
-                f"strategy {name!r}: route={route!r} would round gradients in {gradients} at every member. "
-                f"Take one of {', '.join(ALL_TO_ALL)}, or name the transports one by one (gather=, reduce=, …)."
-            )
-    return transports
-
-
 def _routed(kind: TransferKind, transport: Transport, taken: Route, is_named: bool) -> Transport:
     """Return an encoded transport with its route, where one that is not encoded takes the route `taken`."""
     if kind in WEIGHTS or transport.low_rank is not None:
         return replace(transport, route=taken if is_named or taken != "flat" else BEST_ROUTE)
     encoded: Route = taken if taken in ALL_TO_ALL else "two-hop"
     return replace(transport, route=encoded, plain_route=taken if transport.changes and taken != encoded else None)
-
-
-def _crosses(moves: tuple[GroupCollective, ...], topology: Topology) -> bool:
-    return any(len(set(map(topology.node_of, g.ranks))) > 1 for move in moves for g in move.groups)
-
-
-def _default_transports(made: Strategy) -> dict[str, Transport]:
-    """Return transports with the best route for each kind with a group of several nodes and several members in each.
-
-    The plain presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
-    """
-    if made.name in _PLAIN:
-        return {}
-    topology = made.topology
-
-    def gains(moves: tuple[GroupCollective, ...]) -> bool:
-        return any(not Grid.of([topology.node_of(r) for r in g.ranks]).plain for m in moves for g in m.groups)
-
-    return {k.value: Transport(BEST_ROUTE) for k in WITH_TRANSPORT if gains(getattr(made.moves, k.value))}

@@ -11,7 +11,8 @@ from enum import StrEnum
 
 from towpath.core.pipeline import PassKind, StagePass
 from towpath.core.step import StepMachine
-from towpath.core.step_state import Action, AgreeOnSizes, ForwardPass, PlannedUnit, Submit, Task, in_backward_order
+from towpath.core.step_state import Action, AgreeOnSizes, ForwardPass, Submit, Task
+from towpath.core.unit_plan import UnitPlan
 
 # How many steps the machine runs before a steady one. In the first, it learns in which order units run in each pass.
 STEPS_BEFORE = 2
@@ -28,9 +29,6 @@ class Part(StrEnum):
     FORWARD_END = "forward end"
     BACKWARD = "backward"
     BACKWARD_END = "backward end"
-    # The two halves of a split backward pass, for any unit.
-    INPUT_GRADIENTS = "input gradients"
-    WEIGHT_GRADIENTS = "weight gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ class Compute:
     part: Part
 
 
-def steady_tasks(plans: Sequence[PlannedUnit], micro_steps: int) -> Iterator[tuple[int, Task]]:
+def steady_tasks(plans: Sequence[UnitPlan], micro_steps: int) -> Iterator[tuple[int, Task]]:
     """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step."""
     machine = settled(plans)
     for micro_step, action in steady_step(machine, plans, micro_steps):
@@ -49,7 +47,7 @@ def steady_tasks(plans: Sequence[PlannedUnit], micro_steps: int) -> Iterator[tup
             yield micro_step, action.task
 
 
-def settled(plans: Sequence[PlannedUnit]) -> StepMachine:
+def settled(plans: Sequence[UnitPlan]) -> StepMachine:
     """Return a machine at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
     machine = StepMachine(plans)
     for _ in range(STEPS_BEFORE):
@@ -59,14 +57,14 @@ def settled(plans: Sequence[PlannedUnit]) -> StepMachine:
     return machine
 
 
-def write_all(machine: StepMachine, plans: Sequence[PlannedUnit]) -> None:
+def write_all(machine: StepMachine, plans: Sequence[UnitPlan]) -> None:
     """Report an optimizer step to the machine: it writes to every unit that trains."""
     for index, plan in enumerate(plans):
         if plan.trains:
             machine.written(index)
 
 
-def staged_tasks(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> Iterator[tuple[int, Task]]:
+def staged_tasks(plans: Sequence[UnitPlan], passes: Sequence[StagePass]) -> Iterator[tuple[int, Task]]:
     """Yield the tasks that a pipeline stage submits in one steady step, each with the number of its micro-step.
 
     The stage computes `passes` in every step. The number of the micro-step rises when a backward pass ends.
@@ -81,7 +79,7 @@ def staged_tasks(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> I
             yield stage.micro_step, action.task
 
 
-def settled_stage(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> SteadyStage:
+def settled_stage(plans: Sequence[UnitPlan], passes: Sequence[StagePass]) -> SteadyStage:
     """Return a stage at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
     stage = SteadyStage(plans, passes)
     for _ in range(STEPS_BEFORE):
@@ -97,31 +95,23 @@ def settled_stage(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> 
 class SteadyStage:
     """The steady step of one pipeline stage, whose passes of different micro-batches interleave."""
 
-    def __init__(self, plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> None:
+    def __init__(self, plans: Sequence[UnitPlan], passes: Sequence[StagePass]) -> None:
         self.machine = StepMachine(plans)
         self.machine.staged = True
         self._plans = plans
         self._micro_batches = sum(each.kind is PassKind.FORWARD for each in passes)
-        self._passes: dict[int, list[ForwardPass]] = {}  # by micro-batch, the passes without all their gradients yet
+        self._passes: dict[int, list[ForwardPass]] = {}  # by micro-batch, the passes whose backward is still to come
         self.micro_step = 0  # how many backward passes of this step have ended
 
     def walk(self, each: StagePass) -> Iterator[Action | Compute]:
         """Yield the computations of one pass of the stage, and the actions of the machine around them."""
-        match each.kind:
-            case PassKind.FORWARD:
-                passes = self._passes[each.micro_batch] = []
-                yield from _forward(self.machine, self._plans, passes)
-                return
-            case PassKind.INPUT_GRADIENTS:
-                yield from _input_gradients(self.machine, self._passes[each.micro_batch])
-                return
-            case PassKind.BACKWARD:
-                rest = _backward
-            case PassKind.WEIGHT_GRADIENTS:
-                rest = _weight_gradients
+        if each.kind is PassKind.FORWARD:
+            passes = self._passes[each.micro_batch] = []
+            yield from _forward(self.machine, self._plans, passes)
+            return
         last = self.micro_step == self._micro_batches - 1
         self.machine.boundary = last
-        yield from rest(self.machine, self._plans, self._passes.pop(each.micro_batch))
+        yield from _backward(self.machine, self._plans, self._passes.pop(each.micro_batch))
         if not last:
             self.machine.micro_step_ended()
             self.micro_step += 1
@@ -134,7 +124,7 @@ class SteadyStage:
 
 
 def steady_step(
-    machine: StepMachine, plans: Sequence[PlannedUnit], micro_steps: int
+    machine: StepMachine, plans: Sequence[UnitPlan], micro_steps: int
 ) -> Iterator[tuple[int, Action | Compute]]:
     """Yield the computations and actions of one optimizer step, each with the number of its micro-step."""
     for micro_step in range(micro_steps):
@@ -143,16 +133,14 @@ def steady_step(
             yield micro_step, action
 
 
-def _one_micro_step(machine: StepMachine, plans: Sequence[PlannedUnit]) -> Iterator[Action | Compute]:
+def _one_micro_step(machine: StepMachine, plans: Sequence[UnitPlan]) -> Iterator[Action | Compute]:
     passes: list[ForwardPass] = []
     yield from _forward(machine, plans, passes)
     yield from _backward(machine, plans, passes)
     machine.micro_step_ended()
 
 
-def _forward(
-    machine: StepMachine, plans: Sequence[PlannedUnit], passes: list[ForwardPass]
-) -> Iterator[Action | Compute]:
+def _forward(machine: StepMachine, plans: Sequence[UnitPlan], passes: list[ForwardPass]) -> Iterator[Action | Compute]:
     """Run the forward of all units, and append their forward passes to `passes`, the root's first."""
     root, *others = range(len(plans))
     for index in (root, *others):
@@ -168,7 +156,7 @@ def _forward(
 
 
 def _backward(
-    machine: StepMachine, plans: Sequence[PlannedUnit], passes: Sequence[ForwardPass]
+    machine: StepMachine, plans: Sequence[UnitPlan], passes: Sequence[ForwardPass]
 ) -> Iterator[Action | Compute]:
     """Run the backward of all units. It ends with the last part of the root."""
     first, *rest = passes
@@ -185,30 +173,5 @@ def _backward(
     yield from machine.backward_pass_ended()
 
 
-def _input_gradients(machine: StepMachine, passes: Sequence[ForwardPass]) -> Iterator[Action | Compute]:
-    first, *rest = passes
-    machine.more_passes = True
-    yield from machine.backward_begins(first)
-    yield Compute(first.unit, Part.INPUT_GRADIENTS)
-    for passed in reversed(rest):
-        yield from machine.backward_begins(passed)
-        yield Compute(passed.unit, Part.INPUT_GRADIENTS)
-        yield from machine.input_gradients_done(passed)
-    yield from machine.backward_pass_ended()
-    machine.more_passes = False
-
-
-def _weight_gradients(
-    machine: StepMachine, plans: Sequence[PlannedUnit], passes: Sequence[ForwardPass]
-) -> Iterator[Action | Compute]:
-    yield from machine.weight_gradients_begin(passes)
-    for passed in in_backward_order(passes):
-        yield Compute(passed.unit, Part.WEIGHT_GRADIENTS)
-        yield from _gradients(machine, plans, passed.unit)
-        yield from machine.weight_gradients_done(passed)
-    yield from machine.weight_gradients_end(passes)
-    yield from machine.backward_pass_ended()
-
-
-def _gradients(machine: StepMachine, plans: Sequence[PlannedUnit], index: int) -> Sequence[Action]:
+def _gradients(machine: StepMachine, plans: Sequence[UnitPlan], index: int) -> Sequence[Action]:
     return machine.gradient_arrives(index) if plans[index].trains else ()

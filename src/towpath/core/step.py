@@ -18,7 +18,6 @@ from towpath.core.step_state import (
     Gradients,
     OpenGradients,
     ParamVersion,
-    PlannedUnit,
     SetGrads,
     Slot,
     Slots,
@@ -32,6 +31,7 @@ from towpath.core.step_state import (
     slot_groups,
 )
 from towpath.core.strategy import TransferKind
+from towpath.core.unit_plan import UnitPlan
 from towpath.errors import StepError
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class StepMachine:
     """
 
     def __init__(
-        self, plans: Sequence[PlannedUnit], writes: Sequence[ParamVersion] = (), modules: Sequence[int] = ()
+        self, plans: Sequence[UnitPlan], writes: Sequence[ParamVersion] = (), modules: Sequence[int] = ()
     ) -> None:
         assert plans and plans[0].root and not any(plan.root for plan in plans[1:])
         of_model = (writes[0].of if writes else None) or ParamVersion()
@@ -122,14 +122,12 @@ class StepMachine:
         self.failed = False  # the last backward pass failed, and its gradients are still to be dropped
         self._graphs = 0  # passes left that may walk another's graph: their units finish at the end of the pass only
         self.boundary = True  # the running backward pass, or else the next, is the last before the optimizer's step
-        # More backward passes follow before anything is reduced, such as those that compute the weights' gradients.
-        self.more_passes = False
         # The model is a pipeline stage. A backward pass walks the graph of one forward pass, while others wait for
         # theirs. The caller calls `end_boundary` itself, after the other stages have received their messages.
         self.staged = False
         self._forward_walk = self._walk = 0  # `ForwardPass.walk` of the running forward, and of the running backward
 
-    def use_plans(self, plans: Sequence[PlannedUnit]) -> None:
+    def use_plans(self, plans: Sequence[UnitPlan]) -> None:
         """Use the plans of a step in which transports have changed."""
         for unit, plan in zip(self._units, plans, strict=True):
             unit.plan = plan
@@ -255,31 +253,12 @@ class StepMachine:
             self._gathers.leave_evictable(unit)
         return self._answer()
 
-    def weight_gradients_begin(self, passes: Sequence[ForwardPass]) -> list[Action]:
-        """Begin the second half of a backward pass: unsharded parameters show in all its units until it ends."""
-        for passed in passes:
-            unit = self._units[passed.unit]
-            # Parts of any unit may be recomputed in this half. The weights of such units never take turns in a slot.
-            assert unit.slot is None, f"{unit}: its weights may have been another unit's meanwhile"
-            self.in_backward, self._walk = True, passed.walk
-            unit.inside += 1
-            self._gathers.swap_parameters(unit, True)
-        return self._answer()
-
-    def weight_gradients_end(self, passes: Sequence[ForwardPass]) -> list[Action]:
-        """End the second half of a backward pass, after `weight_gradients_done` of each forward pass in it."""
-        for passed in passes:
-            unit = self._units[passed.unit]
-            unit.inside -= 1
-            self._gathers.swap_parameters(unit, unit.kept_unsharded or unit.inside > 0)
-        return self._answer()
-
     def weight_gradients_done(self, passed: ForwardPass) -> list[Action]:
         """Finish the unit if this was its last pass. This is the last event of a unit's backward pass."""
         unit = self._units[passed.unit]
         unit.backwards[passed.walk] += 1
         # Passes are counted, so that all ranks decide the same: which graphs a rank keeps alive must not matter.
-        if unit.backwards[passed.walk] >= unit.forwards[passed.walk] and not self._graphs and not self.more_passes:
+        if unit.backwards[passed.walk] >= unit.forwards[passed.walk] and not self._graphs:
             self._finish(unit)
         return self._answer()
 
@@ -302,9 +281,6 @@ class StepMachine:
     def backward_pass_ended(self) -> list[Action]:
         """Finish all units after autograd has walked the whole graph, and end the boundary unless `staged`."""
         self._end_passes()
-        if self.more_passes:
-            self.in_backward = False
-            return self._answer()
         for unit in self._units:
             self._finish(unit)
         self._gathers.end_prefetches()

@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
+
+if TYPE_CHECKING:
+    from towpath.core.unit_plan import UnitPlan
 
 # --- actions ----------------------------------------------------------------------------------------------------------
 #
@@ -270,66 +273,6 @@ GRADIENTS_CHANGE: Mapping[Gradients, frozenset[Gradients]] = {
 }
 
 
-class PlannedUnit(Protocol):
-    """The properties of a unit that the step machine needs. A `UnitPlan` has them.
-
-    They never change, except for `agrees_on_sizes`, where a codec serves only some of the steps.
-    """
-
-    @property
-    def name(self) -> str:
-        """Name of the unit, empty for the root."""
-        ...
-
-    @property
-    def root(self) -> bool: ...
-
-    @property
-    def leaf(self) -> bool:
-        """True for one large layer of the root, an embedding or an output layer."""
-        ...
-
-    @property
-    def lookup(self) -> bool:
-        """True for a leaf that gets no input with a gradient: an embedding."""
-        ...
-
-    @property
-    def gathers(self) -> bool:
-        """True if the weights are unsharded only for a pass. Otherwise they always are."""
-        ...
-
-    @property
-    def copies(self) -> bool:
-        """True if the forward pass keeps a copy that the backward pass gathers from."""
-        ...
-
-    @property
-    def trains(self) -> bool:
-        """True if some of the parameters are trainable."""
-        ...
-
-    @property
-    def reduces(self) -> bool:
-        """True if each backward pass reduces the gradients. Otherwise it adds them to the G shard in place."""
-        ...
-
-    @property
-    def has_param_sync(self) -> bool:
-        """True if written parameters must be sent to other ranks, or cast, before they are used."""
-        ...
-
-    @property
-    def steps_on_host(self) -> bool:
-        """True if the optimizer steps in host memory: gradients are copied there, and parameters back."""
-        ...
-
-    @property
-    def agrees_on_sizes(self) -> bool:
-        """True if ranks agree on the sizes of messages before the parameter sync."""
-        ...
-
-
 class ForwardPass:
     """One forward pass of a unit for which a backward pass may follow. It lives as long as its autograd graph.
 
@@ -372,7 +315,7 @@ class UnitState:
     """The state of one unit in the step machine. The methods of `Gathers`, `Reductions` and `StepMachine` change it."""
 
     index: int
-    plan: PlannedUnit
+    plan: UnitPlan
     writes: ParamVersion  # counts the writes to its parameters
     modules: int = 1  # how many modules have their forwards in this unit
     weights: Weights = Weights.SHARDED
@@ -482,7 +425,7 @@ UNITS_IN_FLIGHT = 2
 
 
 def slot_groups(
-    units: Sequence[PlannedUnit], uses: Callable[[PlannedUnit], bool] = lambda unit: True
+    units: Sequence[UnitPlan], uses: Callable[[UnitPlan], bool] = lambda unit: True
 ) -> list[tuple[list[int], int]]:
     """Return the groups of units that take turns in slots, each with the number of its slots.
 

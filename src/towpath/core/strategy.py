@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
 from towpath.core.outer import Outer
-from towpath.core.placement import LABELS, Placement, PlacementCollectives, legal_extents, transitions
+from towpath.core.placement import LABELS, Placement, PlacementCollectives, check_extent, transitions
 from towpath.core.routes import Grid, Op
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
@@ -102,9 +102,6 @@ BETWEEN_HOSTS = (TransferKind.UNUSED_PARAMS, TransferKind.MESSAGE_SIZES)
 OUTER_KINDS = (TransferKind.OUTER, TransferKind.SLOW_WEIGHTS, TransferKind.OUTER_GATHER)
 # The kinds whose result is the maximum over all ranks.
 BY_MAXIMUM = (*BETWEEN_HOSTS, TransferKind.SLOW_WEIGHTS)
-# The names of these kinds in checkpoints, and in strategy files of earlier versions. Checkpoints keep them, so that
-# codec state loads in both directions.
-SAVED_NAMES = {TransferKind.GRAD_SYNC: "sync", TransferKind.PARAM_SYNC: "publish"}
 WEIGHTS = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.PARAM_SYNC)
 GRADIENTS = (TransferKind.REDUCE, TransferKind.GRAD_SYNC)
 # The kinds that can be sent exactly. Receivers of a gather hold no earlier values.
@@ -120,11 +117,6 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 def offloads(offload: Offload | None, part: Literal["optimizer", "params"]) -> bool:
     """Return whether `offload` keeps a part in host memory: what the optimizer works on, or the P shards."""
     return offload is not None and part in offload.split("+")
-
-
-# These values of `Strategy.sync_gradients` say when gradients are averaged over all ranks.
-SyncGradients = Literal["step", "micro-step"]
-SYNC_GRADIENTS: tuple[SyncGradients, ...] = get_args(SyncGradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +141,6 @@ class Strategy:
         offload: 'optimizer' keeps the optimizer's slice of the parameters, `.grad` and the optimizer states in host
             memory. The optimizer then steps on the CPU. 'params' keeps the P shards of trainable parameters in host
             memory, and copies them to the device for each gather. 'optimizer+params' does both.
-        sync_gradients: With 'step', micro-steps reduce gradients inside a group, and the last one synchronizes the
-            groups (two hops; MiCS, section 3.4). With 'micro-step', every micro-step all-reduces gradients over all
-            ranks. Results are the same. Use it only to measure what two hops save.
         outer: When and how islands synchronize. By default, the job is one island, and every step is synchronous.
     """
 
@@ -166,7 +155,6 @@ class Strategy:
     frozen: Extent | str | None = None
     frozen_codec: Any = "none"
     offload: Offload | None = None
-    sync_gradients: SyncGradients = "step"
     outer: Outer | None = None
 
     def __post_init__(self) -> None:
@@ -175,16 +163,6 @@ class Strategy:
             raise ConfigError(
                 f"{self.name}: outer.islands: expected the number of islands, as `topology` is that of one island. "
                 "towpath.strategy(name, topology, outer=…) takes the topology of the job, and sets both."
-            )
-        if self.sync_gradients not in SYNC_GRADIENTS:
-            raise ConfigError(
-                f"{self.name}: sync_gradients={self.sync_gradients!r}: expected "
-                f"{' or '.join(map(repr, SYNC_GRADIENTS))}."
-            )
-        if self.sync_gradients != "step" and self.placement.grads == self.topology.whole:
-            raise ConfigError(
-                f"{self.name}: sync_gradients={self.sync_gradients!r}: G is sharded over all ranks, so every "
-                "micro-step reduces gradients over all ranks anyway. Leave it out."
             )
         self._check_frozen()
         if self.offload is not None and self.offload not in OFFLOADS:
@@ -209,9 +187,9 @@ class Strategy:
                 and transport.encoding.stochastic
             ):
                 raise ConfigError(
-                    f"{self.name}: {kind.value} in {transport.codec} would round anew at each gather, and the backward "
-                    "pass "
-                    "compute with other weights than the forward pass. Take a codec without +stochastic for weights."
+                    f"{self.name}: {kind.value} in {transport.codec} would round anew at each gather, and the "
+                    "backward pass compute with other weights than the forward pass. Take a codec without +stochastic "
+                    "for weights."
                 )
             if kind is TransferKind.GRAD_SYNC and transport.low_rank is not None and self.placement.grads.size == 1:
                 continue  # gradients are unsharded here, as low rank requires
@@ -220,17 +198,12 @@ class Strategy:
 
     def _check_frozen(self) -> None:
         if self.frozen is not None and self.frozen != AS_TRAINED:
-            legal = legal_extents(self.topology)
             if not isinstance(self.frozen, Extent):
                 raise ConfigError(
                     f"{self.name}: frozen is an Extent, {AS_TRAINED!r}, or None for what memory allows; got "
                     f"{self.frozen!r}."
                 )
-            if self.frozen not in legal:
-                raise ConfigError(
-                    f"frozen {self.frozen} on {self.topology.words} is no legal extent: it divides the node, or "
-                    f"fills it. Legal are {', '.join(map(str, legal))}."
-                )
+            check_extent(self.frozen, self.topology, "frozen")
         if isinstance(self.frozen_codec, str) and self.frozen_codec != "none":
             object.__setattr__(self, "frozen_codec", Codec.parse(self.frozen_codec))
         if (codec := self.frozen_codec) == "none":
@@ -238,8 +211,7 @@ class Strategy:
         if not isinstance(codec, Codec) or codec.grain == 1 or codec.stochastic:
             raise ConfigError(
                 f"{self.name}: frozen parameters are stored in a codec of blocks, rounded the same way on every rank "
-                "('int8', "
-                f"'int4:64', 'e4m3'), or 'none'; got {codec!s}."
+                f"('int8', 'int4:64', 'e4m3'), or 'none'; got {codec!s}."
             )
 
     @property
@@ -266,7 +238,7 @@ class Strategy:
     @property
     def moves(self) -> PlacementCollectives:
         """The collectives of the placement, for each kind of transfer."""
-        return transitions(self.placement, self.topology, self.sync_gradients == "step")
+        return transitions(self.placement, self.topology)
 
     def of(self, trainable: bool) -> Strategy:
         """Return the strategy of trainable parameters, or of frozen ones if these differ.
@@ -283,11 +255,6 @@ class Strategy:
             return self.frozen
         # Encoded frozen parameters are cut for P only, and G and OS get the same cut.
         return None if self.frozen_codec == "none" else self.placement.params
-
-    @property
-    def reduced_over(self) -> Extent:
-        """The ranks over which each micro-step reduces gradients."""
-        return self.placement.grads if self.sync_gradients == "step" else self.topology.whole
 
     @property
     def gathered_over(self) -> Extent:
@@ -384,7 +351,6 @@ class Strategy:
         if self.frozen_codec != "none":
             lines.append(f"frozen_codec = {written(str(self.frozen_codec))}")
         lines += [] if self.offload is None else [f"offload = {written(self.offload)}"]
-        lines += [] if self.sync_gradients == "step" else [f"sync_gradients = {written(self.sync_gradients)}"]
         lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
         lines += [] if self.topology.nodes_per_rack is None else [f"nodes_per_rack = {self.topology.nodes_per_rack}"]
         lines += ["[placement]"]
@@ -398,7 +364,7 @@ class Strategy:
 
     @staticmethod
     def from_toml(text: str) -> Strategy:
-        """Return the strategy that `to_toml` wrote, in this or an older version.
+        """Return the strategy that `to_toml` wrote.
 
         Args:
             text: TOML text.
@@ -408,9 +374,6 @@ class Strategy:
         """
         try:
             table = tomllib.loads(text)
-            for kind, saved in SAVED_NAMES.items():
-                if saved in table:
-                    table.setdefault(kind.value, table.pop(saved))
             transports = {
                 kind.value: Transport(**table.pop(kind.value)) for kind in WITH_TRANSPORT if kind.value in table
             }
@@ -426,13 +389,13 @@ def _transport_lines(transport: Transport) -> list[str]:
     """Return the fields of a transport in TOML syntax, one in each line."""
     values = {each.name: getattr(transport, each.name) for each in fields(Transport)}
     told = {name: v if isinstance(v, (int, float)) else str(v) for name, v in values.items() if v is not None}
-    if not transport.exact:  # as earlier versions wrote it
+    if not transport.exact:  # the default
         del told["exact"]
     return [f"{name} = {written(value)}" for name, value in told.items()]
 
 
 def _checked(rest: dict[str, Any]) -> dict[str, Any]:
-    if unknown := set(rest) - {"name", "frozen", "frozen_codec", "offload", "sync_gradients", "outer"}:
+    if unknown := set(rest) - {"name", "frozen", "frozen_codec", "offload", "outer"}:
         raise ConfigError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
     if isinstance(extent := rest.get("frozen"), list):
         rest["frozen"] = Extent(*extent)
@@ -452,7 +415,7 @@ def _of_frozen(strategy: Strategy) -> Strategy:
         # A preset encodes only what crosses nodes, and these gathers stay inside a node.
         gather, backward = Transport(gather.route), Transport(backward.route)
     plain: dict[str, Any] = {kind.value: Transport() for kind in (*GRADIENTS, TransferKind.PARAM_SYNC)}
-    plain |= {"gather": gather, "backward_gather": backward, "sync_gradients": "step"}
+    plain |= {"gather": gather, "backward_gather": backward}
     return replace(strategy, placement=placement, **plain)
 
 

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 from towpath.core.exact import can_be_exact
 from towpath.core.formats import Codec
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
-from towpath.core.top_k import TOP_K, TopK
 from towpath.core.units import BucketSpec
 from towpath.errors import ConfigError
 
@@ -150,8 +149,7 @@ class Transport:
     Attributes:
         route: 'flat' is the backend's own collective. The other routes are Towpath's (`core/routes.py` lists them).
         codec: A `Codec` or its text ('int8', 'int4:64+hadamard'), or 'none'. Messages between two ranks may also use a
-            `LowRank` ('low-rank:16'). So may the sum of gradients that are unsharded on every rank. Exchanges between
-            islands may use a `TopK` ('top-k:64').
+            `LowRank` ('low-rank:16'). So may the sum of gradients that are unsharded on every rank.
         feedback: The hops of a reduction at which rounding errors are kept and added in the next step. 'all' adds the
             all-gather in which an all-reduce sends its sums. For messages and low rank it is 'first', and the sender
             keeps them.
@@ -178,18 +176,12 @@ class Transport:
             if route not in ROUTES:
                 raise ConfigError(f"Transport: unknown route {route!r}; known are {', '.join(ROUTES)}.")
         if isinstance(self.codec, str) and self.codec != "none":
-            kinds = {LOW_RANK: LowRank, TOP_K: TopK}
-            codec = next((kind for start, kind in kinds.items() if self.codec.startswith(start)), Codec)
+            codec = LowRank if self.codec.startswith(LOW_RANK) else Codec
             object.__setattr__(self, "codec", codec.parse(self.codec))
-        elif not isinstance(self.codec, (str, Codec, LowRank, TopK)):
+        elif not isinstance(self.codec, (str, Codec, LowRank)):
             raise ConfigError(f"Transport: codec is a Codec, its text, or 'none'; got {self.codec!r}.")
         if self.feedback not in FEEDBACK:
             raise ConfigError(f"Transport: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
-        if isinstance(self.codec, TopK) and (self.feedback != "none" or self.route != "flat"):
-            raise ConfigError(
-                f"Transport: {self.codec} always keeps what it does not send, and is sent to all members at once. "
-                "Leave out feedback= and route=."
-            )
         if isinstance(self.codec, LowRank) and self.feedback not in ("none", "first"):
             raise ConfigError(
                 f"Transport: in {self.codec} each rank rounds what it sends itself: feedback is 'none' or 'first'; got "
@@ -235,11 +227,6 @@ class Transport:
     def encoding(self) -> Codec | None:
         """The codec of blocks that is in use, or None."""
         return self.codec if isinstance(self.codec, Codec) and not self.served else None
-
-    @property
-    def top_k(self) -> TopK | None:
-        """The top-k codec, or None. Only exchanges between islands have it."""
-        return self.codec if isinstance(self.codec, TopK) else None
 
     @property
     def low_rank(self) -> LowRank | None:
@@ -292,11 +279,6 @@ class Transport:
         Raises:
             ConfigError: If it cannot, for example if every member of a ring would decode and encode again.
         """
-        if self.top_k is not None:
-            raise ConfigError(
-                f"{what}: {self.codec} is for exchanges between islands (Outer(transport=…)). Take a codec of blocks, "
-                "such as 'int8'."
-            )
         if self.exact and (op is Op.SEND or op in WITH_OWNERS):
             raise ConfigError(
                 f"{what} cannot be exact. Reductions of gradients and parameter syncs can. Leave exact= out of it."
@@ -338,7 +320,7 @@ class Transport:
             raise ConfigError(f"{what}: feedback=, until= and after= have no meaning here; got {self}.")
 
     def __str__(self) -> str:
-        codec = "" if (self.encoding or self.low_rank or self.top_k) is None else f", {self.codec}"
+        codec = "" if (self.encoding or self.low_rank) is None else f", {self.codec}"
         kept = "" if self.feedback == "none" else f", feedback at {self.feedback}"
         since = f", after {self.after} steps" if self.after else ""
         until = f", until step {self.until}" if self.until else ""

@@ -236,7 +236,7 @@ class BucketPlan:
 class UnitPlan:
     """The plans of all buckets of one unit, and what follows from them for the unit.
 
-    The step machine reads the other fields in every micro-step (`PlannedUnit`), so they are computed once.
+    The step machine reads the other fields in every micro-step, so they are computed once.
     """
 
     spec: UnitSpec

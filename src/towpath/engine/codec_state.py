@@ -14,7 +14,7 @@ import torch
 
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective
-from towpath.core.strategy import SAVED_NAMES, WITH_TRANSPORT, TransferKind
+from towpath.core.strategy import WITH_TRANSPORT
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 
@@ -56,10 +56,7 @@ def fingerprint(engine: Engine) -> str:
     plain = {"until": 0, "after": 0, "plain_route": None, "exact": False}
     always = {kind.value: replace(made.transport(kind), **plain) for kind in WITH_TRANSPORT}
     made = replace(made, topology=replace(made.topology, nodes_per_rack=None), **always)
-    strategy = made.to_toml()
-    for kind, saved in SAVED_NAMES.items():
-        strategy = strategy.replace(f"[{kind.value}]", f"[{saved}]")
-    lines = [strategy, str(engine.precision), str(engine.comm.device.type)]
+    lines = [made.to_toml(), str(engine.precision), str(engine.comm.device.type)]
     for unit in engine.units:
         for bucket in unit.buckets:
             lines.append(f"{bucket.plan.numel} {bucket.plan.spec.alignment}")
@@ -73,9 +70,7 @@ def _keepers(engine: Engine) -> Iterator[tuple[str, Collective | LowRankSync]]:
     for unit in engine.units:
         for number, bucket in enumerate(unit.buckets):
             for name, keeper in bucket.keepers.items():
-                kind, _, rest = name.partition("/")
-                saved = SAVED_NAMES.get(TransferKind(kind), kind)
-                yield f"{unit.name or 'root'}/{number}/{saved}/{rest}", keeper
+                yield f"{unit.name or 'root'}/{number}/{name}", keeper
 
 
 def _rounding_seeds(engine: Engine) -> list[RoundingSeeds]:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -53,13 +53,8 @@ from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
 
-
-class StepsMatrices(Protocol):
-    """Interface of objects that step full parameters of a model on their owners. It is that of `MatrixSteps`."""
-
-    @property
-    def nbytes(self) -> int: ...
-    def owns_parameter(self, parameter: torch.Tensor) -> bool: ...
+if TYPE_CHECKING:
+    from towpath.engine.parameters.matrix_steps import MatrixSteps
 
 
 # The units of all models that the running backward pass with `inputs=` has reached, and whether it goes on behind each,
@@ -100,10 +95,6 @@ class Engine:
         self.outer = outer
         self._changes = strategy.changes
         self.muted = False  # whether this rank's gradients count as zero (see `ShardedModule.join`)
-        # A pipeline may halve a backward pass. In the first half `_held_back` lists the forward passes whose weight
-        # gradients are still to be computed. In the second half `_only_weight_gradients` is true.
-        self._held_back: list[ForwardPass] | None = None
-        self._only_weight_gradients = False
         # How many calls into units have not returned, and how many transfers the step had before the outermost one.
         self._calls = self._before_call = 0
         self._trained = [u for u in in_backward_order(units) if u.trainable]
@@ -117,7 +108,7 @@ class Engine:
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
         # Those of optimizers that need unsharded matrices.
-        self.matrix_steps: weakref.WeakSet[StepsMatrices] = weakref.WeakSet()
+        self.matrix_steps: weakref.WeakSet[MatrixSteps] = weakref.WeakSet()
         registrations.count()
         self._registrations = registrations.made  # the count at the last search of the model
         for parameter in (p for unit in units for p in unit.parameters):
@@ -292,7 +283,7 @@ class Engine:
     @on_host
     def output_gradient_arrives(self, passed: ForwardPass, inputs: Sequence[Node], _: torch.Tensor) -> None:
         """Unshard the unit when the first gradient reaches one of its outputs. The gradients of others do nothing."""
-        if passed.running or self._only_weight_gradients:
+        if passed.running:
             return
         passed.inputs_done, passed.inputs_awaited = 0, passed.inputs
         self._gradients_arrive_for(self.units[passed.unit])
@@ -308,14 +299,11 @@ class Engine:
     def input_gradient_done(self, passed: ForwardPass, _: torch.Tensor) -> None:
         """Count the input gradients of a unit. After the last one, nothing is left to compute in its backward."""
         passed.inputs_done += 1
-        if passed.inputs_done < passed.inputs_awaited or self._only_weight_gradients:
+        if passed.inputs_done < passed.inputs_awaited:
             return
         self.comm.record.ends("backward", self.units[passed.unit].name)
         self.execute(self.machine.input_gradients_done(passed))
-        if self._held_back is not None:
-            self._held_back.append(passed)
-        else:
-            self.execute(self.machine.weight_gradients_done(passed))
+        self.execute(self.machine.weight_gradients_done(passed))
 
     def _expect_some(self, passed: ForwardPass, inputs: Sequence[Node], reached: dict[Unit, bool]) -> None:
         """Count the gradients of the unit that a backward pass with `inputs=` will compute.
@@ -391,8 +379,6 @@ class Engine:
             except BaseException:
                 self._backward_failed()
                 raise
-            if self.machine.more_passes:  # `weight_gradients` will end the micro-step
-                return
             if not self.machine.boundary:
                 self._micro_step_ended(self.comm.queues.micro_step + 1)
             elif not self.machine.staged:
@@ -407,34 +393,6 @@ class Engine:
         for place in (p for unit in self.units for bucket in unit.buckets for p in bucket.layout.places):
             assert isinstance(place.parameter, ShardTensor)
             place.parameter.shard_spec.replica.is_a_stage = True
-
-    @contextmanager
-    def input_gradients_only(self) -> Generator[list[ForwardPass]]:
-        """Run a backward pass without gradients of weights. Yield the passes to give to `weight_gradients` later."""
-        held_back: list[ForwardPass] = []
-        self._held_back, self.machine.more_passes = held_back, True
-        try:
-            yield held_back
-        finally:
-            self._held_back, self.machine.more_passes = None, False
-
-    def weight_gradients(self, passes: Sequence[ForwardPass], compute: Callable[[Unit], None]) -> None:
-        """Compute the weight gradients of passes from `input_gradients_only`. `compute` does those of one unit."""
-        self._only_weight_gradients = True
-        try:
-            self.execute(self.machine.weight_gradients_begin(passes))
-            for unit in in_backward_order(self.units):
-                compute(unit)
-                for passed in passes:
-                    if passed.unit == unit.index:
-                        self.execute(self.machine.weight_gradients_done(passed))
-        except BaseException:
-            self._backward_failed()
-            raise
-        finally:
-            self._only_weight_gradients = False
-            self.execute(self.machine.weight_gradients_end(passes))
-        self._end_backward()
 
     def sync_islands(self, *, average: bool = False) -> None:
         """Begin and apply the exchanges between islands that belong to the last optimizer step, if that is still to do.

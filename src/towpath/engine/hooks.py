@@ -99,7 +99,7 @@ _COMMUNICATION = (
 _MEAN = "Gradients are the mean over all ranks. Multiply the loss by a factor for another scale."
 _BUFFERS = "Leave the call out: the engine allocates no buffer after the second step."
 _PARTS = (
-    "Use towpath.unshard(model) and towpath.reshard(model) for the whole model, or `with "
+    "Use model.unshard() and model.reshard() for the whole model, or `with "
     "towpath.full_parameters(model, [part]):` for a part of it."
 )
 
@@ -139,7 +139,7 @@ ARGUMENTS = {
     "backward_prefetch": "nothing: units are always prefetched",
     "forward_prefetch": "nothing: units are always prefetched",
     "limit_all_gathers": "nothing: two units are unsharded at a time",
-    "cpu_offload": 'offload="optimizer"; weights stay on the device',
+    "cpu_offload": 'towpath.strategy(name, offload="optimizer"); weights stay on the device',
     "device_id": "device=",
     "device_mesh": "mesh=",
     "dp_mesh_dims": 'mesh=mesh["replicate", "shard"]',
@@ -148,7 +148,7 @@ ARGUMENTS = {
     "ignored_states": "no counterpart: every parameter of the model is sharded",
     "mixed_precision": "precision=, a dtype or a towpath.Precision",
     "mp_policy": "precision=, which takes the policy as it is",
-    "offload_policy": 'offload="optimizer"; weights stay on the device',
+    "offload_policy": 'towpath.strategy(name, offload="optimizer"); weights stay on the device',
     "param_init_fn": "values=, or the modules' reset_parameters()",
     "process_group": "group=",
     "reshard_after_forward": 'the strategy: "zero3" for True, "zero2" for False',
@@ -156,6 +156,8 @@ ARGUMENTS = {
     "sharding_strategy": 'the strategy: "zero3" for FULL_SHARD, "mics" for HYBRID_SHARD',
     "sync_module_states": "nothing: the values of rank 0 are every rank's",
     "use_orig_params": "nothing: it is always so",
+    # Not FSDP's: these are options of a strategy.
+    **{name: f"towpath.strategy(name, {name}=…)" for name in ("offload", "exact", "outer")},
 }
 
 

@@ -22,9 +22,7 @@ from typing import cast, final
 import torch
 from torch import Tensor
 
-from towpath.codecs.top_k import TopKEncoder, decode_add
 from towpath.collectives.collective import Workspace
-from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.collective_log import Call, differing_islands
 from towpath.core.outer import Outer
 from towpath.core.outer_plan import Fragment, OuterPlan, Part, gathered_in
@@ -327,8 +325,6 @@ class PartExchange:
         self.difference = torch.zeros(numel, dtype=dtype, device=comm.device)
         # Where new values are computed, next to the slow weights.
         self._values = make() if on_host else self.difference
-        codec = settings.transport.top_k
-        self._top_k = None if codec is None else TopKEncoder(codec, numel, comm.device)
         self._own = [
             slice_within(bucket.master.detach(), each.optimizer, each.outer, comm.rank)
             for bucket, each in zip(self._buckets, part.slices, strict=True)
@@ -374,21 +370,12 @@ class PartExchange:
     def run_exchange(self, workspace: Workspace) -> None:
         """Sum the differences of all islands, in place."""
         for bound in self.exchange:
-            if self._top_k is None:
-                bound.run(self.difference, self.difference, workspace)
-                continue
-            rows = _region(bound, workspace)
-            self._top_k.encode(self.difference, rows[bound.members.slot])
-            bound.run(rows.view(-1), rows[bound.members.slot], workspace)
-            self.difference.zero_()
-            for row in rows:
-                decode_add(self._top_k.codec, row, self.difference)
+            bound.run(self.difference, self.difference, workspace)
 
     @property
     def kept(self) -> list[torch.Tensor]:
         """The error feedback of this rank."""
-        errors = [] if self._top_k is None else [self._top_k.error]
-        return [*errors, *(kept for bound in self.exchange for kept in bound.collective.state)]
+        return [kept for bound in self.exchange for kept in bound.collective.state]
 
     def step(self, settings: Outer, islands: int) -> None:
         """Apply the sum of all islands' differences to the slow weights. Write the new weights to `_values`."""
@@ -411,7 +398,9 @@ class PartExchange:
         """Gather the new weights of all ranks with the same optimizer slices, and write them to these."""
         self._before_write()
         for bound in self.gather:
-            rows = _region(bound, workspace)
+            start, end = gathered_in(bound.transfer)
+            region = workspace.take(end, torch_dtype(bound.transfer.dtype))[start:]
+            rows = region.view(len(bound.members.group.ranks), -1)
             rows[bound.members.slot].copy_(self._values)
             bound.run(rows.view(-1), rows[bound.members.slot], workspace)
             wholes = [bucket.master.detach().view(len(rows), -1) for bucket in self._buckets]
@@ -434,13 +423,6 @@ def _step(slow: Tensor, momentum: Tensor | None, values: Tensor, settings: Outer
         momentum.mul_(settings.momentum).add_(values)
         values.add_(momentum, alpha=settings.momentum)
     slow.add_(values, alpha=-settings.lr)
-
-
-def _region(bound: RankTransfer, workspace: Workspace) -> torch.Tensor:
-    """Return the region of an all-gather in the wire buffer, with one row for each member."""
-    start, end = gathered_in(bound.transfer)
-    region = workspace.take(end, torch_dtype(bound.transfer.dtype))[start:]
-    return region.view(len(bound.members.group.ranks), -1)
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

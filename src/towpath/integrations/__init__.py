@@ -4,7 +4,7 @@
     from towpath.integrations.transformers import Trainer          # Trainer(…, strategy="mics")
     import towpath.integrations.lightning                          # lightning.Trainer(strategy="towpath")
 
-Each takes a strategy's name, a `towpath.Strategy`, or a `Sharding` with more arguments of `towpath.shard()`.
+Each takes a strategy's name, what `towpath.strategy()` returns, or a `Sharding` with more arguments of `shard()`.
 May import: checkpoint, api, and everything below.
 """
 

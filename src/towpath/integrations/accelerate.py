@@ -18,17 +18,17 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from towpath.checkpoint.state_dicts import get_model_state_dict
-from towpath.core.strategy import Strategy
+from towpath.core.presets import StrategyLike
 from towpath.engine.build import agree
 from towpath.errors import CheckpointError, ConfigError, ShardError
 from towpath.integrations.common import (
     FOLDER,
     Sharding,
-    ensure_process_group,
     is_sharded,
     load_from,
     not_installed,
@@ -64,25 +64,25 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         *args: Arguments of `accelerate.Accelerator`.
-        strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+        strategy: A preset's name, what `towpath.strategy()` returns, or a `Sharding`.
         **kwargs: Arguments of `accelerate.Accelerator`.
 
     Raises:
-        ShardError: Accelerate is configured to shard the model itself, or for an unknown precision.
+        ShardError: Accelerate is configured to shard the model itself.
         ConfigError: Accelerate counts other ranks than the launcher started.
     """
 
-    def __init__(self, *args: Any, strategy: str | Strategy | Sharding, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, strategy: StrategyLike | Sharding, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._begin(Sharding.of(strategy))
 
     @classmethod
-    def adopt(cls, accelerator: accelerate.Accelerator, strategy: str | Strategy | Sharding) -> Accelerator:
+    def adopt(cls, accelerator: accelerate.Accelerator, strategy: StrategyLike | Sharding) -> Accelerator:
         """Turn an Accelerator that a framework made into one that shards. It must not have prepared anything.
 
         Args:
             accelerator: The Accelerator, which is changed in place.
-            strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+            strategy: A preset's name, what `towpath.strategy()` returns, or a `Sharding`.
 
         Returns:
             The same Accelerator.
@@ -109,8 +109,6 @@ class Accelerator(accelerate.Accelerator):
                 "parallelism_config= is not supported: shard over the data-parallel ranks with "
                 "Sharding(…, mesh=mesh[…]), or call towpath.shard() yourself."
             )
-        if self.mixed_precision not in ("no", "bf16", "fp16"):
-            raise ShardError(f'mixed_precision={self.mixed_precision!r}: expected "no", "bf16" or "fp16".')
 
     def _check_world(self) -> None:
         """Raise if Accelerate does not count all ranks. It would give each of them all batches."""
@@ -158,7 +156,8 @@ class Accelerator(accelerate.Accelerator):
             raise ShardError(
                 "the model was prepared for evaluation, and cannot be sharded. Build it again to train it."
             )
-        ensure_process_group()
+        if not dist.is_initialized():  # a script also runs without a launcher
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         failure: ConfigError | None = None
         try:
             self._check_world()
@@ -214,7 +213,7 @@ class Accelerator(accelerate.Accelerator):
         if even_batches is False:
             raise ShardError(
                 "join_uneven_inputs(even_batches=False) only works with DistributedDataParallel: write "
-                "`for batch in model.join(loader)`, or leave even_batches as it is."
+                "`for batch in towpath.join(model, loader)`, or leave even_batches as it is."
             )
         return super().join_uneven_inputs([], even_batches)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -21,9 +19,7 @@ from towpath.checkpoint.folders import step_of
 from towpath.checkpoint.rank_contents import described
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
-from towpath.core.outer import Outer
-from towpath.core.presets import Preset
-from towpath.core.strategy import Offload, Strategy
+from towpath.core.presets import StrategyLike
 from towpath.engine.checks.optimizers import adopt
 from towpath.engine.executor import engine_of, engine_with
 from towpath.engine.layout import UnitChoice
@@ -37,7 +33,12 @@ from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 
 # The names of frameworks for mixed precision. As under FSDP, gradients are reduced in float32.
-_MIXED: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_MIXED: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
 # The folder of our checkpoints in a framework's own checkpoint.
 FOLDER = "towpath"
 _LOG = logger("integrations")
@@ -49,10 +50,10 @@ _FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The arguments with which an integration calls `towpath.shard()`.
+    """The arguments with which an integration calls `towpath.shard()`, which explains them.
 
     Attributes:
-        strategy: A preset's name, a `towpath.Strategy`, or "auto".
+        strategy: A preset's name, what `towpath.strategy()` returns, or "auto".
         topology: The nodes and ranks. Detected by default.
         units: Module classes or modules to gather separately.
         precision: The dtype to compute in. By default, the framework's own setting.
@@ -60,44 +61,21 @@ class Sharding:
         values: A folder or file of safetensors with the initial values, or a function. Use it if the model is on the
             meta device on every rank. By default, rank 0's model has them.
         workload: What a step computes. Required by "auto".
-        offload: "optimizer" keeps the optimizer's states in the host's memory, "params" the shards of the weights, and
-            "optimizer+params" both.
-        exact: True sends updated parameters, and over gloo gradients, in fewer bytes between nodes. Every bit stays the
-            same. By default, the strategy's own setting, and "auto" uses it where it expects a faster step.
-        outer: Islands of nodes train on their own, and synchronize only now and then (`towpath.Outer`).
         check_every: The number of optimizer steps between two comparisons of parameters.
-
-    Raises:
-        ShardError: The strategy is "auto", and there is no `workload`.
     """
 
-    strategy: Preset | Literal["auto"] | str | Strategy
+    strategy: Literal["auto"] | StrategyLike
     topology: Topology | None = None
     units: UnitChoice | None = None
     precision: Precision | Dtype | MixedPrecisionPolicy | None = None
     mesh: DeviceMesh | None = None
     values: Values | str | Path | None = None
     workload: Workload | None = None
-    offload: Offload | None = None
-    exact: bool | None = None
-    outer: Outer | None = None
     check_every: int = CHECK_EVERY
 
-    def __post_init__(self) -> None:
-        if self.strategy == "auto" and self.workload is None:
-            raise ShardError(
-                'strategy="auto" needs a workload: it must know what a step computes. Pass strategy=Sharding("auto", '
-                "workload=towpath.Workload(tokens=…)), with the tokens of one rank's forward pass, and micro_steps=, "
-                "optimizer= and memory= as they are. Import Sharding from towpath.integrations."
-            )
-
     @staticmethod
-    def of(strategy: str | Strategy | Sharding) -> Sharding:
-        """Return `strategy` as a `Sharding`.
-
-        Args:
-            strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
-        """
+    def of(strategy: StrategyLike | Sharding) -> Sharding:
+        """Return `strategy`, as users pass it to an integration, as a `Sharding`."""
         return strategy if isinstance(strategy, Sharding) else Sharding(strategy)
 
     def apply(self, model: nn.Module, mixed: str = "no", device: torch.device | None = None) -> None:
@@ -105,7 +83,7 @@ class Sharding:
 
         Args:
             model: The model.
-            mixed: The framework's mixed precision: "no", "bf16" or "fp16". It has no effect if `precision` is set.
+            mixed: The framework's name of its mixed precision, or "no". It has no effect if `precision` is set.
             device: The device to train on. By default, the model's.
 
         Raises:
@@ -115,25 +93,13 @@ class Sharding:
         if precision is None and mixed != "no":
             if mixed not in _MIXED:
                 raise ShardError(
-                    f'mixed precision {mixed!r}: expected "no", "bf16" or "fp16". For other dtypes, pass '
+                    f"mixed precision {mixed!r}: expected none, or one of {', '.join(_MIXED)}. For other dtypes, pass "
                     "Sharding(…, precision=towpath.Precision(…))."
                 )
             precision = Precision(params=_MIXED[mixed], reduce=torch.float32)
-        shard(
-            model,
-            self.strategy,
-            topology=self.topology,
-            units=self.units,
-            precision=precision,
-            mesh=self.mesh,
-            device=device,
-            values=self.values,
-            workload=self.workload,
-            offload=self.offload,
-            exact=self.exact,
-            outer=self.outer,
-            check_every=self.check_every,
-        )
+        arguments: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        arguments["precision"] = precision
+        shard(model, **arguments, device=device)
 
 
 def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> None:
@@ -169,12 +135,6 @@ def needs_owner_stepped(optimizer: Optimizer) -> bool:
 def is_sharded(model: nn.Module) -> TypeGuard[ShardedModule]:
     """Return whether `model` is sharded."""
     return isinstance(model, ShardedModule)
-
-
-def ensure_process_group() -> None:
-    """Make a process group of one rank if there is none, so that a script also runs without a launcher."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
@@ -272,8 +232,3 @@ def _on_rank_0(model: nn.Module, work: Callable[[], Any], share: bool = True) ->
     if problem is not None:
         raise CheckpointError(problem)
     return shared if share else found
-
-
-def read_on_cpu(path: str | Path) -> Any:
-    """Return the tensors of a file of `torch.save`, on the CPU."""
-    return torch.load(path, map_location="cpu", weights_only=True)

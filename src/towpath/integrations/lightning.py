@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from towpath.api import average_islands
 from towpath.checkpoint.state_dicts import get_model_state_dict, get_optimizer_state_dict
 from towpath.core import presets
-from towpath.core.strategy import Strategy
+from towpath.core.presets import StrategyLike
 from towpath.errors import CheckpointError, ShardError
 from towpath.integrations.common import (
     FOLDER,
@@ -48,14 +48,13 @@ except ModuleNotFoundError as error:
 
 _REST = "lightning.ckpt"
 _ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-_MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 class TowpathStrategy(DDPStrategy):
     """A Lightning strategy that shards the module.
 
     Args:
-        sharding: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+        sharding: A preset's name, what `towpath.strategy()` returns, or a `Sharding`.
         single_file: Whether checkpoints are files that Lightning's own strategies read, gathered on rank 0. By default,
             they are folders to which each rank writes its part.
         **kwargs: Arguments of Lightning's DDPStrategy, except those for DDP itself.
@@ -67,7 +66,7 @@ class TowpathStrategy(DDPStrategy):
     strategy_name = "towpath"
 
     def __init__(
-        self, sharding: str | Strategy | Sharding = "zero3", *, single_file: bool = False, **kwargs: Any
+        self, sharding: StrategyLike | Sharding = "zero3", *, single_file: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         if self._ddp_kwargs or self._ddp_comm_hook is not None:
@@ -87,13 +86,8 @@ class TowpathStrategy(DDPStrategy):
             if fits and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
-            mixed = _MIXED.get(str(self.precision_plugin.precision), "no")
-            if mixed == "no" and isinstance(self.precision_plugin, MixedPrecision):
-                raise ShardError(
-                    f"precision={self.precision_plugin.precision!r} is not supported: Towpath's mixed precisions are "
-                    "bf16-mixed and 16-mixed."
-                )
-            self.sharding.apply(self.model, mixed, self.root_device)
+            mixed = isinstance(self.precision_plugin, MixedPrecision)
+            self.sharding.apply(self.model, self.precision_plugin.precision if mixed else "no", self.root_device)
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from towpath.api import average_islands
-from towpath.core.strategy import Strategy
+from towpath.core.presets import StrategyLike
 from towpath.errors import ShardError
 from towpath.integrations.accelerate import Accelerator
 from towpath.integrations.common import (
@@ -27,7 +27,6 @@ from towpath.integrations.common import (
     load_full,
     needs_owner_stepped,
     not_installed,
-    read_on_cpu,
     save_into,
 )
 from towpath.optim import owner_stepped
@@ -55,7 +54,7 @@ class ShardedTrainer(_Base):
 
     Args:
         *args: Arguments of the Trainer.
-        strategy: A preset's name, a `towpath.Strategy`, or a `Sharding`.
+        strategy: A preset's name, what `towpath.strategy()` returns, or a `Sharding`.
         **kwargs: Arguments of the Trainer.
 
     Raises:
@@ -68,7 +67,7 @@ class ShardedTrainer(_Base):
     lr_scheduler: Any
     state: Any
 
-    def __init__(self, *args: Any, strategy: str | Strategy | Sharding, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, strategy: StrategyLike | Sharding, **kwargs: Any) -> None:
         self._sharding = Sharding.of(strategy)
         super().__init__(*args, **kwargs)
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
@@ -149,7 +148,8 @@ class ShardedTrainer(_Base):
             load_from(folder / FOLDER, self._sharded_model(), _bare(self.optimizer))
         elif (folder / OPTIMIZER_NAME).is_file():
             model, optimizer = self._sharded_model(), _bare(self.optimizer)
-            load_full(model, None, optimizer, lambda: read_on_cpu(folder / OPTIMIZER_NAME))
+            states = folder / OPTIMIZER_NAME
+            load_full(model, None, optimizer, lambda: torch.load(states, map_location="cpu", weights_only=True))
         if (folder / SCHEDULER_NAME).is_file():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
@@ -213,7 +213,7 @@ def _check_named(optim: str) -> None:
             "Pass Trainer(optimizers=(towpath.optim.owner_stepped(optimizer), None)), with an optimizer that handles "
             "each parameter by itself. Or take an elementwise one: optim= takes adamw_torch, adamw_torch_fused, sgd, "
             "adagrad, rmsprop, schedule_free_… and adafactor. To keep the optimizer's states off the device, pass "
-            'strategy=Sharding(…, offload="optimizer").'
+            'strategy=towpath.strategy(name, offload="optimizer").'
         )
 
 

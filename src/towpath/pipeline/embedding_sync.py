@@ -1,8 +1,7 @@
 """Tied embeddings: a module that the first and the last stage of a pipeline share is sharded by itself.
 
 Fused, one engine spans the ranks of both ends, and sums the gradients once. Otherwise each end has an engine over its
-own data-parallel ranks, and their sums are summed once more between the ends, as Megatron does. If a schedule puts both
-ends on one rank, their modules have one parameter and one engine over the data-parallel ranks.
+own data-parallel ranks, and their sums are summed once more between the ends, as Megatron does.
 """
 
 from __future__ import annotations
@@ -37,22 +36,13 @@ class Ends:
     """The ranks and the modules of the two ends.
 
     `first` and `last` are the ranks of each end in the job, in the order of their data-parallel group. `names` has the
-    name of the shared module in each end. `stages` has the ends that are stages of this rank.
+    name of the shared module in each end. `stage` is the end that is a stage of this rank, or None.
     """
 
     first: tuple[int, ...]
     last: tuple[int, ...]
     names: tuple[str, str]
-    stages: tuple[int, ...]
-
-    @property
-    def coincide(self) -> bool:
-        """Whether both ends are on the same ranks."""
-        return self.first == self.last
-
-    def modules_in(self, stages: Mapping[int, nn.Module]) -> list[nn.Module]:
-        """Return the shared modules of this rank."""
-        return [stages[index].get_submodule(self.names[index > 0]) for index in self.stages]
+    stage: int | None
 
     @property
     def both(self) -> tuple[int, ...]:
@@ -97,7 +87,7 @@ def find_ends(
     for name in others:
         ranks = ranks[:, :, mesh.get_local_rank(name)]
     ends = tuple(ranks[owners[0]].tolist()), tuple(ranks[owners[last]].tolist())
-    return Ends(*ends, (name_in[0], name_in[last]), tuple(sorted(names)))
+    return Ends(*ends, (name_in[0], name_in[last]), next(iter(names), None))
 
 
 class TiedEmbeddings:
@@ -120,26 +110,24 @@ class TiedEmbeddings:
         self._between: dist.ProcessGroup | None = None
         align_group_counts(*(mesh[name].get_group() for name in mesh.mesh_dim_names or ()))
         within = mesh["dp"].get_group()
-        if not ends.coincide:
-            parts = [ends.both] if fused else ends.pairs
-            # A rank between the ends makes a group of itself. PyTorch may split the communicator of all ranks for each
-            # new group, and then the others would wait for a rank that makes none.
-            mine = next((part for part in parts if dist.get_rank() in part), (dist.get_rank(),))
-            timeout = timedelta(seconds=self._pipeline.timeout_seconds)
-            joined = new_group(sorted(mine), "tied embeddings", timeout=timeout)
-            if fused and ends.stages:
-                within = joined
-            elif ends.stages:
-                self._between = joined
-        if not ends.stages:
+        parts = [ends.both] if fused else ends.pairs
+        # A rank between the ends makes a group of itself. PyTorch may split the communicator of all ranks for each new
+        # group, and then the others would wait for a rank that makes none.
+        mine = next((part for part in parts if dist.get_rank() in part), (dist.get_rank(),))
+        timeout = timedelta(seconds=self._pipeline.timeout_seconds)
+        joined = new_group(sorted(mine), "tied embeddings", timeout=timeout)
+        if ends.stage is None:
             return
-        found = ends.modules_in(modules)
-        module = _BothEnds(*found) if ends.coincide else found[0]
-        given = None if values is None else _values_of(values, ends.names[0], module)
+        if fused:
+            within = joined
+        else:
+            self._between = joined
+        module = modules[ends.stage].get_submodule(ends.names[ends.stage > 0])
+        given: Values | None = None
+        if values is not None:  # the model has them under the name of the first end
+            given = lambda name, start, end: values(f"{ends.names[0]}.{name}", start, end)  # noqa: E731
         self.module = shard(module, "zero1" if fused else "ddp", group=within, precision=precision, values=given)
-        for each in found:
-            object.__setattr__(each, "towpath_engine", engine_of(self.module))
-            object.__setattr__(each, "towpath_apart", True)
+        object.__setattr__(self.module, "towpath_apart", True)
         if self._between is not None:
             with torch.no_grad():
                 for parameter in self.parameters:
@@ -161,13 +149,12 @@ class TiedEmbeddings:
     @property
     def names(self) -> list[str]:
         """The names of the shared parameters in the module of either end."""
-        end = self.module.first if isinstance(self.module, _BothEnds) else self.module
-        return [name for name, _ in end.named_parameters()] if end is not None else []
+        return [name for name, _ in self.module.named_parameters()] if self.module is not None else []
 
     @property
     def counted_here(self) -> bool:
         """Whether this rank's end counts in sums over all stages. One of the two does."""
-        return 0 in self.ends.stages
+        return self.ends.stage == 0
 
     @contextmanager
     def summing(self) -> Generator[None]:
@@ -206,46 +193,10 @@ class TiedEmbeddings:
         of_ranks = self._pipeline.gather_objects(mine)
         strategy, specs, precision, form = next(each for each in of_ranks if each is not None)
         found = derive_schedule(strategy, specs, micro_batches, precision, passes, form=form)
-        if self.fused or self.ends.coincide:
+        if self.fused:
             return [Stage(self.ends.both, found, ())]
         # The ends exchange the gradients that the engines have delivered, in the parameters' own dtype.
         two = derive_schedule(presets.strategy("ddp", Topology(2, 1)), specs, micro_batches, Precision(), passes)
         between = replace(two, transfers=tuple(t for t in two.transfers if t.kind is TransferKind.GRAD_SYNC))
         ends = [Stage(ranks, found, ()) for ranks in (self.ends.first, self.ends.last)]
         return [*ends, *(Stage(pair, between, ()) for pair in self.ends.pairs)]
-
-
-class _BothEnds(nn.Module):
-    """The modules of both ends on one rank. The last one gets the parameters of the first one."""
-
-    def __init__(self, first: nn.Module, last: nn.Module) -> None:
-        super().__init__()
-        theirs = dict(last.named_parameters())
-        for name, parameter in first.named_parameters():
-            other = theirs.pop(name, None)
-            if other is None or other.shape != parameter.shape:
-                raise _mismatch(name, parameter, other)
-            path, _, attribute = name.rpartition(".")
-            setattr(last.get_submodule(path), attribute, parameter)
-        if theirs:
-            raise _mismatch(*next(iter(theirs.items())), None)
-        self.first, self.last = first, last
-
-
-def _mismatch(name: str, one: nn.Parameter, other: nn.Parameter | None) -> ShardError:
-    described = "none" if other is None else "×".join(map(str, other.shape))
-    return ShardError(
-        f"Pipeline: tied embeddings have the same parameters at both ends; {name!r} is "
-        f"{'×'.join(map(str, one.shape))} at one and {described} at the other."
-    )
-
-
-def _values_of(values: Values, name: str, module: nn.Module) -> Values:
-    """Return the values of the shared module's parameters. The model has them under the first end's `name`."""
-    ends = ("first.", "last.") if isinstance(module, _BothEnds) else ("",)
-
-    def found(inner: str, start: int, end: int) -> torch.Tensor:
-        name_in_end = next(inner.removeprefix(each) for each in ends if inner.startswith(each))
-        return values(f"{name}.{name_in_end}", start, end)
-
-    return found

@@ -7,8 +7,7 @@ number of steps and the job's schedule. The time that a message is in flight is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,7 @@ from towpath.core.exact import exact_codec
 from towpath.core.schedule import JobSchedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
-from towpath.engine.executor import Engine
-from towpath.observing import BETWEEN, INSIDE, Stats, Sums, Trace, TransferStats, stats, sums, traced
+from towpath.observing import Stats, Sums, Trace, TransferStats, stats, sums
 from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
@@ -59,49 +57,37 @@ class StepCounter:
     ) -> None:
         self._modules, self._plan, self._groups = modules, plan, groups
         self._changes = sorted({0, *changes})
-        # How many optimizer steps were made, and how many steps inside no_sync, by the first step of their schedule.
-        self._steps, self._accumulated = Counter[int](), Counter[int]()
+        self.steps = 0  # how many optimizer steps were made
+        # How many steps there were of each schedule: of the first step that has it, with no or one step inside no_sync.
+        self._counts = Counter[tuple[int, int]]()
         self._planned: dict[tuple[int, int], tuple[Counter[Transfer], Sums, ExactBytes]] = {}
         # For neighbors: in the bubble, and for what links take. On a GPU, the host's seconds, which are not the GPU's.
         self.seconds_waited = 0.0
 
-    @property
-    def steps(self) -> int:
-        """How many optimizer steps were made."""
-        return self._steps.total()
-
     def count_step(self, step: int, accumulated: int) -> None:
-        """Count optimizer step number `step`, which began with `accumulated` steps inside `no_sync`."""
-        first = max(first for first in self._changes if first <= step)
-        self._steps[first] += 1
-        self._accumulated[first] += accumulated
-
-    def planned(self, first: int = 0, accumulated: int = 0) -> tuple[Counter[Transfer], Sums, ExactBytes]:
-        """Return how often a step sends each message, the totals of all its transfers, and the bytes of exact ones.
-
-        Every rank must call it.
-        """
-        # The first call plans all changes of the schedule. Later calls without accumulation then need no other rank.
-        keys = [(first, accumulated)]
-        for key in keys if self._planned else [*((each, 0) for each in self._changes), *keys]:
-            if key not in self._planned:
-                job = self._plan(*key)
-                sent = Counter(replace(t, micro_step=0) for t in job.transfers if t.kind in _MESSAGES)
-                total = Sums(calls=sent.total(), intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
-                self._planned[key] = sent, total, _exact_bytes(job)
-        return self._planned[first, accumulated]
-
-    def _all_planned(self) -> Iterator[tuple[int, Counter[Transfer], Sums, ExactBytes]]:
-        """Yield how often each planned step was made, and what `planned` returns for it. Every rank must call it.
+        """Count optimizer step number `step`, which began with `accumulated` steps inside `no_sync`.
 
         All steps inside `no_sync` send the same, so a step with several of them is not planned. It counts as several
         steps with one of them, less as many steps without.
         """
-        for first, steps in self._steps.items():
-            accumulated = self._accumulated[first]
-            yield steps - accumulated, *self.planned(first)
-            if accumulated:
-                yield accumulated, *self.planned(first, 1)
+        first = max(first for first in self._changes if first <= step)
+        self.steps += 1
+        self._counts[first, 0] += 1 - accumulated
+        self._counts[first, 1] += accumulated
+
+    def _counted(self) -> Iterator[tuple[int, Counter[Transfer], Sums, ExactBytes]]:
+        """Yield how often each schedule was executed, its messages, its totals, and its exact transfers.
+
+        Every rank must call it.
+        """
+        for key, count in self._counts.items():
+            if count and key not in self._planned:
+                job = self._plan(*key)
+                sent = Counter(replace(t, micro_step=0) for t in job.transfers if t.kind in _MESSAGES)
+                total = Sums(calls=sent.total(), intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
+                self._planned[key] = sent, total, _exact_bytes(job)
+            if count:
+                yield count, *self._planned[key]
 
     def stats(self) -> Stats:
         """Return the stats of this rank's stages, with the transfers of all ranks. Every rank must call it."""
@@ -132,14 +118,13 @@ class StepCounter:
     def _messages(self) -> list[TransferStats]:
         """Return the messages by kind and transport. The first one has the seconds of waiting for any of them."""
         sent: Counter[Transfer] = Counter()
-        for steps, messages, *_ in self._all_planned():
+        for steps, messages, *_ in self._counted():
             for message, count in messages.items():
                 sent[message] += steps * count
+        waited = [self.seconds_waited, *[0.0] * len(sent)]
         return [
-            TransferStats(
-                each, n, n * each.intra_bytes, n * each.inter_bytes, 0.0, 0.0 if place else self.seconds_waited
-            )
-            for place, (each, n) in enumerate(sent.items())
+            TransferStats(each, n, n * each.intra_bytes, n * each.inter_bytes, 0.0, seconds)
+            for (each, n), seconds in zip(sent.items(), waited, strict=False)
         ]
 
     def sums(self) -> Sums:
@@ -150,20 +135,15 @@ class StepCounter:
         own = Sums()
         for module in self._modules():
             own = own.plus(sums(module))
-        planned, shares = list(self._all_planned()), own.exact_shares
-        steps = [(count, total) for count, _, total, _ in planned]
-        inter, intra = 0.0, 0.0  # what exact transfers have not sent
-        for count, *_, exact in planned:
-            for key, (between, inside) in exact.items():
+        calls, intra, inter, shares = own.calls, 0.0, 0.0, own.exact_shares
+        for count, _, total, exact in self._counted():
+            calls += count * total.calls
+            intra, inter = intra + count * total.intra_bytes, inter + count * total.inter_bytes
+            for key, (between, inside) in exact.items():  # without what was saved
                 saved = count * (1.0 - shares.get(key, 1.0))
-                inter, intra = inter + saved * between, intra + saved * inside
-        return replace(
-            own,
-            calls=own.calls + sum(count * each.calls for count, each in steps),
-            intra_bytes=sum(count * each.intra_bytes for count, each in steps) - round(intra),
-            inter_bytes=sum(count * each.inter_bytes for count, each in steps) - round(inter),
-            exposed_seconds={**own.exposed_seconds, TransferKind.ACTIVATION: self.seconds_waited},
-        )
+                intra, inter = intra - saved * inside, inter - saved * between
+        exposed = {**own.exposed_seconds, TransferKind.ACTIVATION: self.seconds_waited}
+        return replace(own, calls=calls, intra_bytes=round(intra), inter_bytes=round(inter), exposed_seconds=exposed)
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------
@@ -173,44 +153,13 @@ class StepCounter:
 # its passes a rank waits for its neighbors. Backends that batch messages, such as NCCL, do not show them.
 
 
-class StageTrace:
-    """The trace of one rank's stages, while there is one."""
-
-    def __init__(self) -> None:
-        self.trace: Trace | None = None
-        self._leaves_node: Callable[[int], bool] = lambda stage: True
-
-    @contextmanager
-    def recording(
-        self, engines: Sequence[Engine], meshes: Sequence[Groups], leaves_node: Callable[[int], bool]
-    ) -> Generator[Trace]:
-        """Record a trace. `leaves_node` tells whether messages between a stage and the next one go to another node."""
-        with traced(engines, meshes) as trace:
-            self.trace, self._leaves_node = trace, leaves_node
-            try:
-                yield trace
-            finally:
-                self.trace = None
-
-    def walking(self) -> AbstractContextManager[None]:
-        """Return a context that runs the whole schedule, and counts as waiting outside of passes."""
-        return nullcontext() if self.trace is None else self.trace.phase("for neighbors", waiting=True)
-
-    def computing(self, work: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
-        """Return a context for one pass of a stage."""
-        name = f"{work} of stage {stage}, micro-batch {micro_batch}"
-        return nullcontext() if self.trace is None else self.trace.phase(name)
-
-    def messages(self, operations: list[dist.P2POp], kind: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
-        """Return `operations`, changed so that the trace shows them. Their link is between `stage` and the next one."""
-        if self.trace is not None:
-            track = BETWEEN if self._leaves_node(stage) else INSIDE
-            for each in operations:
-                word = "sent" if each.op is dist.isend else "received"
-                name = f"{kind}, micro-batch {micro_batch}, {word}"
-                about: dict[str, str | int] = {"bytes": each.tensor.nbytes, "micro_step": micro_batch}
-                each.op = _traced_post(each.op, self.trace, track, name, about)
-        return operations
+def trace_messages(operations: Iterable[dist.P2POp], trace: Trace, track: str, kind: str, micro_batch: int) -> None:
+    """Change the operations of messages so that they add themselves to `trace`."""
+    for each in operations:
+        word = "sent" if each.op is dist.isend else "received"
+        name = f"{kind}, micro-batch {micro_batch}, {word}"
+        about: dict[str, str | int] = {"bytes": each.tensor.nbytes, "micro_step": micro_batch}
+        each.op = _traced_post(each.op, trace, track, name, about)
 
 
 def _traced_post(

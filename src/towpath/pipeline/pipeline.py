@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from itertools import count as count_up
 from typing import Any
@@ -31,18 +31,18 @@ from towpath.api import shard
 from towpath.checkpoint.rank_contents import RankContents
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
-from towpath.core.pipeline import Compression, StagePass, as_computed, encoded_gradients
+from towpath.core.pipeline import Compression, StagePass, encoded_gradients
 from towpath.core.pipeline import compression as compression_preset
 from towpath.core.schedule import JobSchedule, Schedule, Stage, job_schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.build import agreement
-from towpath.engine.executor import engine_of
+from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ConfigError, ShardError, StepError, TowpathError
-from towpath.observing import Interval, Observable, Stats, Sums, Trace
+from towpath.observing import Interval, Observable, Stats, Sums, Trace, traced
 from towpath.pipeline.agreement import (
     ACCUMULATE,
     EVALUATE,
@@ -58,10 +58,10 @@ from towpath.pipeline.agreement import (
 )
 from towpath.pipeline.checkpoint_contents import contents_of, prefixes_of
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
-from towpath.pipeline.observed import StageTrace, StepCounter
-from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
+from towpath.pipeline.observed import StepCounter
+from towpath.pipeline.schedules import order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
-from towpath.pipeline.stage import BackwardPasses, TowpathStage, can_be_halved, engines_in
+from towpath.pipeline.stage import TowpathStage
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -154,7 +154,7 @@ class Pipeline(Observable):
             self._target_rows = {t.shape[0] for t in (*self._example, *exchanged[-1]) if t.dim()}
             self._prefixes = prefixes_of(modules, count, group)
             ends = find_ends(tied, modules, self.owners, mesh)
-        self._stages, self._trace, self._passes_back = list[TowpathStage](), StageTrace(), BackwardPasses()
+        self._stages: list[TowpathStage] = []
         copies = mesh["dp"].get_group()
         with _fail_together(self._everyone):
             fused = self._compression.fused_embeddings
@@ -174,13 +174,8 @@ class Pipeline(Observable):
                     copies=mesh["dp"].size(),
                     compression=self._compression,
                     encoded=encoded_gradients(self.order, self._compression),
-                    halved=splits_backward(kind) and can_be_halved(engines_in(module)),
-                    passes=self._passes_back,
-                    trace=self._trace,
                 )
                 self._stages.append(stage)
-        halved_stages = self._ranks.gather_objects([s.stage_index for s in self._stages if s.halved])
-        self.order = as_computed(self.order, {index for of_rank in halved_stages for index in of_rank})
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         # The engines divide the gradients.
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss, scale_grads=False)
@@ -230,6 +225,10 @@ class Pipeline(Observable):
         """Yield the parameters of this rank's stages, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
+    @property
+    def _engines(self) -> list[Engine]:
+        return [engine for stage in self._stages for engine in stage.engines]
+
     def _sharded_modules(self) -> Iterator[nn.Module]:
         yield from self.modules.values()
         if self._tied is not None and self._tied.module is not None:
@@ -266,7 +265,7 @@ class Pipeline(Observable):
         """
         with self._report_failures():
             before, began = self._seconds_computed, time.perf_counter()
-            accumulating = self._passes_back.accumulating
+            accumulating = self._stages[0].accumulating
             losses = self._walk(ACCUMULATE if accumulating else STEP, self._schedule.step, args, target)
             self._counter.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
             loss = self._mean_loss(losses)  # sent while the gradients are
@@ -274,7 +273,7 @@ class Pipeline(Observable):
                 self._accumulated += 1
                 return loss()
             with self._tied.summing() if self._tied is not None else nullcontext():
-                for engine in self._passes_back.engines:
+                for engine in self._engines:
                     engine.end_boundary()
             self._counter.count_step(self._stages[0].engine.step - 1, self._accumulated)
             self._accumulated = 0
@@ -303,11 +302,14 @@ class Pipeline(Observable):
         Inside, `step` accumulates gradients without a gradient sync. The first `step` outside delivers the sum over all
         these steps as `.grad`. Divide the loss by their number to get the mean. Every rank must enter it.
         """
-        before, self._passes_back.accumulating = self._passes_back.accumulating, True
+        before = self._stages[0].accumulating
+        for stage in self._stages:
+            stage.accumulating = True
         try:
             yield
         finally:
-            self._passes_back.accumulating = before
+            for stage in self._stages:
+                stage.accumulating = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and also drop those accumulated inside `no_sync` since the last boundary.
@@ -374,16 +376,16 @@ class Pipeline(Observable):
             )
             self._calls.agree(call, self._stages[0].engine.step, refusal)
         self._walks += 1
-        self._passes_back.begin_step()
         for stage in self._stages:
             stage.begin_walk()
         # Also for a refused batch: the next step would send the same, and no rank with the same stage waits for it.
-        for engine in self._passes_back.engines:
+        for engine in self._engines:
             engine.param_sync()
         self._calls.agree(call, self._stages[0].engine.step, refusal)
         self._unfinished = f"Pipeline.{call} of step {self._stages[0].engine.step + 1}"
         losses: list[torch.Tensor] = []
-        with self._trace.walking():
+        trace = self.running_trace
+        with nullcontext() if trace is None else trace.phase("for neighbors", waiting=True):
             walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
         return losses
 
@@ -499,22 +501,25 @@ class Pipeline(Observable):
         """
         return self._counter.sums()
 
-    def trace(self) -> AbstractContextManager[Trace]:
+    @contextmanager
+    def trace(self) -> Generator[Trace]:
         """Record this rank's stages for the duration of a context. Every rank must trace the same steps.
 
         Raises:
             StepError: A trace of the pipeline is active already.
         """
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
-        messages, *_ = self._counter.planned()
-        leaves = {t.payload.unit: t.inter_bytes > 0 for t in messages if t.kind is TransferKind.ACTIVATION}
-        engines = [engine_of(module) for module in self._sharded_modules()]
-        return self._trace.recording(engines, meshes, lambda stage: leaves.get(f"stage {stage}", True))
+        transfers = self.schedule().transfers
+        leaves_node = {t.unit: t.inter_bytes > 0 for t in transfers if t.kind is TransferKind.ACTIVATION}
+        for stage in self._stages:
+            stage.leaves_node = leaves_node
+        with traced([engine_of(module) for module in self._sharded_modules()], meshes) as trace:
+            yield trace
 
     @property
     def running_trace(self) -> Trace | None:
         """The trace of the `trace` context that is active, or None."""
-        return self._trace.trace
+        return self._stages[0].trace
 
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
         """Return the intervals of all ranks' traces by rank, on the mesh's first rank. Every rank must call it.

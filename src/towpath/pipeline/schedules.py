@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from towpath.core.pipeline import (
     SCHEDULES,
     Await,
-    Message,
     Messages,
     Operation,
     Order,
@@ -27,19 +19,10 @@ from towpath.core.pipeline import (
     Run,
     StagePass,
     Walk,
-    as_computed,
     asked_of_micro_batches,
-    gpipe,
-    gpipe_walk,
-    one_forward_one_backward,
-    one_forward_one_backward_walk,
+    plain_walk,
 )
 from towpath.errors import ShardError
-
-
-def splits_backward(kind: Any) -> bool:
-    """Return whether a schedule computes the weights' gradients later than the inputs'."""
-    return issubclass(kind, (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble))
 
 
 def schedule_class(name: str) -> Any:
@@ -55,82 +38,54 @@ def order_of(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
     name = kind.__name__.removeprefix("Schedule")
     if asked := asked_of_micro_batches(name, ranks, micro_batches):
         raise ShardError(f"Pipeline: {name} of {ranks} ranks asks for {asked}; got {micro_batches}.")
-    if kind is ScheduleGPipe:
-        return gpipe(ranks, micro_batches)
-    if kind is Schedule1F1B:
-        return one_forward_one_backward(ranks, micro_batches)
-    try:
-        planned: Any = kind([_StandIn(index, stages, ranks) for index in range(stages // ranks)], micro_batches)
-    except (ValueError, RuntimeError) as error:
-        raise ShardError(
-            f"Pipeline: {kind.__name__} of {stages} stages, {micro_batches} micro-batches: {error}"
-        ) from None
-    return {rank: list(_passes(actions)) for rank, actions in planned.pipeline_order.items()}
+    if issubclass(kind, PipelineScheduleSingle):
+        return plain_walk(name, ranks, micro_batches)[0]
+    planned = _planned(kind, stages, ranks, micro_batches).pipeline_order
+    return {rank: [_pass(action) for action in actions if action is not None] for rank, actions in planned.items()}
 
 
-def walk_of(kind: Any, order: Order, stages: int, halved: Set[int]) -> Walk:
-    """Return the operations of every rank. The stages in `halved` compute the weights' gradients separately."""
-    if kind is ScheduleGPipe:
-        return gpipe_walk(order)
-    if kind is Schedule1F1B:
-        return one_forward_one_backward_walk(order)
-    micro_batches = 1 + max(each.micro_batch for passes in order.values() for each in passes)
-    planned: Any = kind([_StandIn(index, stages, len(order)) for index in range(stages // len(order))], micro_batches)
-    found = Messages(order)
-    return {
-        rank: list(_operations(actions, found, halved)) for rank, actions in planned.pipeline_order_with_comms.items()
-    }
+def walks(schedule: str, ranks: int, micro_batches: int) -> tuple[Order, Walk]:
+    """Return the passes and the operations of every rank, for the planner (`towpath.planner.pipelines`)."""
+    kind, stages = schedule_class(schedule), SCHEDULES[schedule] * ranks
+    if issubclass(kind, PipelineScheduleSingle):
+        return plain_walk(schedule, ranks, micro_batches)
+    order = order_of(kind, stages, ranks, micro_batches)
+    planned, found = _planned(kind, stages, ranks, micro_batches).pipeline_order_with_comms, Messages(order)
+    return order, {rank: list(_operations(actions, found)) for rank, actions in planned.items()}
 
 
-# The pass whose message PyTorch's action posts, and whether it posts the send.
-_POSTS = {
-    "SEND_F": (PassKind.FORWARD, True),
-    "RECV_F": (PassKind.FORWARD, False),
-    "SEND_B": (PassKind.BACKWARD, True),
-    "RECV_B": (PassKind.BACKWARD, False),
-}
-
-
-def _operations(actions: Iterable[Any], found: Messages, halved: Set[int]) -> Iterator[Operation]:
+def _operations(actions: Iterable[Any], found: Messages) -> Iterator[Operation]:
     """Yield the operations of one rank, which posts messages where PyTorch does.
 
     It waits for a message that it receives when it needs it, and at the end for those that it sends.
     """
-    sent: list[Message] = []
+    sent: list[Operation] = []
     for action in actions:
-        text = action.computation_type.value
-        if text in _POSTS:
-            kind, sends = _POSTS[text]
-            each = StagePass(action.stage_index, kind, action.microbatch_index)
-            message = found.sent_by(each) if sends else found.needed_by(each)
-            assert message is not None
-            sent += [message] if sends else []
-            yield Post(message, sends)
-        elif text in {kind.value for kind in PassKind}:
-            each = StagePass(action.stage_index, PassKind(text), action.microbatch_index)
-            if (needed := found.needed_by(each)) is not None:
-                yield Await(needed, sends=False)
-            for computed in as_computed({0: [each]}, halved)[0]:
-                yield Run(computed)
-    yield from (Await(message, sends=True) for message in sent)
+        # PyTorch's letters: F and B are passes. SEND_F posts what a forward sends, RECV_F what a forward needs.
+        match action.computation_type.value.split("_"):
+            case ["SEND" | "RECV" as does, _]:
+                each = _pass(action)
+                message = found.sent_by(each) if does == "SEND" else found.needed_by(each)
+                assert message is not None
+                sent += [Await(message, sends=True)] if does == "SEND" else []
+                yield Post(message, does == "SEND")
+            case ["F" | "B"]:
+                each = _pass(action)
+                if (needed := found.needed_by(each)) is not None:
+                    yield Await(needed, sends=False)
+                yield Run(each)
+            case _:  # for FSDP2's modules
+                pass
+    yield from sent
 
 
-def walks(schedule: str, ranks: int, micro_batches: int, halved: bool) -> tuple[Order, Walk]:
-    """Return the passes and the operations of every rank, for the planner (`towpath.planner.pipelines`).
-
-    `halved` tells whether stages can compute the weights' gradients separately.
-    """
-    kind, stages = schedule_class(schedule), SCHEDULES[schedule] * ranks
-    parts = set(range(stages)) if halved and splits_backward(kind) else set[int]()
-    order = as_computed(order_of(kind, stages, ranks, micro_batches), parts)
-    return order, walk_of(kind, order, stages, parts)
+def _pass(action: Any) -> StagePass:
+    kind = PassKind(action.computation_type.value[-1])
+    return StagePass(action.stage_index, kind, action.microbatch_index)
 
 
-def _passes(actions: Iterable[Any]) -> Iterator[StagePass]:
-    for action in actions:
-        for each in () if action is None else (action.sub_actions or (action,)):
-            if each.microbatch_index is not None:
-                yield StagePass(each.stage_index, PassKind(each.computation_type.value), each.microbatch_index)
+def _planned(kind: Any, stages: int, ranks: int, micro_batches: int) -> Any:
+    return kind([_StandIn(index, stages, ranks) for index in range(stages // ranks)], micro_batches)
 
 
 class _StandIn:
@@ -140,7 +95,6 @@ class _StandIn:
 
     def __init__(self, index: int, stages: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, 0
-        self.stage_index_to_group_rank: dict[int, int] = {}
         self.is_first, self.is_last, self.has_backward = index == 0, index == stages - 1, True
 
 
@@ -148,17 +102,16 @@ def owners_of(kind: Any, stages: int, ranks: int, name: str) -> list[int]:
     """Return the rank of the pipeline that has each stage. Raise `ShardError` for impossible numbers."""
     if stages < ranks:
         raise ShardError(f"Pipeline: {stages} stages for {ranks} ranks of the mesh's 'pp'. Cut the model further.")
-    if issubclass(kind, PipelineScheduleSingle):
-        if stages != ranks:
-            raise ShardError(
-                f"Pipeline: {name} has one stage on each rank, and there are {stages} for {ranks} ranks. Take "
-                "Interleaved1F1B, or cut the model into as many."
-            )
-        return list(range(stages))
+    if issubclass(kind, PipelineScheduleSingle) and stages != ranks:
+        raise ShardError(
+            f"Pipeline: {name} has one stage on each rank, and there are {stages} for {ranks} ranks. Take "
+            "Interleaved1F1B, or cut the model into as many."
+        )
+    if ranks == 1 and stages > 1:
+        raise ShardError(
+            f"Pipeline: {stages} stages for one rank of the mesh's 'pp': expected several ranks. Join the stages into "
+            "one, and take 1F1B."
+        )
     if stages % ranks:
         raise ShardError(f"Pipeline: {stages} stages do not divide among {ranks} ranks.")
-    if not issubclass(kind, ScheduleZBVZeroBubble):
-        return [index % ranks for index in range(stages)]
-    if stages != 2 * ranks:
-        raise ShardError(f"Pipeline: {name} has two stages on each rank, and there are {stages} for {ranks} ranks.")
-    return [*range(ranks), *reversed(range(ranks))]
+    return [index % ranks for index in range(stages)]

@@ -1,15 +1,13 @@
-"""A stage of `torch.distributed.pipelining` whose module is sharded, with its halved backward passes and its messages.
+"""A stage of `torch.distributed.pipelining` whose module is sharded, and its messages.
 
-A stage tells its engines which backward pass of a step is the last one. It can compute the gradients of the weights
-later than those of the inputs, and it can encode what it sends to its neighbors.
+A stage tells its engines which backward pass of a step is the last one, and encodes what it sends to its neighbors.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,26 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import (  # pyright: ignore[reportMissingTypeStubs]
-    _get_grad_fn_or_grad_acc,  # pyright: ignore[reportPrivateUsage]
-    stage_backward_input,
-    stage_backward_weight,
-)
-from torch.torch_version import TorchVersion
-from torch.utils._pytree import tree_map_only
 
 from towpath.codecs.kernels import kernels_for
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
 from towpath.core.pipeline import Compression
 from towpath.core.schedule import Shape, transport_for
-from towpath.core.step_state import ForwardPass, in_backward_order
 from towpath.core.transport import Transport, matrix_of
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import torch_dtype
-from towpath.engine.parameters.bucket import Bucket
-from towpath.engine.parameters.unit import Unit
-from towpath.pipeline.observed import StageTrace
+from towpath.engine.streams.trace import BETWEEN, INSIDE, Trace
+from towpath.pipeline.observed import trace_messages
 
 # --- encoded messages -------------------------------------------------------------------------------------------------
 #
@@ -154,126 +143,7 @@ class Sender:
         return values.isfinite().all()
 
 
-# --- halved backward passes -------------------------------------------------------------------------------------------
-#
-# The first half computes the gradients of a stage's inputs, the second half those of its weights. PyTorch walks the
-# graph. The engines get the gradients of weights unit by unit, as in a whole backward pass. The second half reads the
-# weights where the forward pass had them. So they must be unsharded all the time.
-
-
-@dataclass(frozen=True, slots=True)
-class SecondHalf:
-    """The rest of a micro-batch's backward: the passes of each engine, and PyTorch's groups of parameters."""
-
-    passes: tuple[tuple[Engine, list[ForwardPass]], ...]
-    groups: list[dict[str, Any]]
-
-
-# PyTorch 2.11 adds up the gradients of different outputs of an operation in the second half. Those of weights behind an
-# activation checkpoint are wrong then. 2.12 has not been tried.
-HALVES_ARE_EXACT = TorchVersion(torch.__version__) >= "2.13"
-
-
-def can_be_halved(engines: Sequence[Engine]) -> bool:
-    """Return whether all weights of the engines are unsharded all the time, and PyTorch computes halves correctly."""
-    whole = all(bucket.always_whole for engine in engines for unit in engine.units for bucket in unit.buckets)
-    return whole and HALVES_ARE_EXACT
-
-
-def input_gradients(
-    engines: Sequence[Engine],
-    outputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor] | None,
-    inputs: Sequence[Any],
-) -> tuple[tuple[torch.Tensor | None, ...], SecondHalf]:
-    """Compute the gradients of a stage's inputs. Return them, and the second half for `weight_gradients`.
-
-    `gradients` are those of the outputs. None means that the only output is the loss.
-    """
-    with ExitStack() as stack:
-        passes = tuple((engine, stack.enter_context(engine.input_gradients_only())) for engine in engines)
-        leaves = iter([leaf.view for engine in engines for leaf in _leaves(engine)])
-        of_outputs = None if gradients is None else list(gradients)
-        of_inputs, groups = stage_backward_input(list(outputs), of_outputs, list(inputs), leaves)
-    return of_inputs, SecondHalf(passes, groups)
-
-
-def weight_gradients(second_half: SecondHalf) -> None:
-    """Compute the gradients of a stage's weights, and give them to its engines."""
-    leaves = {_get_grad_fn_or_grad_acc(leaf.view): leaf for engine, _ in second_half.passes for leaf in _leaves(engine)}
-    # A group of several units belongs to the unit that is computed first.
-    order = [id(unit) for engine, _ in second_half.passes for unit in in_backward_order(engine.units)]
-    groups: dict[int, list[dict[str, Any]]] = {}
-    for group in second_half.groups:
-        first = min((id(leaves[node].unit) for node in group["params"]), key=order.index)
-        groups.setdefault(first, []).append(group)
-
-    def compute(unit: Unit) -> None:
-        of_unit = groups.get(id(unit), [])
-        found = [leaves[node] for group in of_unit for node in group["params"]]
-        # The graph is kept for other groups: two uses of one parameter make PyTorch walk what is between them.
-        stage_backward_weight(iter([leaf.view for leaf in found]), of_unit, retain_graph=True)
-        for leaf in found:
-            gradient, leaf.view.grad = leaf.view.grad, None
-            if gradient is not None:
-                leaf.engine.gradient(leaf.unit, leaf.bucket, leaf.index, gradient)
-
-    for engine, passes in second_half.passes:
-        if passes:  # otherwise the micro-batch did not use this engine's model
-            engine.weight_gradients(passes, compute)
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """An unsharded parameter, as autograd knows it."""
-
-    engine: Engine
-    unit: Unit
-    bucket: Bucket
-    index: int
-    view: nn.Parameter
-
-
-def _leaves(engine: Engine) -> Iterator[_Leaf]:
-    for unit in engine.units:
-        for bucket in unit.trainable:
-            for index, view in enumerate(bucket.views):
-                if view.requires_grad:
-                    yield _Leaf(engine, unit, bucket, index, view)
-
-
 # --- the stage --------------------------------------------------------------------------------------------------------
-
-
-class BackwardPasses:
-    """The backward passes of a step on one rank, which tell each engine's last one.
-
-    Stages with an engine in common count together, such as tied embeddings with both ends on one rank.
-    """
-
-    def __init__(self) -> None:
-        self._expected: Counter[Engine] = Counter()
-        self._begun: Counter[Engine] = Counter()
-        self.accumulating = False  # inside no_sync, where no pass is the last one
-
-    @property
-    def engines(self) -> list[Engine]:
-        """All engines of this rank."""
-        return list(self._expected)
-
-    def expect(self, engines: Iterable[Engine], count: int) -> None:
-        """Add `count` backward passes of each engine to every step."""
-        for engine in engines:
-            self._expected[engine] += count
-
-    def begin_step(self) -> None:
-        """Start counting from zero."""
-        self._begun.clear()
-
-    def begin(self, engines: Iterable[Engine]) -> list[Engine]:
-        """Count one more pass of all `engines`. Return those that have more passes to come."""
-        self._begun.update(engines)
-        return [e for e in engines if self.accumulating or self._begun[e] < self._expected[e]]
 
 
 class TowpathStage(PipelineStage):
@@ -300,15 +170,12 @@ class TowpathStage(PipelineStage):
         copies: int,
         compression: Compression,
         encoded: frozenset[tuple[int, int]],
-        halved: bool,
-        passes: BackwardPasses,
-        trace: StageTrace,
     ) -> None:
-        # Without halves, a schedule that computes the weights' gradients later has nothing left to do then.
-        later = None if halved else lambda: lambda: None
-        super().__init__(module, index, stages, device, inputs, outputs, group=group, dw_builder=later)
-        self._passes, self._encoded, self._compression = passes, encoded, compression
-        self.halved, self._trace = halved, trace
+        super().__init__(module, index, stages, device, inputs, outputs, group=group)
+        self._encoded, self._compression = encoded, compression
+        # For a trace: whether what a stage sends on goes to another node. Keys are names such as "stage 0".
+        self.leaves_node: Mapping[str, bool] = {}
+        self.accumulating = False  # inside `Pipeline.no_sync`, where no backward pass syncs gradients
         self.seconds_computed = 0.0  # of the host, which on a GPU launches the work only
 
         def encodings(tensors: Sequence[torch.Tensor], transport: Transport) -> list[Encoding]:
@@ -325,16 +192,21 @@ class TowpathStage(PipelineStage):
         self._output_senders = senders(self._outputs, "outputs")
         self._gradient_senders = senders(encodings(received, compression.activation_gradients), "gradients")
         self._arriving: dict[tuple[str, int, int], torch.Tensor] = {}  # messages, by kind, micro-batch and tensor
-        self.engines = engines_in(module)
+        # Parts that are sharded by themselves have their own.
+        self.engines = [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
         for engine in self.engines:
             engine.be_a_stage(copies * micro_batches)
-        passes.expect(self.engines, micro_batches)
         self.begin_walk()
 
     @property
     def engine(self) -> Engine:
         """The engine of the stage's module."""
         return engine_of(self.submod)
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace that is active, or None."""
+        return self.engine.comm.record.trace
 
     @property
     def output_shapes(self) -> tuple[Shape, ...]:
@@ -349,34 +221,12 @@ class TowpathStage(PipelineStage):
 
     # Backward passes ------------------------------------------------------------------------------------------------
 
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward. The outputs of a stage with halved backward passes are no views."""
-        output = super().forward_maybe_with_nosync(*args, **kwargs)
-        if not self.halved:
-            return output
-        # PyTorch detaches them in place, which a view does not allow.
-        return tree_map_only(torch.Tensor, lambda t: t.clone() if t._is_view() else t, output)
-
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
-        """Run a backward pass or one half of it. Only the last one of the step syncs gradients."""
-        if backward_type == "input":
-            outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
-            return input_gradients(self.engines, outputs, bwd_kwargs["output_grads"], inputs)
-        # Passes are counted: PyTorch does not tell the last one of schedules that split the backward pass.
-        more_to_come = self._passes.begin(self.engines)
+        """Run a backward pass. Only the last one of the step syncs gradients."""
         with ExitStack() as stack:
-            for engine in more_to_come:
+            for engine in self.engines if self.accumulating or not last_backward else ():
                 stack.enter_context(engine.no_sync())
-            if backward_type == "weight":
-                return weight_gradients(bwd_kwargs["param_groups"]), None
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=not more_to_come)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Compute the weights' gradients of a micro-batch, unless they were computed with the inputs' gradients."""
-        if not self.halved:
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        with self._computing("backward" if self.is_first else "weight gradients", bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     # Messages -------------------------------------------------------------------------------------------------------
 
@@ -400,13 +250,6 @@ class TowpathStage(PipelineStage):
     def _encodes_gradient(self, source: int, micro_batch: int) -> bool:
         return self._encodes_gradients and (source, micro_batch) in self._encoded
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Return the operations of PyTorch 2.11 that connect this stage with its neighbors on other ranks.
-
-        In a V, two neighbors are on one rank, and gloo would wait forever for a message of a rank to itself.
-        """
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
-
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the outputs of a micro-batch, encoded if the step encodes them."""
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
@@ -414,14 +257,14 @@ class TowpathStage(PipelineStage):
             self.fwd_cache[fwd_chunk_id] = _encoded(self._output_senders, outputs), inputs
         found = super().get_fwd_send_ops(fwd_chunk_id)
         self.fwd_cache[fwd_chunk_id] = outputs, inputs
-        return self._trace.messages(found, "output", self.stage_index, fwd_chunk_id)
+        return self._traced(found, "output", self.stage_index, fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the inputs of a micro-batch."""
         found = super().get_fwd_recv_ops(fwd_chunk_id)
         if self._encodes_outputs:
             self._receive_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
-        return self._trace.messages(found, "output", self.stage_index - 1, fwd_chunk_id)
+        return self._traced(found, "output", self.stage_index - 1, fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch on its decoded inputs."""
@@ -442,7 +285,7 @@ class TowpathStage(PipelineStage):
         if self.has_backward and self._gradient_senders and encodes:
             self.bwd_cache[bwd_chunk_id] = _encoded(self._gradient_senders, self.bwd_cache[bwd_chunk_id])
         found = super().get_bwd_send_ops(bwd_chunk_id)
-        return self._trace.messages(found, "gradient", self.stage_index - 1, bwd_chunk_id)
+        return self._traced(found, "gradient", self.stage_index - 1, bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that receive the gradients of a micro-batch's outputs."""
@@ -450,11 +293,10 @@ class TowpathStage(PipelineStage):
         if found and self._encodes_gradient(self.stage_index + 1, bwd_chunk_id):
             infos = self.grad_recv_info[bwd_chunk_id]
             self._receive_messages("gradient", bwd_chunk_id, found, infos, self._output_gradients)
-        return self._trace.messages(found, "gradient", self.stage_index, bwd_chunk_id)
+        return self._traced(found, "gradient", self.stage_index, bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward of a micro-batch, or its first half, on its decoded gradients."""
-        first_half = self.halved and not kwargs.get("full_backward", True)
+        """Run the backward of a micro-batch on its decoded gradients."""
         infos = self.grad_recv_info[bwd_chunk_id] if self.has_backward and not self.is_last else ()
         buffers = [info.buffer for info in infos]
         for index, info in enumerate(infos):
@@ -462,9 +304,7 @@ class TowpathStage(PipelineStage):
             if message is not None:
                 info.buffer = self._output_gradients[index].decoded(message)
         try:
-            if first_half and self.is_first:  # its inputs need no gradients, so there is nothing to compute
-                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-            with self._computing("input gradients" if first_half else "backward", bwd_chunk_id):
+            with self._computing("backward", bwd_chunk_id):
                 return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         finally:
             for info, buffer in zip(infos, buffers, strict=True):
@@ -474,19 +314,18 @@ class TowpathStage(PipelineStage):
     def _computing(self, work: str, micro_batch: int) -> Generator[None]:
         began = time.perf_counter()
         try:
-            with self._trace.computing(work, self.stage_index, micro_batch):
+            name = f"{work} of stage {self.stage_index}, micro-batch {micro_batch}"
+            with nullcontext() if self.trace is None else self.trace.phase(name):
                 yield
         finally:
             self.seconds_computed += time.perf_counter() - began
 
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Return the gradients for the previous stage on the same rank. In an evaluation there are none."""
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Take the gradients from the next stage on the same rank. In an evaluation there are none."""
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+    def _traced(self, found: list[dist.P2POp], kind: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
+        """Return the operations of messages between `stage` and the next one. If there is a trace, it shows them."""
+        if self.trace is not None:
+            track = BETWEEN if self.leaves_node.get(f"stage {stage}", True) else INSIDE
+            trace_messages(found, self.trace, track, kind, micro_batch)
+        return found
 
     def _receive_messages(
         self,
@@ -502,11 +341,6 @@ class TowpathStage(PipelineStage):
         for index, receive in zip(received, receives, strict=True):
             if encodings[index].used:
                 receive.tensor = self._arriving[kind, micro_batch, index] = encodings[index].message(self.device)
-
-
-def engines_in(module: nn.Module) -> list[Engine]:
-    """Return the engine of a stage's module, and those of its parts that are sharded by themselves."""
-    return [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
 
 
 def _encoded(senders: dict[int, Sender], tensors: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:

@@ -53,9 +53,8 @@ from towpath.sim.hardware import TransferShape, phase_costs, seconds_alone
 from towpath.sim.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.topology.cluster import Topology
 
-# Returns the order and the walk of a schedule. The arguments are its name, the number of ranks, the number of
-# micro-batches, and whether stages can compute the gradients of weights separately.
-Walks = Callable[[str, int, int, bool], tuple[Order, Walk]]
+# Returns the order and the walk of a schedule. The arguments are its name and the numbers of ranks and micro-batches.
+Walks = Callable[[str, int, int], tuple[Order, Walk]]
 
 # The strategies for the copies of a stage that are always simulated.
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics")
@@ -398,13 +397,11 @@ class Pipelines:
         """
         staged = self._staged(layout.stages)
         order, walk = self._walk(layout, batching)
-        homes, stages = owners(order), self._stages(layout, batching, order)
-        tied = list(self._tied(layout, staged, len({homes[0], homes[layout.stages - 1]})))
+        stages, tied = self._stages(layout, batching, order), list(self._tied(layout, staged))
         return PipelineReplay(stages, walk, self.cluster.hardware, layout.plain_compression, tied).run()
 
     def _walk(self, layout: Layout, batching: Batching) -> tuple[Order, Walk]:
-        unsharded = self.strategy(layout).placement.params.size == 1
-        return self._walks(layout.schedule, layout.pipeline, batching.micro_steps, unsharded)
+        return self._walks(layout.schedule, layout.pipeline, batching.micro_steps)
 
     def _ranks(self, layout: Layout, home: int) -> tuple[int, ...]:
         each = self.copies(layout) * layout.tensor
@@ -461,33 +458,32 @@ class Pipelines:
             backward=[a + b for a, b in zip(seconds.backward, sums, strict=True)],
         )
 
-    def _tied(self, layout: Layout, staged: StagedModel, homes: int) -> Iterator[tuple[Transfer, int]]:
+    def _tied(self, layout: Layout, staged: StagedModel) -> Iterator[tuple[Transfer, int]]:
         """Yield the sums of the gradients of tied embeddings, and how many groups do each of them.
 
         Fused, it is one sum over the ranks of both ends. Otherwise each end has its own sum, and another one follows
-        between each two copies. `homes` is the number of ranks of the pipeline that have an end. A rank that has both
-        ends needs no sum between them.
+        between each two copies.
         """
         if not staged.tied:
             return
-        strategy, spec = self._tied_unit(layout, staged, homes)
+        strategy, spec = self._tied_unit(layout, staged)
         fused = layout.plain_compression.fused_embeddings
         yield from (
-            (transfer, layout.tensor * (1 if fused else homes))
+            (transfer, layout.tensor * (1 if fused else 2))
             for transfer in derive_schedule(strategy, (spec,), 1, self.request.precision).transfers
         )
-        if not fused and homes == 2:
+        if not fused:
             # The delivered gradients are summed in their own dtype.
             between = derive_schedule(presets.strategy("ddp", Topology(2, 1)), (spec,), 1, Precision())
             copies = self.copies(layout) * layout.tensor
             yield from ((transfer, copies) for transfer in between.transfers if transfer.kind is TransferKind.GRAD_SYNC)
 
-    def _tied_unit(self, layout: Layout, staged: StagedModel, homes: int) -> tuple[Strategy, UnitSpec]:
+    def _tied_unit(self, layout: Layout, staged: StagedModel) -> tuple[Strategy, UnitSpec]:
         """Return how `pipeline/embedding_sync.py` shards tied embeddings: over both ends, or over each end."""
         stage = self._stage_topology(layout)
         spec = UnitSpec("", (BucketSpec((staged.tied // layout.tensor,)),), kept=True)
         if layout.plain_compression.fused_embeddings:
-            return presets.strategy("zero1", Topology(homes * stage.nodes, stage.ranks_per_node)), spec
+            return presets.strategy("zero1", Topology(2 * stage.nodes, stage.ranks_per_node)), spec
         return presets.strategy("ddp", stage), spec
 
     def _memory(self, layout: Layout, batching: Batching) -> dict[str, int]:
@@ -503,8 +499,8 @@ class Pipelines:
             most = most_in_flight(passes)
             in_flight = (most + further * (most - most_in_flight(shorter[rank]))) / len(own)
             parts = [self._stage_memory(index, stages[index], layout, batching, in_flight) for index in own]
-            if staged.tied and (ends := {0, layout.stages - 1} & set(own)):
-                plans = [self._plan(*self._tied_unit(layout, staged, 2 // len(ends)))]
+            if staged.tied and {0, layout.stages - 1} & set(own):
+                plans = [self._plan(*self._tied_unit(layout, staged))]
                 parts.append({"tied embeddings": sum(engine_bytes(plans, self.request.optimizer).values())})
             by_rank.append({name: sum(part.get(name, 0) for part in parts) for part in parts for name in part})
         return max(by_rank, key=lambda memory: sum(memory.values()))

@@ -144,6 +144,8 @@ class Workload:
             which uses them in every step.
         exact_from: The folder of a run of `towpath train` with exact transports, or its `metrics.jsonl`. Exact messages
             are then expected to take what they took there. Default: what is expected on paper.
+        offload: What is in host memory, as for `towpath.strategy`. Default: nothing.
+        exact: Whether transports are exact. Default: where the predicted step is faster.
     """
 
     tokens: int
@@ -155,6 +157,8 @@ class Workload:
     profile: str | Path = ""
     interleaved: int = 0
     exact_from: str | Path = ""
+    offload: Offload | None = None
+    exact: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "micro_steps", "memory"):

@@ -69,8 +69,6 @@ class _TransferCost:
 
 # Computing differences reads and writes memory about as long as this many copies. Applying a result takes this many.
 _DIFFERENCE_COPIES, _APPLIED_COPIES = 3.0, 8.0
-# Top-k encodes what a rank exchanges in about the time of this many copies, and decodes the message of each island.
-_TOP_K_ENCODE_COPIES, _TOP_K_DECODE_COPIES = 21.0, 2.5
 # An estimate of how many kernels a forward pass launches for each parameter: products, norms, activations, casts.
 KERNELS_OF_A_PARAMETER = 4
 
@@ -329,12 +327,9 @@ class SimulatedEngine:
         """Return the seconds that a queue works in addition to its transfers.
 
         It copies memory for the cast of the master weights and for the sum over micro-steps. It also decodes unsharded
-        parameters that are stored encoded, and encodes top-k messages between islands.
+        parameters that are stored encoded.
         """
         moved, decoding = 0.0, 0.0
-        if task.kind is TransferKind.OUTER and self._outer is not None and self._outer.settings.transport.top_k:
-            copies = _TOP_K_ENCODE_COPIES + self._outer.strategy.islands * _TOP_K_DECODE_COPIES
-            moved += copies * self._exchanged(task.unit)
         for bucket in () if task.transfers else self.plans[task.unit].buckets:
             if not bucket.spec.trainable:
                 gathers = task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)

@@ -71,8 +71,6 @@ class ComputeSeconds:
                 return self.forward_end
             case Part.BACKWARD_END:
                 return self.backward_end
-            case Part.INPUT_GRADIENTS | Part.WEIGHT_GRADIENTS:  # both halves have equally many products
-                return self.backward[compute.unit] / 2
 
     def kernels(self, compute: Compute) -> float:
         """Return how many times as many kernels a computation has as the forward pass of its unit.
@@ -87,8 +85,6 @@ class ComputeSeconds:
                 return backward
             case Part.FORWARD_END | Part.BACKWARD_END:  # the root has few, and the other part of its pass counts them
                 return 0.0
-            case Part.INPUT_GRADIENTS | Part.WEIGHT_GRADIENTS:
-                return backward / 2
 
 
 class Replay:
@@ -237,7 +233,6 @@ class PipelineReplay:
         self._tied = [self._tied_sum(transfer, groups) for transfer, groups in tied]
 
     def _tied_sum(self, transfer: Transfer, groups: int) -> _TiedSum:
-        # One rank of the pipeline may hold both ends.
         ends = {self._owners[end]: self._locations[end] for end in (0, len(self._stages) - 1)}
         locations = list(ends.values())
         ranks = sum(location.ranks_on_host for location in locations if location.host == locations[0].host)

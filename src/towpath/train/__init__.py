@@ -9,7 +9,6 @@
     job.py, signals.py  the ranks, and how they stop
     launch.py           `--ranks N`
     data/, models/      what is trained, on what
-    demo.py, report.py  `towpath demo`, plots and pages
 
-It may import everything except the command: the API, checkpoints, and for the demo the lab.
+It may import everything except the command.
 """

@@ -24,7 +24,7 @@ from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError
 from towpath.observing import Stats, Sums, Trace, TransferStats, stats, sums, traced
 from towpath.topology.cluster import Topology
-from towpath.tracing import trace, write_trace
+from towpath.tracing import trace, write_intervals
 from towpath.train.config import DTYPES, Config, LogConfig, ParallelConfig
 from towpath.train.job import Job
 from towpath.train.metrics import EvaluationRow, JsonLines, Row, StepRow, TensorBoard, WeightsAndBiases, Writer
@@ -201,7 +201,7 @@ class MetricsLogger:
         path = Path(self._log.folder, f"trace-step-{step:06}.json")
         text = f"step {step}: trace in {path}; open it at https://ui.perfetto.dev"
         try:
-            write_trace(path, found, {rank: f"rank {rank} (node {self._topology.node_of(rank)})" for rank in found})
+            write_intervals(path, found, {rank: f"rank {rank} (node {self._topology.node_of(rank)})" for rank in found})
         except OSError as error:  # no reason to end the training, in which other ranks would wait
             text = f"step {step}: the trace cannot be written: {error}"
         self._progress.note(text)

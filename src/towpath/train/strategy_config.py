@@ -11,17 +11,14 @@ from towpath.core import presets
 from towpath.core.formats import Codec
 from towpath.core.outer import Outer, outer_transport
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES
-from towpath.core.strategy import OFFLOADS, SYNC_GRADIENTS, Offload, Strategy
+from towpath.core.strategy import OFFLOADS, Offload, Strategy
 from towpath.errors import ConfigError
 from towpath.planner.request import OUTER
 from towpath.topology.cluster import Extent, Topology
 from towpath.train.options import FROM_0, check_limits, one_of, option, reason, refuse
 
-_EXTENTS = ("group", "params", "grads", "optimizer", "backward_params", "frozen")
-_PRESET_OPTIONS = (
-    *("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec"),
-    "sync_gradients",
-)
+_EXTENTS = ("group", "frozen")
+_PRESET_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec")
 _AUTO_OPTIONS = ("allow", "memory", "profile", "exact_from", "pipelines", "tensors", "schedules", "compressions")
 
 
@@ -40,7 +37,7 @@ class OuterConfig:
     lr: float = option(0.7, "of the outer optimizer")
     momentum: float = option(0.9, "of the outer optimizer (Nesterov)")
     blend: float = option(0.0, "the share of an island's weights that stays at an exchange")
-    codec: str = option("", "of exchanges: int8, int4, top-k:64+decay:0.95; empty: float32")
+    codec: str = option("", "of exchanges: int8, int4; empty: float32")
     islands: int = option(0, "groups of whole nodes; 0: each node is an island", FROM_0)
 
     def __post_init__(self) -> None:
@@ -84,12 +81,7 @@ class StrategyConfig:
     interleaved: bool = option(False, "compressed gradients in the first half of train.steps only")
     offload: str = option("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     exact: bool | None = option(None, "fewer bytes, the same bits; empty: false, or auto decides")
-    sync_gradients: str = option("", "micro-step: no two-hop synchronization", one_of("", *SYNC_GRADIENTS))
     group: tuple[int, ...] = option((), "mics, hpz, zero++: [ranks, nodes] of a partition group")
-    params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the parameters")
-    grads: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the gradients")
-    optimizer: tuple[int, ...] = option((), "lins: [ranks, nodes] that share one copy of the states")
-    backward_params: tuple[int, ...] = option((), "lins: [ranks, nodes] that share the copy for backward")
     frozen: tuple[int, ...] = option((), "[ranks, nodes] that share frozen parameters; empty: by memory")
     frozen_codec: str = option("", "codec in which frozen parameters are stored: int8, int4:64")
     allow: tuple[str, ...] = option((), "auto: codecs and outer, which it may use between nodes")
@@ -183,7 +175,7 @@ class StrategyConfig:
         topology = self.topology(launched)
         options: dict[str, Any] = {key: getattr(self, key) for key in _PRESET_OPTIONS if getattr(self, key)}
         options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
-        options |= {"interleaved": steps} if self.interleaved else {}
+        options |= {"gradients_until": steps // 2} if self.interleaved else {}
         options |= {"exact": True} if self.exact else {}
         options |= {} if (outer := self.outer.build()) is None else {"outer": outer}
         offload = self.offload_option

@@ -45,7 +45,7 @@ from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.checks.program import Program
 from towpath.engine.streams.record import JobRecord, Record, TransferWait, profiled
-from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Waiting, Work, timer_for
+from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Work, timer_for
 from towpath.logs import logger
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
@@ -236,7 +236,7 @@ class ThreadStream(Stream):
         self._last = _Progress()
         self._last.end()
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         """Queue `job` for the threads."""
         with self._lock:  # each job follows the one that was queued before it
             before, self._last = self._last, _Progress()
@@ -336,7 +336,7 @@ class _Latch:
 class _ThreadHandle(Handle):
     """The handle of a job on a `ThreadStream`."""
 
-    def __init__(self, future: Future[None], after: Sequence[Handle], waiting: Waiting | None) -> None:
+    def __init__(self, future: Future[None], after: Sequence[Handle], waiting: TransferWait | None) -> None:
         self._future = future
         self._after = after
         self._waiting = waiting

@@ -396,7 +396,7 @@ class JobRecord:
 
 @final
 class TransferWait:
-    """A wait for these transfers. The handle of their job reports to it (`Waiting`), and it reports to the record."""
+    """A wait for these transfers. The handle of their job reports to it, and it reports to the record."""
 
     def __init__(self, record: Record, transfers: Sequence[Transfer]) -> None:
         self._record, self._transfers = record, transfers

@@ -8,15 +8,17 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, final
 
 import torch
 
 from towpath.collectives.collective import Workspace
-from towpath.engine.checks.activity import Event, is_capturing
+from towpath.engine.checks.activity import is_capturing
+
+if TYPE_CHECKING:
+    from towpath.engine.streams.record import TransferWait
 
 # --- timing -----------------------------------------------------------------------------------------------------------
 #
@@ -195,32 +197,6 @@ class Job:
     begin: Work | None = None
 
 
-class Waiting(Protocol):
-    """Interface of the object to which a handle reports waits for its job."""
-
-    def profiled(self) -> AbstractContextManager[object]:
-        """Return a profiler range to wait in."""
-        ...
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether a wait must be timed. If not, a handle need not report it."""
-        ...
-
-    def mark(self) -> Mark:
-        """Return a mark of the current time."""
-        ...
-
-    def waited(self, began: Mark, ended: Mark) -> None: ...
-
-    def enqueued(self, end: Event) -> None:
-        """Note that the job was enqueued on a device. The event `end` follows it."""
-        ...
-
-    def raise_if_stuck(self) -> None:
-        """Raise if the wait can never end. The handle calls it again and again while it waits."""
-
-
 class Handle(ABC):
     """The end of a job. `Stream.submit` returns it, and the engine waits on it before it uses the job's results."""
 
@@ -249,7 +225,7 @@ class Stream(ABC):
         return self._buffer_index
 
     @abstractmethod
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         """Queue a job, which starts after earlier jobs with its buffer index, and after what was computed so far.
 
         Args:
@@ -292,7 +268,7 @@ class CudaStream(Stream):
         super().__init__(depth)
         self._streams = [torch.cuda.Stream(device, priority=priority) for _ in range(depth)]
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         """Enqueue `job` on the CUDA stream of its buffer index."""
         # The new work follows everything that the computation has enqueued so far, and the results of `after`. The
         # host waits for neither. The event marks the end of the job, for the computation and for later jobs.
@@ -327,7 +303,7 @@ class CudaStream(Stream):
 class _CudaHandle(Handle):
     """The handle of a job on a `CudaStream`: an event behind the job."""
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device, waiting: Waiting | None) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device, waiting: TransferWait | None) -> None:
         self._event, self._device, self._waiting = event, device, waiting
 
     def _wait(self, on_host: bool) -> None:

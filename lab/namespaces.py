@@ -1,0 +1,178 @@
+"""Linux namespaces: a network of its own for each node, and sets of processes that end together.
+
+Namespaces have no name on the host. A namespace lives as long as a process or an open descriptor holds it, so a lab is
+gone when its keeper dies, in whatever way. This file makes the system calls that Python 3.11 does not wrap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab.errors import LabError
+
+_NEW_MOUNTS = 0x0002_0000
+_NEW_HOSTNAME = 0x0400_0000
+_NEW_USER = 0x1000_0000
+_NEW_PIDS = 0x2000_0000
+_NEW_NETWORK = 0x4000_0000
+
+_MOUNT_BIND = 0x1000
+_MOUNT_PRIVATE = 0x4_4000  # MS_PRIVATE | MS_REC
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+# Settings that can forbid namespaces to ordinary users, and the value with which they do.
+_LOCKS = (
+    ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1"),
+    ("/proc/sys/kernel/unprivileged_userns_clone", "0"),
+    ("/proc/sys/user/max_user_namespaces", "0"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespaces:
+    """A network and a host name, held open by descriptors. `counters` is the network's /proc/net/dev."""
+
+    network: int
+    hostname: int
+    counters: int
+
+    def enter(self) -> None:
+        """Move the calling thread into these namespaces. Its children start there."""
+        _setns(self.network, _NEW_NETWORK)
+        _setns(self.hostname, _NEW_HOSTNAME)
+
+    @staticmethod
+    def current() -> Namespaces:
+        """Return the namespaces of the calling thread."""
+        own = Path("/proc/thread-self")
+        return Namespaces(*(os.open(own / name, os.O_RDONLY) for name in ("ns/net", "ns/uts", "net/dev")))
+
+
+@contextmanager
+def inside(spaces: Namespaces, home: Namespaces) -> Generator[None]:
+    """Run the block in `spaces`, then return to `home`. Only the calling thread moves."""
+    spaces.enter()
+    try:
+        yield
+    finally:
+        home.enter()
+
+
+def leave_the_host() -> Namespaces:
+    """Move this single-threaded process to a network and mounts of its own, as root or in a user namespace.
+
+    Raises:
+        LabError: The kernel refuses. The message names the setting that forbids it.
+    """
+    flags = _NEW_NETWORK | _NEW_MOUNTS | _NEW_HOSTNAME
+    try:
+        try:
+            _unshare(flags)
+        except PermissionError:
+            _enter_user_namespace()
+            _unshare(flags)
+        _mount("none", "/", None, _MOUNT_PRIVATE)
+    except OSError as error:
+        raise LabError(_refusal(error)) from None
+    return Namespaces.current()
+
+
+def new_node(hostname: str, home: Namespaces) -> Namespaces:
+    """Return a new network with a host name. It only has a loopback, which is down."""
+    _unshare(_NEW_NETWORK | _NEW_HOSTNAME)
+    try:
+        socket.sethostname(hostname)
+        return Namespaces.current()
+    finally:
+        home.enter()
+
+
+def cover_file(target: str, source: Path) -> None:
+    """Mount `source` over `target`, for the processes of the lab."""
+    if Path(target).exists():
+        _mount(str(source), target, None, _MOUNT_BIND)
+
+
+def fork_first_process(*, last: bool = False) -> int:
+    """Fork a child that is the first process of new pid and mount namespaces. Return as `os.fork()` does.
+
+    When the child ends, the kernel kills all its descendants. Waiting for it returns only after that. The child dies
+    with its parent.
+
+    Args:
+        last: Whether the parent forks nothing afterwards.
+    """
+    home = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    try:
+        _unshare(_NEW_PIDS)
+        pid = os.fork()
+        if pid == 0:
+            _check(_libc().prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0), "prctl")
+            _unshare(_NEW_MOUNTS)
+            # Containers mask /proc, and it cannot be mounted again. The outer one still has /proc/self.
+            with suppress(OSError):
+                _mount("proc", "/proc", "proc", 0)
+            return 0
+        if not last:  # a process in a user namespace could not return to the host's pid namespace
+            _setns(home, _NEW_PIDS)
+        return pid
+    finally:
+        os.close(home)
+
+
+def _enter_user_namespace() -> None:
+    """Enter a new user namespace, as its root."""
+    user, group = os.getuid(), os.getgid()
+    _unshare(_NEW_USER)
+    own = Path("/proc/self")
+    (own / "setgroups").write_text("deny")  # the kernel refuses gid_map otherwise
+    (own / "uid_map").write_text(f"0 {user} 1")
+    (own / "gid_map").write_text(f"0 {group} 1")
+
+
+def _refusal(error: OSError) -> str:
+    found: list[str] = []
+    for path, locked in _LOCKS:
+        with suppress(OSError):
+            if Path(path).read_text().strip() == locked:
+                found.append(f"{path} is {locked}")
+    because = f" ({'; '.join(found)})" if found else ""
+    return (
+        f"the lab needs network namespaces, and the kernel refuses them to user {os.getuid()}: "
+        f"{error.strerror or error}{because}. Run as root, allow unprivileged user namespaces, or start the "
+        "container with --privileged."
+    )
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, call: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+
+
+def _unshare(flags: int) -> None:
+    _check(_libc().unshare(flags), "unshare")
+
+
+def _setns(descriptor: int, kind: int) -> None:
+    _check(_libc().setns(descriptor, kind), "setns")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
+    encoded = None if kind is None else kind.encode()
+    flags_argument = ctypes.c_ulong(flags)
+    _check(_libc().mount(source.encode(), target.encode(), encoded, flags_argument, None), f"mount on {target}")

@@ -1,0 +1,148 @@
+"""Models from the meta device are initialized by their modules, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import towpath
+from tests.ranks.reference import optimizer_for
+from tests.ranks.server import World, on_ranks
+from tests.ranks.strategies import strategy_of
+from tests.ranks.test_every_model import SHAPE, WIDTH, Chain, _loss, labels
+from tests.ranks.twin import TOLERANCE, distance
+from towpath import errors
+
+Worlds = Callable[[int], World]
+
+
+class Deterministic(nn.Module):
+    """Its values are known without drawing any; so are its buffers."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH))
+        self.register_buffer("scale", torch.empty(WIDTH), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.linspace(0.5, 1.5, WIDTH))
+            self.scale.copy_(torch.linspace(1.0, 2.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.scale
+
+
+class Tables(nn.Module):
+    """Its buffer is random, and drawn anew whenever its parameter is."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH))
+        self.register_buffer("table", torch.empty(WIDTH))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        nn.init.normal_(self.table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table * self.weight
+
+
+class MetaBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = Deterministic()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(self.gain(x))))
+
+
+def _meta_model(blocks: int = 3) -> nn.Module:
+    with torch.device("meta"):
+        return Chain([MetaBlock() for _ in range(blocks)]).double()
+
+
+def test_a_random_buffer_from_the_meta_device_is_the_first_ranks(world: Worlds) -> None:
+    tables = world(4).run(_random_table)
+    assert all(table == tables[0] for table in tables)
+
+
+def _random_table() -> list[float]:
+    with torch.device("meta"):
+        model = nn.Sequential(Tables(), Tables())
+    torch.manual_seed(dist.get_rank())
+    sharded: Any = towpath.shard(model, "zero3", topology=SHAPE)
+    return [*sharded[0].table.tolist(), *sharded[1].table.tolist()]
+
+
+@labels
+@pytest.mark.parametrize("how", ["frozen", "shared"])
+@on_ranks(4)
+def test_a_module_on_the_meta_device_may_have_its_parameters_in_different_buffers(how: str, label: str) -> None:
+    """A matrix that does not train, and a bias that does; a matrix that another unit has too, and a bias of its own."""
+    model: Any = _meta_model()
+    if how == "frozen":
+        for block in model.blocks:
+            block.linear.weight.requires_grad_(False)
+    else:
+        model.blocks[2].linear.weight = model.blocks[0].linear.weight
+    sharded: Any = towpath.shard(model, strategy_of(label, SHAPE), topology=SHAPE)
+    for block in sharded.blocks:
+        for parameter in block.linear.parameters():
+            assert 0 < parameter.full_tensor().abs().max() <= WIDTH**-0.5  # Linear's own initialisation
+    _loss(sharded, dist.get_rank(), 0, 0).backward()
+
+
+@labels
+@on_ranks(4)
+def test_a_model_on_the_meta_device_is_initialised_by_its_modules_and_trains_exactly(label: str) -> None:
+    torch.manual_seed(dist.get_rank())  # each rank draws other values; the first rank's count
+    sharded: Any = towpath.shard(_meta_model(), strategy_of(label, SHAPE), topology=SHAPE)
+    plain: Any = Chain([MetaBlock() for _ in range(3)]).double()
+    drawn = {name: p.full_tensor().detach() for name, p in sharded.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if "gain" in name or "norm" in name:
+                torch.testing.assert_close(drawn[name], parameter.detach(), rtol=0, atol=1e-15)
+            else:  # Linear's: uniform within the root of 1 / WIDTH
+                assert 0 < drawn[name].abs().max() <= WIDTH**-0.5
+            parameter.copy_(drawn[name])
+    assert len({d.abs().max().item() for n, d in drawn.items() if n.endswith("linear.weight")}) == 3
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(sharded.get_buffer(name), buffer, rtol=0, atol=1e-15)
+    optimizers = [optimizer_for(sharded), optimizer_for(plain)]
+    for step in range(3):
+        _loss(sharded, dist.get_rank(), 0, step).backward()
+        for rank in range(4):
+            (_loss(plain, rank, 0, step) / 4).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, found), expected in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
+        assert distance(found, expected[1].detach()) <= TOLERANCE, name
+
+
+@on_ranks(4)
+def test_a_module_that_cannot_initialise_itself_is_named() -> None:
+    model: Any = _meta_model()
+    with torch.device("meta"):
+        model.blocks[1].bare = nn.ParameterList([torch.empty(3, dtype=torch.float64)])
+    with pytest.raises(errors.ShardError) as caught:
+        towpath.shard(model, "zero3", topology=SHAPE)
+    message = str(caught.value)
+    assert "blocks.1" in message
+    assert "reset_parameters" in message
