@@ -124,8 +124,8 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     out.print(f"holds {visible(', '.join(manifest.values))}")
     table = _table("tensor", "shape", "dtype", "boxes", "size")
     for name, tensor in tensors.items():
-        facts = shape_text(tensor.shape), _dtype(tensor.dtype), str(len(tensor.boxes)), size(tensor.bytes)
-        table.add_row(visible(name), *facts)
+        row = shape_text(tensor.shape), _dtype(tensor.dtype), str(len(tensor.boxes)), size(tensor.bytes)
+        table.add_row(visible(name), *row)
     out.print(table)
 
 
