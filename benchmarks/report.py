@@ -18,7 +18,7 @@ from benchmarks.harness import results
 from benchmarks.harness.figures import against_limit, verdict
 from towpath.cli.plots import color
 from towpath.errors import ConfigError
-from towpath.train.progress import size
+from towpath.progress import size
 
 Line = Mapping[str, Any]
 

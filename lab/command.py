@@ -16,8 +16,8 @@ from lab.errors import LabError
 from lab.runs import check_script, describe_exit
 from towpath.cli.terminal import Commands, check_picture_file, load_torch, table_of
 from towpath.files import check_output_file, write_output_file
+from towpath.progress import size
 from towpath.topology.cluster import Topology
-from towpath.train.progress import size
 
 app = Commands()
 

@@ -154,7 +154,7 @@ def _become(
         _serve(member, result, store)
         status = 0
     except BaseException as error:
-        print(f"towpath lab: could not start {member}: {error}", file=sys.stderr, flush=True)
+        print(f"lab: could not start {member}: {error}", file=sys.stderr, flush=True)
     finally:
         os._exit(status)
 

@@ -90,7 +90,7 @@ OTHER = _files(
         """,
     unit="""
             api_reference bench benchmarks budget commands config data data_prepare docs extending features
-            help json_lines metrics mixture output package parquet plots progress public session stopping
-            summary train_command train_models typing
+            help metrics output package plots progress public session stopping summary train_command
+            train_models typing
         """,
 )

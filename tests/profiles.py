@@ -9,9 +9,6 @@ from towpath.planner.profile import (
     BROADCAST,
     HOST_PARTS,
     HOST_SHAPES,
-    INTER,
-    INTRA,
-    NOTHING,
     PRODUCT,
     TOGETHER,
     HostShape,
@@ -50,7 +47,7 @@ def host_points(*, unit: float, parameter: float, transfer: float) -> list[Point
 
 
 # What a small message of a link takes longer beside a computation.
-BUSY_LATENCY = {INTER: 3e-3, INTRA: 1e-3}
+BUSY_LATENCY = {"inter, all": 3e-3, "intra, all": 1e-3}
 
 
 def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Point] = ()) -> Profile:
@@ -85,17 +82,10 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
             (BROADCAST, "flat", 2, 2, (1 << 20) / cable),
         )
     ]
-    together = [Point(pair_name(PRODUCT, NOTHING), 100, (4e-5,))]
-    for link, latency, rate in ((INTER, 1e-4, cable / 2), (INTRA, 5e-5, 5e8)):
-        (small, least), (large, most) = line(latency, rate, 4096, 1 << 20)
-        one = next(p.usual for p in links if p.what == link.replace("all", "one") and p.size == small)
-        together += [
-            Point(pair_name(PRODUCT, link), 100, (6e-5,)),
-            Point(pair_name(link, NOTHING), small, (least,)),
-            Point(pair_name(link, NOTHING), large, (most,)),
-            Point(pair_name(link, PRODUCT), small, (one + BUSY_LATENCY[link],)),
-            Point(pair_name(link, PRODUCT), large, (2 * most,)),
-        ]
+    together = [
+        Point(pair_name(link, PRODUCT), 4096, (next(p.usual for p in links if p.what == one) + BUSY_LATENCY[link],))
+        for link, one in (("inter, all", "inter, one"), ("intra, all", "intra, one"))
+    ]
     work = host_work or host_points(unit=0.0, parameter=0.0, transfer=0.0)
     points = (*links, *alone, *collectives, *together, *work)
     return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, points)

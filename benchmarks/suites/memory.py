@@ -46,10 +46,10 @@ from towpath.train.config import ModelConfig
 from towpath.train.models.bundle import ModelBundle, build_model
 
 SHAPE = towpath.Topology(2, 2)
-MODEL = ModelConfig(width=2048, depth=19, heads=16, kv_heads=16)
+MODEL = ModelConfig(width=2048, depth=19, heads=16)
 TINY = ModelConfig(width=64, depth=2, heads=2)
-QUICK_MODEL = ModelConfig(width=256, depth=4, heads=4, kv_heads=4)
-LIMITED_MODEL = ModelConfig(width=1024, depth=10, heads=8, kv_heads=8)
+QUICK_MODEL = ModelConfig(width=256, depth=4, heads=4)
+LIMITED_MODEL = ModelConfig(width=1024, depth=10, heads=8)
 LIMITED_STEPS, LIMITED_LENGTH = 3, 16
 VOCABULARY = 32_000
 SHARE = 0.3

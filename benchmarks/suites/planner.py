@@ -259,10 +259,9 @@ class Plan:
             micro_batches=(1,),
             checkpointing=False,
             exact=exact,
-            exact_shares=self.exact_shares,
         )
         cluster = self.profile.cluster(measured_collectives=self.measured_collectives)
-        return Solver(self.model, cluster, request)
+        return Solver(self.model, cluster.with_exact_shares(self.exact_shares), request)
 
 
 class Planning:

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from benchmarks.harness.suite import Settings, Suite
 from towpath import checkpoint
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import init_distributed
+from towpath.train.metrics import MetricsLogger
 from towpath.train.models.bundle import next_token_loss
 from towpath.train.trainer import Trainer
 
@@ -86,12 +87,12 @@ class Loop:
             self._step()
 
     def _whole(self, trainer: Trainer) -> Callable[[], None]:
-        metrics = self._stack.enter_context(trainer.metrics_logger())
+        metrics = self._stack.enter_context(MetricsLogger(trainer))
 
         def step() -> None:
             with metrics.traced(trainer.state.step + 1):
                 result = trainer.train_step()
-            metrics.log_step(**asdict(result))
+            metrics.log_step(result)
 
         return step
 

@@ -305,14 +305,10 @@ def _serve(
 
     from tests.ranks.models import DEVICE
     from towpath.core import routes
-    from towpath.train import metrics_logger
 
     warnings_are_errors()
     torch.set_num_threads(1)
     routes.SMALLEST_PART_BYTES = 32  # the models here are small: routes are to cut up what they move all the same
-    metrics_logger._MEASURED_SECONDS = (
-        0.0  # one product, not as many as fit: each training would else take three times as long
-    )
     rarely_collect()  # who asks the collector what there is need not go through what was loaded, either
     store = dist.FileStore(str(Path(folder, "store")), size)
     backend = "gloo" if DEVICE.type == "cpu" else _share_gpu(rank)

@@ -38,6 +38,7 @@ from towpath.planner.request import Optimizer, Request
 from towpath.planner.solver import Ranking, Solver
 from towpath.train.config import Config
 from towpath.train.job import init_distributed
+from towpath.train.prepare import prepare
 from towpath.train.trainer import Trainer
 
 Worlds = Callable[[int], World]
@@ -348,9 +349,11 @@ def test_a_training_takes_the_micro_batch_and_checkpointing_that_go_with_it(
 def _options(folder: Path, profile: Path, *more: str) -> tuple[str, ...]:
     text = folder / "corpus.txt"
     text.write_text("lock barge weir horse canal " * 400)
+    tokens = folder / "tokens"
+    prepare([str(text)], tokens)
     return (
         *("model.width=32", "model.depth=4", "model.heads=2", "train.batch=8", "train.micro_batch=1"),
-        *("train.length=32", "train.steps=2", "train.threads=1", f'data.text=["{text}"]', "strategy.nodes=2"),
+        *("train.length=32", "train.steps=2", "train.threads=1", f"data.tokens={tokens}", "strategy.nodes=2"),
         *("strategy.ranks_per_node=2", "strategy.name=auto", f"strategy.profile={profile}", f"log.folder={folder}"),
         *more,
     )
@@ -364,12 +367,9 @@ def _begun(options: tuple[str, ...]) -> Any:
 
 
 NARROW, WIDE = 2e5, 2e12
-PACKED = "parallel.activation_gradients=low-rank:2"
 # Bytes a second of a node, what is asked for, and the pipeline and the tensor-parallel ranks that come out.
 LAYOUTS = {
-    "stages, where the cable is narrow": (NARROW, ["strategy.pipelines=[2]"], 2, 1),
-    "shared layers, offered alone": (NARROW, ["strategy.tensors=[2]", "strategy.pipelines=[2]"], 2, 2),
-    "as laid out": (WIDE, ["parallel.pipeline=4", "parallel.compression=optimus-cb+fe", PACKED], 4, 1),
+    "as laid out": (WIDE, ["parallel.pipeline=4", "model.width=64", "parallel.compression=optimus-cb+fe"], 4, 1),
     "as shared": (WIDE, ["parallel.tensor=2"], 1, 2),
 }
 
@@ -414,7 +414,7 @@ def _laid_out(options: tuple[str, ...]) -> Any:
             schedule = training.model.schedule(towpath.Topology(2, 2))
             sent = (schedule.inter_bytes, schedule.intra_bytes)
     bytes_planned = (planned[0].inter_bytes, planned[0].intra_bytes) if planned else None
-    return bytes_planned, said.getvalue(), training.parallel, training.strategy.topology, sent
+    return bytes_planned, said.getvalue(), training.config.parallel, training.strategy.topology, sent
 
 
 def test_stages_are_chosen_where_nothing_else_is_quicker_or_fits() -> None:
@@ -425,7 +425,7 @@ def test_stages_are_chosen_where_nothing_else_is_quicker_or_fits() -> None:
         """`seconds`: that stages take; None: none fit."""
         request, whole = (Request(b, m, towpath.Precision()) for b, m in ((batch, memory), (8, 1 << 30)))
         pipelines = Pipelines(lambda count: shape.staged("gpt", TOKENS, count), cluster, whole)
-        (best,) = pipelines.solve([2], best=1)
+        (best,) = pipelines.solve([Layout(2)], best=1)
         found = None if seconds is None else replace(best, seconds=seconds)
         pipelined = auto.Pipelined(lambda model, cluster, request: found, only)
         return auto._planned(profile, "as made up", model, lambda memory: request, pipelined)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -60,25 +58,10 @@ def test_without_a_lab_the_demo_runs_on_loopback_and_says_so(folder: Path) -> No
 
 def test_the_report_needs_nothing_from_elsewhere(folder: Path) -> None:
     page = (folder / "report.html").read_text()
-    assert page.count("<svg") == 7
+    assert page.count("<svg") == page.count("</svg>") == 7
+    for text in ("Loss against seconds", "exposed communication", "between nodes", "paro-iig"):
+        assert text in page
     # Names of XML vocabularies are no addresses to fetch.
     fetched = re.findall(r"""(?:src|href)\s*=\s*["'](?!#)([^"']*)|url\((?!#)([^)]*)\)|@import""", page)
     assert fetched == []
     assert "<script" not in page
-
-
-def test_a_browser_shows_every_plot(folder: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
-    if browser is None:
-        pytest.skip("no Chromium here")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    done = subprocess.run(
-        [browser, *options, f"--user-data-dir={folder / 'profile'}", "--dump-dom", str(folder / "report.html")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("</svg>") == 7
-    for text in ("Loss against seconds", "exposed communication", "between nodes", "paro-iig"):
-        assert text in done.stdout

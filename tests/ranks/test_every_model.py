@@ -138,22 +138,6 @@ def _train_checkpointed(how: str, where: str, label: str) -> None:
         assert [t for t in found if t.kind in kinds] == [t for t in expected if t.kind in kinds]
 
 
-@pytest.mark.parametrize("how", [seldom("reentrant"), "non-reentrant"])
-@on_ranks(4)
-def test_a_recomputation_gathers_from_the_backward_copy_not_across_nodes(how: str) -> None:
-    sent: list[dict[TransferKind, int]] = []
-    for call in (None, CHECKPOINTS[how]):
-        twin = Twin(lambda call=call: _chain(outer=call), _loss, "hpz", SHAPE)
-        twin.train(steps=2)
-        last = towpath.stats(twin.sharded).last_step
-        kinds = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
-        sent.append({kind: sum(t.inter_bytes for t in last if t.kind is kind) for kind in kinds})
-    (plain, checkpointed) = sent
-    assert plain == checkpointed
-    assert checkpointed[TransferKind.GATHER] > 0
-    assert checkpointed[TransferKind.BACKWARD_GATHER] == 0
-
-
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 EVALUATIONS: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}

@@ -59,25 +59,16 @@ class WithLoss(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
 
-def _made(kind: str) -> WithLoss:
+def _made() -> WithLoss:
     torch.manual_seed(0)
-    if kind == "own":
-        return WithLoss(GPT(Shape(vocabulary=256, width=64, depth=6, heads=4, kv_heads=4, hidden=176, tied=True)))
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
-
-    wide = {"vocab_size": 256, "use_cache": False}
-    config = {
-        "llama": LlamaConfig(hidden_size=64, intermediate_size=176, num_hidden_layers=6, num_attention_heads=4, **wide),
-        "gpt2": GPT2Config(n_embd=64, n_layer=6, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **wide),
-    }[kind]
-    return WithLoss(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+    return WithLoss(GPT(Shape(vocabulary=256, width=64, depth=6, heads=4, kv_heads=4, hidden=176, tied=True)))
 
 
 def _foretold_and_held(
-    kind: str, strategy: str, precision: towpath.Precision, again: bool
+    strategy: str, precision: towpath.Precision, again: bool
 ) -> tuple[dict[str, int], dict[str, int]]:
     """By part; 'activations' is what a step has beside all that stays."""
-    model = _made(kind)
+    model = _made()
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     made = towpath.strategy(strategy, SHAPE)
     layouts = lay_out(model, None, precision)
@@ -149,21 +140,20 @@ def _most_at_once(profiled: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "kind, strategy, precision, again",
+    "strategy, precision, again",
     [
-        seldom("own", "zero3", towpath.Precision(), False),
-        seldom("own", "mics", LOWERED, False),
-        seldom("own", "zero2", towpath.Precision(), True),
-        ("own", "paro-nig", LOWERED, True),
-        seldom("llama", "zero1", LOWERED, False),
-        seldom("gpt2", "hpz", towpath.Precision(), False),
+        seldom("zero3", towpath.Precision(), False),
+        seldom("mics", LOWERED, False),
+        seldom("zero2", towpath.Precision(), True),
+        ("paro-nig", LOWERED, True),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_rank_holds_what_was_foretold(
-    world: Worlds, kind: str, strategy: str, precision: towpath.Precision, again: bool
+    world: Worlds, strategy: str, precision: towpath.Precision, again: bool
 ) -> None:
-    for foretold, held in world(2).run(_foretold_and_held, kind, strategy, precision, again):
+    """Of the trainer's own model. Models of transformers are tested below."""
+    for foretold, held in world(2).run(_foretold_and_held, strategy, precision, again):
         states = set(foretold) - {"activations"}
         assert {part: held.get(part, 0) for part in states} == {part: foretold[part] for part in states}
         assert held["activations"] > LEAST_ACTIVATIONS * sum(held.values())

@@ -33,7 +33,7 @@ from tests.ranks.test_offload import MIXED
 from tests.ranks.test_outer import STREAMING, TOLERANCE, adamw, sync
 from tests.ranks.test_owner_stepped import Iterated, _matrices, _others
 from tests.ranks.twin import Loss, distance, loss_on
-from towpath import Outer, Precision, Topology, checkpoint, observing, tracing
+from towpath import Outer, Precision, Topology, checkpoint, observing
 from towpath.core import exact
 from towpath.core.routes import Form
 from towpath.errors import CheckpointError
@@ -360,26 +360,6 @@ def test_models_with_other_outer_steps_train_as_alone(second: Outer | None) -> N
     for (label, outer), model, optimizer in zip(kinds, models, optimizers, strict=True):
         sync(model)
         assert differing(content(model, optimizer), _trained(label, LONG, outer)) == []
-
-
-def test_a_trace_has_the_ranks_of_all_islands(world: Worlds) -> None:
-    first, *others = world(4).run(_trace)
-    assert sorted(first) == [0, 1, 2, 3] and others == [{}] * 3
-    assert all(any("fragment 0" in name for name in names) for names in first.values())
-
-
-def _trace() -> dict[int, set[str]]:
-    """Return what the trace names, by rank."""
-    entry = MODELS["gpt"]
-    model = towpath.shard(entry.make(torch.float32), strategy_of("zero3", SHAPE, outer=Outer(every=1)))
-    optimizer = adamw(model)
-    with tracing.trace(model) as trace:
-        for step in range(2):
-            entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    found = observing.intervals_of_ranks(model, trace)
-    return {rank: {each.name for each in intervals} for rank, intervals in found.items()}
 
 
 @in_turn(("zero3", "zero1", "mics:1x2", "ddp"), 1)

@@ -24,15 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import ROUNDING, in_turn, seldom
 from towpath import offload_activations, stats, strategies
-from towpath.errors import StepError, TowpathError
+from towpath.errors import TowpathError
 from towpath.train import trainer as trainer_module
-from towpath.train.config import Config, DataConfig
-from towpath.train.data import corpus
-from towpath.train.data.prepare import prepare
+from towpath.train.checkpoints import CheckpointManager
+from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.metrics import JsonLines
 from towpath.train.models import bundle
-from towpath.train.optimizers import learning_rate
+from towpath.train.optimizers import BETAS, EPS, learning_rate
+from towpath.train.prepare import prepare
 from towpath.train.trainer import Trainer, run_training
 
 Worlds = Callable[[int], World]
@@ -48,8 +48,6 @@ TINY: dict[str, dict[str, Any]] = {
         "micro_batch": 1,
         "length": 16,
         "learning_rate": 1e-2,
-        "eps": 1e-5,
-        "evaluate_batches": 2,
         "threads": 1,
     },
     "strategy": {"nodes": 2, "ranks_per_node": 2},
@@ -65,7 +63,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     text = folder / "text.txt"
     text.write_text("".join(f"the {i}th line says {i * i % 97}\n" for i in range(400)))
-    prepare(corpus.find(DataConfig(text=(str(text),))), "bytes", folder / "tokens")
+    prepare([str(text)], folder / "tokens")
     return folder / "tokens"
 
 
@@ -161,7 +159,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-SAME = ("loss", "learning_rate", "gradient_norm", "tokens", "inter_bytes", "intra_bytes", "skipped")
+SAME = ("loss", "learning_rate", "gradient_norm", "tokens", "inter_bytes", "intra_bytes")
 
 
 @pytest.mark.parity  # test_resume.py goes on bit for bit
@@ -204,7 +202,6 @@ PARO = [name for name in strategies() if name.startswith("paro-")]
 LOSSLESS: list[Any] = [
     *({"name": name} for name in strategies() if name not in (*PARO, *ROUNDING)),
     *({"name": name} for name in PARO),
-    {"name": "mics", "group": [2, 2]},
     {"name": "zero3", "route": "hierarchical"},
 ]
 
@@ -249,7 +246,7 @@ def _plain_beside(config: Config) -> tuple[list[float], list[float]]:
     others = [p for p in plain.parameters() if p.dim() == 1]
     assert decaying and others
     groups = [{"params": decaying, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=train.betas, eps=train.eps)
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=BETAS, eps=EPS)
     losses: list[float] = []
     for step in range(STEPS):
         inputs, targets = training.tokens.train.batch(step * train.batch, train.batch)
@@ -304,10 +301,10 @@ def _compiled(config: Config) -> Any:
 def test_in_bf16_the_masters_stay_fp32(
     world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float]
 ) -> None:
-    mine = config(train={"precision": "bf16", "reduce": "fp32"}, strategy=_on(2, 1))
+    mine = config(train={"precision": "bf16"}, strategy=_on(2, 1))
     losses, _, weights = world(2).run(_steps, mine)[0]
     # 8 bits: each logit, of order 1, is off by some 0.004 at most; the mean over 128 tokens by less.
-    assert losses == pytest.approx(alone[0], abs=0.02, rel=0)
+    assert losses == pytest.approx(alone[0], abs=0.05, rel=0)
     assert losses != alone[0]
     for values in weights.values():
         assert values.dtype == torch.float32
@@ -318,142 +315,15 @@ def test_in_bf16_the_masters_stay_fp32(
 
 
 @pytest.mark.parametrize("clip", [1.0, seldom(0.0)])
-def test_a_loss_that_is_not_finite_stops_every_rank_and_changes_no_weight(
+def test_a_loss_that_is_not_finite_stops_every_rank_and_is_not_saved(
     world: Worlds, config: Callable[..., Config], clip: float
 ) -> None:
-    for told, unchanged in world(4).run(_stopped, config(train={"clip": clip})):
-        assert unchanged
-        assert told.startswith("step 3: the loss is nan") and "The weights are those of step 2" in told
-
-
-def _stopped(config: Config) -> tuple[str, bool]:
-    with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()), _poisoned({2}):
-        training = Trainer(config, job)
-        training.train_step()
-        training.train_step()
-        before = _weights(training)
-        with pytest.raises(StepError) as stopped:
-            training.train_step()
-        after = _weights(training)
-        return str(stopped.value), all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_skipped_steps_are_counted_and_the_training_goes_on(world: Worlds, config: Callable[..., Config]) -> None:
-    mine = config(train={"not_finite": "skip"})
-    printed = world(4).run(_poisoned_train, mine, {1, 2})
-    assert "step 2 was skipped: loss nan" in printed[0][1]
-    assert [row["skipped"] for row in rows_of(mine)] == [0, 1, 1, 0, 0]
-    assert [row["loss"] for row in rows_of(mine)[1:3]] == ["NaN", "NaN"]
-    assert all(math.isfinite(row["loss"]) for row in rows_of(mine)[3:])
-
-
-@in_turn(["zero3", "paro-nig"], 1)
-def test_fp16_scales_the_loss_down_until_no_gradient_overflows(
-    world: Worlds, config: Callable[..., Config], label: str
-) -> None:
-    """From a scale that overflows, every rank leaves out the same steps; then the losses are those of fp32, rounded."""
-    names = {"strategy": {"name": label, "nodes": 2, "ranks_per_node": 1}}
-    train_ = {"precision": "fp16", "loss_scale": 2.0**22, "steps": 12}
-    found = world(2).run(_losses_and_scale, config(train=train_, **names))
-    assert found[0] == found[1]
-    skipped, losses, scale, after = found[0]
-    left_out = skipped.count(True)
-    assert skipped[0] and not any(skipped[-4:]) and scale == 2.0 ** (22 - left_out)
-    assert after == scale  # of another Training that has loaded its state
-    plain = world(2).run(_losses_and_scale, config(train={"precision": "fp32", "steps": 1}, **names))[0]
-    assert plain[2] == 1.0
-    assert losses[0] == pytest.approx(plain[1][0], rel=1e-3), losses
-    assert losses[-1] < losses[0] - 0.2
-
-
-def _losses_and_scale(config: Config) -> tuple[list[bool], list[float], float, float]:
-    with init_distributed() as job:
-        training = Trainer(config, job)
-        steps = [training.train_step() for _ in range(config.train.steps)]
-        again = Trainer(config, job)
-        again.state.load_state_dict(training.state.state_dict())
-        return [s.skipped for s in steps], [s.loss for s in steps], training.loss_scale.value, again.loss_scale.value
-
-
-def test_fp16_that_overflows_whatever_the_scale_ends_on_every_rank(
-    world: Worlds, config: Callable[..., Config]
-) -> None:
-    mine = config(train={"precision": "fp16", "loss_scale": 1.0}, strategy={"nodes": 2, "ranks_per_node": 1})
-    for told in world(2).run(_overflowing, mine):
-        assert "step 1: gradients in fp16 overflow whatever the loss is scaled by" in told and "bf16" in told
-
-
-def _overflowing(config: Config) -> str:
-    with init_distributed() as job:
-        training = Trainer(config, job)
-        training.loss_scale.scaled = lambda loss: loss * 1e30  # pyright: ignore[reportAttributeAccessIssue]
-        with pytest.raises(StepError) as stopped:
-            training.train_step()
-        return str(stopped.value)
-
-
-def test_a_state_of_an_optimizer_that_is_not_fused_is_skipped_on_the_host() -> None:
-    def made(fused: bool) -> torch.optim.AdamW:
-        return torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=fused)
-
-    optimizer = made(True)
-    assert trainer_module.can_skip_on_device(optimizer, torch.device("cpu"))
-    optimizer.load_state_dict(made(False).state_dict())
-    assert not trainer_module.can_skip_on_device(optimizer, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", seldom("muon")])
-@in_turn(["paro-iig", "zero3", "ddp"], 1)
-def test_a_skipped_step_changes_no_bit_of_weights_and_states(
-    world: Worlds, config: Callable[..., Config], optimizer: str, label: str
-) -> None:
-    """Whether the device leaves the step out or the host does: the rest of the run is the same, too."""
-    train = {"not_finite": "skip", "optimizer": optimizer, "steps": 6, "batch": 4}
-    mine = config(train=train, strategy={"name": label, **_on(2, 2)})
-    for found, expected in zip(world(4).run(_skipped, mine, False), world(4).run(_skipped, mine, True), strict=True):
-        assert found == expected
-
-
-def _skipped(config: Config, on_host: bool) -> list[Any]:
-    """Each step's result, with all weights and states after it. Steps 1, 4 and 5 are not finite."""
-    with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()), pytest.MonkeyPatch.context() as patch:
-        if on_host:
-            patch.setattr(trainer_module, "can_skip_on_device", lambda *_: False)
-        training = Trainer(config, job)
-        assert trainer_module.can_skip_on_device(training.optimizer, job.device) is (
-            config.train.optimizer == "adamw" and not on_host
-        )
-        found: list[Any] = []
-        before = _bits(training)
-        with _poisoned({0, 3, 4}, config.train.batch):
-            for _ in range(config.train.steps):
-                result = training.train_step()
-                after = _bits(training)
-                if result.skipped:
-                    assert all(after[name] == before[name] for name in before)
-                    # At the most there are new states, of no step yet.
-                    assert not any(any(after[name]) for name in after.keys() - before.keys())
-                else:
-                    assert all(after[name] != before[name] for name in before if after[name])
-                    found.append(after)
-                before = after
-                found.append((result.step, repr(result.loss), repr(result.gradient_norm), result.skipped))
-        assert "found_inf" not in vars(training.optimizer)
-        return found
-
-
-def _bits(training: Trainer) -> dict[str, bytes]:
-    """This rank's part of every weight and of every state."""
-    found: dict[str, bytes] = {}
-    for name, p in training.model.named_parameters():
-        found[name] = _bytes_of(p)
-        for key, value in training.optimizer.state.get(p, {}).items():
-            found[f"{name} {key}"] = _bytes_of(value)
-    return found
-
-
-def _bytes_of(tensor: Any) -> bytes:
-    return getattr(tensor, "local", tensor).detach().numpy().tobytes()
+    mine = config(train={"clip": clip})
+    mine = _with(mine, checkpoint={"every": 1})
+    for kind, told in world(4).run(_failed, mine, "_poisoned_train", {2}):
+        assert kind == "StepError" and told.startswith("step 3: the loss is nan")
+    saved = Path(mine.log.folder, "checkpoints").glob("step-*")
+    assert sorted(path.name for path in saved) == ["step-000001", "step-000002"]
 
 
 @in_turn(["zero3", "paro-iig", "ddp"], 1)
@@ -461,17 +331,14 @@ def test_nothing_is_read_from_the_device_before_the_optimizer_steps(
     world: Worlds, config: Callable[..., Config], label: str
 ) -> None:
     """So that the host enqueues the optimizer's kernels while the device still computes gradients."""
-    mine = config(strategy={"name": label, **_on(2, 1)})
-    for early, late in world(2).run(_reads, mine, "adamw"):
+    for early, late in world(2).run(_reads, config(strategy={"name": label, **_on(2, 1)})):
         assert early == [] and late == ["tolist"]
-    for early, _ in world(2).run(_reads, mine, "muon"):
-        assert early[0] == "tolist"
 
 
-def _reads(config: Config, optimizer: str) -> tuple[list[str], list[str]]:
+def _reads(config: Config) -> tuple[list[str], list[str]]:
     """What the host reads after the last backward pass: until the optimizer's step has ended, and in the rest of it."""
     with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()), pytest.MonkeyPatch.context() as patch:
-        training = Trainer(_with(config, train={"optimizer": optimizer}), job)
+        training = Trainer(config, job)
         training.train_step()
         reads, early = _HostReads(patch), list[str]()
         clip = Trainer._clip_gradients
@@ -514,23 +381,16 @@ class _HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_too_many_skipped_steps_end_it_on_every_rank(world: Worlds, config: Callable[..., Config]) -> None:
-    mine = config(train={"not_finite": "skip", "steps": 30, "batch": 4})
-    for kind, told in world(4).run(_failed, mine, "_poisoned_train", set(range(4, 30))):
-        assert kind == "StepError"
-        assert told.startswith("step 14: ") and "those of step 4: 10 steps in a row were skipped" in told
-
-
 def _poisoned_train(config: Config, steps: set[int]) -> tuple[str, str]:
-    with _poisoned(steps, config.train.batch):
+    with _poisoned(steps):
         return _train(config)
 
 
 @contextlib.contextmanager
-def _poisoned(steps: set[int], batch: int = TINY["train"]["batch"]) -> Any:
+def _poisoned(steps: set[int]) -> Any:
     """The loss of rank 2 is NaN in these steps, counted from 0."""
     whole, passes = trainer_module.next_token_loss, 0
-    per_step = batch // (4 * TINY["train"]["micro_batch"])
+    per_step = TINY["train"]["batch"] // (4 * TINY["train"]["micro_batch"])
 
     def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         nonlocal passes
@@ -557,7 +417,6 @@ def test_what_a_run_says_and_writes(world: Worlds, config: Callable[..., Config]
     assert "Where the time went (5 steps" in out and "What was sent, by all ranks together" in out
     assert "vocabulary 256" in err and "zero3 on 2 × 2 cpu ranks" in err
     assert "5/5  loss" in err and "step 4: held-out loss" in err
-    assert max(map(len, out.splitlines())) <= 100
 
     assert [row["step"] for row in rows_of(mine)] == list(range(1, STEPS + 1))
     assert [row["step"] for row in rows_of(mine, "validation")] == [2, 4, 5]
@@ -574,31 +433,13 @@ def test_what_a_run_says_and_writes(world: Worlds, config: Callable[..., Config]
 
 def test_runs_that_share_a_folder_are_told_apart(world: Worlds, config: Callable[..., Config]) -> None:
     for seed in (1, 2):
-        world(2).run(_train, config(train={"steps": 2, "seed": seed}, strategy=_on(2, 1) | {"nodes_per_rack": seed}))
+        world(2).run(_train, config(train={"steps": 2, "seed": seed}, strategy=_on(seed, 3 - seed)))
     starts = rows_of(config(), "start")
     assert [(row["step"], row["config"]["train"]["seed"]) for row in starts] == [(0, 1), (0, 2)]
-    clusters = [[row.get(key) for key in ("nodes", "ranks_per_node", "nodes_per_rack")] for row in starts]
-    assert clusters == [[2, 1, 1], [2, 1, None]]
+    assert [[row[key] for key in ("nodes", "ranks_per_node")] for row in starts] == [[1, 2], [2, 1]]
     lines = Path(config().log.folder, "metrics.jsonl").read_text().splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
     assert kinds == ["start", "train", "train", "validation"] * 2
-
-
-@pytest.mark.parity  # tests/unit/test_metrics.py writes the same without ranks
-def test_weights_and_biases_keeps_a_run_offline(world: Worlds, config: Callable[..., Config], tmp_path: Path) -> None:
-    mine = config(train={"steps": 2}, strategy=_on(2, 1), log={"wandb": "towpath-tests"})
-    world(2).run(_train_nowhere, mine, str(tmp_path))
-    assert len(list(Path(mine.log.folder, "wandb").glob("offline-run-*/run-*.wandb"))) == 1
-
-
-def _train_nowhere(config: Config, home: str) -> None:
-    """A user without a key, and no way out."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-            patch.setenv(name, home)
-        for name in ("HTTP_PROXY", "HTTPS_PROXY"):
-            patch.setenv(name, "http://127.0.0.1:1")
-        _train(config)
 
 
 def test_where_rows_cannot_be_written_the_training_goes_on_and_says_so(
@@ -615,10 +456,10 @@ def test_where_rows_cannot_be_written_the_training_goes_on_and_says_so(
 def _train_on_a_full_disk(config: Config) -> tuple[str, str]:
     write = JsonLines.write
 
-    def full(self: JsonLines, row: Any) -> None:
-        if row.step == 3:
+    def full(self: JsonLines, kind: str, step: int, values: Any) -> None:
+        if step == 3:
             self._file = open("/dev/full", "a")  # noqa: PTH123, SIM115
-        write(self, row)
+        write(self, kind, step, values)
 
     JsonLines.write = full
     try:
@@ -639,65 +480,51 @@ def _failed(config: Config, action: str = "_train", *args: Any) -> tuple[str, st
 
 
 REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
-    "missing file": ({"data": {"tokens": "", "text": "nowhere.txt"}}, "nowhere.txt is not there"),
-    "empty corpus": ({"data": {"tokens": "", "text": "{tmp}/empty.txt"}}, "no text in"),
-    "vocabulary": ({"model": {"vocabulary": 100}}, "model.vocabulary = 100: the tokenizer has 256 tokens"),
+    "missing tokens": ({"data": {"tokens": "nowhere"}}, "cannot read nowhere/tokens.json: No such file"),
     "length": ({"train": {"length": 1_000_000}}, "one sequence of train.length = 1000000 needs 1000001"),
     "batch": ({"train": {"batch": 6}}, "train.batch = 6 sequences cannot be shared out: 4 ranks"),
     "no weights": ({"model": {"weights": "nowhere"}}, "no safetensors at nowhere"),
     "no weights and no data": (
-        {"model": {"weights": "nowhere"}, "data": {"tokens": "", "text": "nowhere.txt"}},
+        {"model": {"weights": "nowhere"}, "data": {"tokens": "nowhere"}},
         "no safetensors at nowhere",
     ),
     "no model": ({"model": {"hf": "nowhere"}}, "expected a config.json"),
-    "strategy": ({"strategy": {"name": "mics", "group": [3, 1]}}, "3"),
     "cluster": ({"strategy": {"nodes": 3, "ranks_per_node": 1}}, "3"),
-    "strategy file": ({"strategy": {"name": "nowhere.toml"}}, "cannot read nowhere.toml"),
-    "log folder": ({"log": {"folder": "/dev/null/run"}}, "cannot make /dev/null/run"),
+    "strategy file": ({"strategy": {"name": "nowhere.toml"}}, "cannot read the strategy nowhere.toml"),
+    "log folder": ({"log": {"folder": "/dev/null/run"}}, "cannot write /dev/null/run/metrics.jsonl"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_begin_is_one_line_on_every_rank(
-    world: Worlds, config: Callable[..., Config], case: str, tmp_path: Path
-) -> None:
+def test_what_cannot_begin_is_one_line_on_every_rank(world: Worlds, config: Callable[..., Config], case: str) -> None:
     sections, words = REFUSED[case]
-    (tmp_path / "empty.txt").write_text("")
-    if text := sections.get("data", {}).get("text"):
-        sections = sections | {"data": {"tokens": "", "text": [text.replace("{tmp}", str(tmp_path))]}}
     for kind, told in world(4).run(_failed, config(**sections)):
         assert kind != "StepError" and words in told
         assert "\n" not in told
 
 
 @pytest.mark.parametrize("lacking", [0, 2])
-@pytest.mark.parametrize("key", ["data.tokens", "data.text", "model.weights", "model.hf"])
+@pytest.mark.parametrize("key", ["data.tokens", "model.weights", "model.hf"])
 def test_a_rank_without_the_file_ends_all(
-    world: Worlds, config: Callable[..., Config], key: str, lacking: int, gpt2: Path, tmp_path: Path
+    world: Worlds, config: Callable[..., Config], key: str, lacking: int, gpt2: Path
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("a line\n" * 1000)
     section, _, name = key.partition(".")
-    there = {"data.tokens": config().data.tokens, "data.text": [str(text)], "model.hf": str(gpt2)}
-    value = there.get(key, str(gpt2))
-    sections = {section: {"tokens": ""} | {name: value} if section == "data" else {name: value}}
-    found = world(4).run(_lacking, config(**sections), section, name, lacking, str(tmp_path / "cache"))
+    sections = {} if section == "data" else {section: {name: str(gpt2)}}
+    found = world(4).run(_lacking, config(**sections), section, name, lacking)
     for rank, (kind, told) in enumerate(found):
         assert kind == "ConfigError" and "\n" not in told
         if rank == lacking:
             assert "nowhere" in told and "cannot take part" not in told
         else:
-            assert f"rank {lacking} cannot take part: " in told or "the first rank of this node has not made" in told
+            assert f"rank {lacking} cannot take part: " in told
 
 
-def _lacking(config: Config, section: str, name: str, lacking: int, cache: str) -> tuple[str, str]:
+def _lacking(config: Config, section: str, name: str, lacking: int) -> tuple[str, str]:
     if dist.get_rank() == lacking:
         config = _with(config, **{section: {name: "nowhere"}})
     elif name == "weights":  # of which only the first to look at it may complain
         config = _with(config, model={"weights": ""})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", cache)
-        return _failed(config)
+    return _failed(config)
 
 
 def test_ranks_with_other_settings_refuse_to_train(world: Worlds, config: Callable[..., Config]) -> None:
@@ -750,12 +577,12 @@ def _muon_resumed(config: Config) -> tuple[list[float], list[list[str]]]:
         with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
             config = _with(config, checkpoint={"resume": "auto"} if losses else {})
             training = Trainer(config, job)
-            with training.checkpoint_manager():
+            with CheckpointManager(training):
                 while training.state.step < (4 if losses else 2) and not (losses and training.state.step == 4):
                     losses.append(training.train_step().loss)
             optimizer = training.optimizer
     rates = {group["lr"] for group in optimizer.members[0].param_groups}
-    assert rates == {0.02 * learning_rate(config.train, 3) / config.train.learning_rate}
+    assert rates == {learning_rate(config.train, 3)}
     return losses, [[_kind_of(m)] * len(m.param_groups) for m in optimizer.members]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 LENGTH, STEPS = 8, 30
-OURS = ModelConfig(width=16, depth=2, heads=4, kv_heads=2, hidden=24, tied=False)
+OURS = ModelConfig(width=16, depth=2, heads=4)
 
 
 def _config(kind: str) -> Any:
@@ -207,7 +208,7 @@ def _compiled_alike(order: str) -> tuple[int, float]:
         "compiled": lambda built: bundle.compile_blocks(built, backend="aot_eager", fullgraph=True),
         "checkpointed": bundle.checkpoint_blocks,
     }
-    config = ModelConfig(**_as_ours() | {"depth": 10})
+    config = replace(OURS, depth=10)
     gradients: list[list[Tensor]] = []
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -274,8 +275,12 @@ def _compare_with_files(config: ModelConfig, label: str, params: torch.dtype | N
     return wrong if close else [*wrong, "logits"]
 
 
-def test_ours_loads_what_transformers_saved_and_computes_the_same(world: Worlds, weights: dict[str, Path]) -> None:
-    for distance in world(4).run(_ours_against_llama, str(weights["one"])):
+def test_ours_loads_what_transformers_saved_and_computes_the_same(world: Worlds, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    made = LlamaConfig(**{k: v for k, v in build_model(OURS, VOCABULARY).config_json.items() if k != "model_type"})
+    LlamaForCausalLM(made).save_pretrained(tmp_path)
+    for distance in world(4).run(_ours_against_llama, str(tmp_path)):
         # The same sums in fp32, in another order: some ten roundings of 6e-8 of logits of order 1.
         assert distance <= 2e-6
 
@@ -283,16 +288,12 @@ def test_ours_loads_what_transformers_saved_and_computes_the_same(world: Worlds,
 def _ours_against_llama(folder: str) -> float:
     from transformers import AutoModelForCausalLM
 
-    built = build_model(ModelConfig(**_as_ours(), weights=folder), VOCABULARY)
+    built = build_model(replace(OURS, weights=folder), VOCABULARY)
     model = towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
-    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, rms_norm_eps=1e-5)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     inputs, _ = _batch(dist.get_rank(), 0)
     with torch.no_grad():
         return (bundle.logits_of(model, inputs) - bundle.logits_of(theirs, inputs)).abs().max().item()
-
-
-def _as_ours() -> dict[str, Any]:
-    return {"width": 16, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 24, "tied": False}
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

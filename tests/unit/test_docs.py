@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import results
 from tests.ranks.strategies import seldom
-from tools.docs import figures, generate, papers
+from tools.docs import generate, papers
 from tools.docs.draw_routes import CARRIED, DRAWN, bars, plan_of, simulate, taken, transfer_of
-from tools.docs.papers import lines
-from tools.docs.papers.lines import Line, Table, is_near
+from tools.docs.papers.lines import is_near
 from towpath.core.routes import Op
 from towpath.topology.cluster import Topology
 
@@ -48,25 +45,6 @@ def test_regenerating_the_slow_lines_changes_nothing() -> None:
     )
 
 
-def test_only_lines_that_are_quick_or_new_are_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "COSTS", tmp_path / "seconds.json")
-    lines.COSTS.write_text('{"t": {"slow": 0.3, "quick": 0.1}}')
-    table = Table(("what", "found"), tuple(Line((name,), lambda: ["new"]) for name in ("slow", "quick", "unknown")))
-    old = "| what | found |\n|---|---|\n| slow | old |\n| quick | old |"
-
-    def found(text: str) -> list[str]:
-        return [cells[1] for cells in lines.cells_of(text)]
-
-    assert found(papers.Writer(slow=False).text("t", table, old)) == ["old", "new", "new"]
-    assert found(papers.Writer(slow=True).text("t", table, old)) == ["new", "new", "new"]
-
-
-def test_the_quickest_line_of_a_table_is_simulated_if_it_is_not_too_slow() -> None:
-    assert lines.is_quick({"a": 0.4, "b": 0.3}, "b")
-    assert not lines.is_quick({"a": 0.4, "b": 0.3}, "a")
-    assert not lines.is_quick({"a": 2.0}, "a")
-
-
 @pytest.mark.parametrize(
     ("found", "printed", "near"), [(1.00, 1.15, False), (1.12, 1.15, True), (2.6, 2.2, False), (2.5, 2.2, True)]
 )
@@ -85,46 +63,6 @@ def test_rows_without_one_printed_figure_do_not_count() -> None:
     )
     page = "".join(f"<!-- figures: papers-{name} -->\n{table}\n<!-- end" for name in ("lins", "mics", "zeropp", "paro"))
     assert papers.counts(page).splitlines()[-1] == "| all | 8 | 4 | 0 | 8 |"
-
-
-class TestRows:
-    """Rows of generated tables, from results made by hand."""
-
-    @pytest.fixture
-    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-        monkeypatch.setattr(results, "FOLDER", tmp_path)
-        figures.runs.cache_clear()
-        yield tmp_path
-        figures.runs.cache_clear()
-
-    def test_the_last_run_with_figures_and_a_later_failure(self, folder: Path) -> None:
-        case = {"case": {"name": "a"}, "commit": "0123456789abcdef"}
-        runs = [{**case, "checks": [{"what": "x / y", "found": found, "low": 1, "high": 3}]} for found in (1.0, 2.0)]
-        for run in (*runs, {**case, "checks": [], "failed": "rank 3\ndied"}):
-            results.append(folder / "overhead.jsonl", run)
-        shown = figures.measured_table("overhead").splitlines()[2:]
-        assert shown == [
-            "| a | x / y | 2 | 1 – 3 | 0123456789 |",
-            "| a | failed: rank 3 died |  |  | 0123456789 |",
-        ]
-
-    def test_a_comparison_shows_every_candidate_of_ours(self) -> None:
-        seconds = {"mics": [2.0] * 6, "zero++": [4.0] * 6, "fsdp2": [3.0] * 6}
-        run = {
-            "case": {"name": "2x2-ratio4-micro1"},
-            "versions": {"towpath": "1.0"},
-            "comm_ratio": {"found": 4.1},
-            "communication_share": dict.fromkeys(seconds, 0.1),
-            "candidates": {name: {"ours": name != "fsdp2", "lossless": name != "zero++"} for name in seconds},
-            "seconds": seconds,
-            "median_seconds": {name: each[0] for name, each in seconds.items()},
-            "checks": [{"what": "lossless: mics against fsdp2, times as fast", "found": 1.5, "low": 1, "high": 2}],
-        }
-        assert [row[1:3] for row in figures.rows("strategies", run)] == [
-            ("communication / computation", "4.1"),
-            ("speed-up of `mics` over `fsdp2`", "1.5"),
-            ("speed-up of `zero++` over `fsdp2`", "0.75"),
-        ]
 
 
 @pytest.mark.parametrize("route", DRAWN)

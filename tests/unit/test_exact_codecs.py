@@ -296,12 +296,6 @@ def test_digests_depend_on_all_bits_and_their_order(n: int, first: int, seed: in
         assert not found & {BEST.digest(other, first) for other in others}
 
 
-def test_the_digest_of_values_is_a_tensor() -> None:
-    values = trained(100, torch.bfloat16, 0)[0]
-    found = exact.digest(values)
-    assert found.dtype == torch.int64 and found.item() % 2**64 == BEST.digest(values, 0)
-
-
 def test_the_public_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Encode with one back end, decode with another. Outcomes of a CPU are None, since it raises at once."""
     old, new = trained(1000, torch.float16, 1e-4)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.profiles import made_profile
 from tests.unit.test_planner import SMALL, priced_of, small_cluster
-from towpath.cli import main
 from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import Precision
 from towpath.core.presets import strategy
@@ -22,15 +19,13 @@ from towpath.core.strategy import GRADIENTS, Strategy
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
 from towpath.planner import tables
-from towpath.planner.catalog import load_exact_shares
 from towpath.planner.cluster import Cluster
-from towpath.planner.pipelines import Pipelines
+from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.prediction import Prediction, Ranking
 from towpath.planner.request import BF16, Request
 from towpath.planner.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.train.config import Config
-from towpath.train.metrics import JsonLines, StepRow
 
 SPEED = 1e9  # elements a second that a rank codes exactly
 
@@ -116,9 +111,8 @@ def test_stages_send_their_gradients_exactly_where_that_is_faster() -> None:
     def planned(gigabits: float, exact: bool | None) -> Any:
         cluster = on_gloo(gigabits)
         request = Request(8, cluster.memory, BF16, micro_batches=(2,), checkpointing=False, exact=exact)
-        return Pipelines(lambda count: shape.staged("small", 256, count), _across(cluster), request).solve([2], best=1)[
-            0
-        ]
+        pipelines = Pipelines(lambda count: shape.staged("small", 256, count), _across(cluster), request)
+        return pipelines.solve([Layout(2)], best=1)[0]
 
     slow, without = planned(0.5, None), planned(0.5, False)
     assert slow.strategy.is_exact and slow.seconds < without.seconds and str(slow.layout).endswith(" exact")
@@ -133,48 +127,16 @@ def _across(cluster: Cluster) -> Cluster:
 # --- what was measured ------------------------------------------------------------------------------------------------
 
 
-def test_measured_shares_are_written_with_the_metrics_and_read_for_plans(tmp_path: Path) -> None:
-    shares = {(DIFFERENCES, "bfloat16"): 0.25, (VALUES, "bfloat16"): 0.75}
-    for share, steps in ((0.9, 1), (0.25, 3)):  # the last run of the file counts
-        lines = JsonLines(tmp_path / "metrics.jsonl")
-        lines.start(0, {}, {})
-        for step in range(steps):
-            seen = {**shares, (DIFFERENCES, "bfloat16"): 0.7 if step == 0 else share}  # the first one sends values
-            lines.write(_row(step + 1, seen))
-        lines.close()
-
-    found = load_exact_shares(tmp_path)
-
-    assert dict(found) == shares and load_exact_shares(tmp_path / "metrics.jsonl") == found
+def test_measured_shares_replace_those_on_paper() -> None:
     cluster = on_gloo(1.0)
-    measured = solver(cluster, exact_shares=found)
-    first = best(measured)
+    shares = (((DIFFERENCES, "bfloat16"), 0.25), ((VALUES, "bfloat16"), 0.75))
+    measured = solver(cluster.with_exact_shares(shares))
     hardware = measured.cluster.hardware
-    assert (hardware.exact_share(Op.ALL_GATHER, "bfloat16"), hardware.exact_share(Op.ALL_REDUCE, "float32")) == (
-        0.25,
-        27.4 / 32,
-    )
-    (line,) = tables.exact_bits([first], measured)
+    assert hardware.exact_share(Op.ALL_GATHER, "bfloat16") == 0.25
+    assert hardware.exact_share(Op.ALL_REDUCE, "float32") == 27.4 / 32
+    (line,) = tables.exact_bits([best(measured)], measured)
     assert line.startswith("Exact transports lose nothing. Expected as measured: ")
-    assert first.seconds != best(solver(cluster)).seconds
-
-
-def _row(step: int, shares: dict[tuple[str, str], float]) -> StepRow:
-    return StepRow(
-        step=step, loss=1.0, learning_rate=1.0, gradient_norm=1.0, tokens=1, seconds=1.0, inter_bytes=1, intra_bytes=1,
-        exposed_seconds=0.0, memory_bytes=1, exact_shares=shares,
-    )  # fmt: skip
-
-
-def test_a_run_that_sent_nothing_exactly_is_refused(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines.start(0, {}, {})
-    lines.write(_row(1, {}))
-    lines.close()
-    with pytest.raises(ConfigError, match="has sent nothing exactly"):
-        load_exact_shares(tmp_path)
-    with pytest.raises(ConfigError, match="exact_from: cannot read"):
-        load_exact_shares(tmp_path / "nowhere")
+    assert best(measured).seconds != best(solver(cluster)).seconds
 
 
 def test_a_profile_has_the_speed_of_exact_codecs_and_older_ones_an_estimate() -> None:
@@ -221,25 +183,6 @@ def test_configurations_take_true_false_or_nothing(tmp_path: Path) -> None:
             assert config.strategy.exact is value
             file.write_text(str(config))
             assert Config.load(file, []) == config
-        assert config.strategy.build(Topology(2, 2), 10).is_exact is (value is True)
+        assert config.strategy.build(Topology(2, 2)).is_exact is (value is True)
     with pytest.raises(ConfigError, match=r'strategy\.exact = "often": expected true or false'):
         Config.load(file, ["strategy.exact=often"])
-    with pytest.raises(ConfigError, match=r"only with strategy\.name = auto"):
-        Config.load(file, ["strategy.exact_from=run"])
-
-
-def test_the_command_plans_with_exact_transports_or_without(tmp_path: Path) -> None:
-    profile = tmp_path / "profile.json"
-    profile.write_text(made_profile(cable=2e6).to_json())
-    model = str(Path(__file__).with_name("six-layers") / "config.json")
-
-    def planned(*options: str) -> dict[str, Any]:
-        arguments = ["plan", model, "--cluster", str(profile), "--batch", "4", "--length", "64", "--memory", "64"]
-        found = CliRunner().invoke(
-            main.app, [*arguments, "--precision", "fp32", "--no-checkpointing", "--top", "1", "--json", *options]
-        )
-        assert found.exit_code == 0, found.output
-        return json.loads(found.stdout)["plans"][0]
-
-    on, off, auto = (Strategy.from_toml(planned("--exact", how)["toml"]) for how in ("on", "off", "auto"))
-    assert on.is_exact and not off.is_exact and auto.is_exact

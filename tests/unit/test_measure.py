@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import Counter
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from towpath.auto import measure
 from towpath.auto.measure import describe_measured, line_through
-from towpath.auto.probe import TimedWork, run_together
+from towpath.auto.probe import seconds_beside
 from towpath.core.formats import Precision
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
@@ -160,16 +161,20 @@ def test_waiting_for_a_core_is_not_computing(monkeypatch: pytest.MonkeyPatch) ->
     assert [u.measured.forward.at(LENGTH) for u in blocks if u.measured] == [1.0, 1.0]
 
 
-def test_of_two_things_at_once_the_one_that_others_take_part_in_is_done_as_often_everywhere() -> None:
+def test_messages_beside_a_product_are_sent_as_often_as_on_every_rank() -> None:
     counts: Counter[str] = Counter()
+    multiplied = threading.Event()
 
-    def doing(name: str, alone: bool) -> TimedWork:
-        return TimedWork(name, 1, 0.1, lambda: counts.update([name]), alone)
+    def message() -> None:
+        multiplied.wait()
+        counts.update(["message"])
 
-    run_together(doing("product", True), doing("message", False), CPU, 0.5)
+    def product() -> None:
+        counts.update(["product"])
+        multiplied.set()
+
+    assert seconds_beside(product, message, 5) > 0
     assert counts["message"] == 5 and counts["product"] >= 1
-    run_together(doing("one", False), doing("other", False), CPU, 0.5)
-    assert counts["one"] == counts["other"] == 5
 
 
 def test_what_fails_beside_something_else_is_raised() -> None:
@@ -177,4 +182,4 @@ def test_what_fails_beside_something_else_is_raised() -> None:
         raise ValueError("no link")
 
     with pytest.raises(ValueError, match="no link"):
-        run_together(TimedWork("product", 1, 0.1, lambda: None), TimedWork("message", 1, 0.1, fails), CPU, 0.2)
+        seconds_beside(lambda: None, fails, 2)

@@ -1,4 +1,4 @@
-"""Rows of metrics, and what the writers make of them: read back as their readers do."""
+"""What a run reports: rows, read back as their readers do, the progress line, and the summary."""
 
 from __future__ import annotations
 
@@ -8,41 +8,56 @@ import mmap
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+import towpath
+from towpath.core.strategy import TransferKind
+from towpath.engine.streams.record import Sums, TransferStats
 from towpath.errors import ConfigError
-from towpath.train.metrics import EvaluationRow, JsonLines, StepRow, TensorBoard, WeightsAndBiases
-from towpath.train.metrics_logger import memory_bytes, peak_flops, stated_flops
+from towpath.observing import Stats
+from towpath.train.config import Config
+from towpath.train.metrics import (
+    JsonLines,
+    StepTimers,
+    TensorBoard,
+    WeightsAndBiases,
+    memory_bytes,
+    open_writers,
+    progress_line,
+    stated_flops,
+    summary,
+    times,
+)
+
+ROW: dict[str, Any] = {
+    "loss": 2.5,
+    "learning_rate": 3e-4,
+    "gradient_norm": 1.25,
+    "tokens": 4096,
+    "tokens_per_second": 8192.0,
+    "seconds": 0.5,
+    "inter_bytes": 48_200_000,
+    "intra_bytes": 100_000_000,
+    "exposed_seconds": 0.06,
+    "memory_bytes": 1_520_000_000,
+    "mfu": None,
+}
 
 
-def row_of(step: int, loss: float = 2.5, mfu: float | None = None) -> StepRow:
-    return StepRow(
-        step=step,
-        loss=loss,
-        learning_rate=3e-4,
-        gradient_norm=1.25,
-        tokens=4096,
-        seconds=0.5,
-        inter_bytes=48_200_000,
-        intra_bytes=100_000_000,
-        exposed_seconds=0.06,
-        memory_bytes=1_520_000_000,
-        mfu=mfu,
-    )
+# --- rows ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_row_is_a_line_of_json_as_soon_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     writer = JsonLines(path)
-    writer.write(row_of(1, mfu=0.4))
+    writer.write("train", 1, ROW)
     first = json.loads(path.read_text())  # before close()
-    writer.write(EvaluationRow(step=1, loss=2.0, seconds=0.1))
+    writer.write("validation", 1, {"loss": 2.0, "seconds": 0.1})
     writer.close()
-    assert first["kind"] == "train" and first["step"] == 1 and first["mfu"] == 0.4
-    assert first["tokens_per_second"] == 8192 and first["inter_bytes"] == 48_200_000
+    assert first == {"kind": "train", "step": 1} | {name: value for name, value in ROW.items() if name != "mfu"}
     assert json.loads(path.read_text().splitlines()[1]) == {
         "kind": "validation",
         "step": 1,
@@ -55,7 +70,7 @@ def test_numbers_that_are_not_finite_stay_valid_json_and_can_be_told_apart(tmp_p
     path = tmp_path / "metrics.jsonl"
     writer = JsonLines(path)
     for loss in (math.nan, math.inf, -math.inf):
-        writer.write(row_of(1, loss))
+        writer.write("train", 1, ROW | {"loss": loss})
     writer.close()
 
     def refuse(constant: str) -> None:
@@ -64,17 +79,17 @@ def test_numbers_that_are_not_finite_stay_valid_json_and_can_be_told_apart(tmp_p
     found = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
     assert [row["loss"] for row in found] == ["NaN", "Infinity", "-Infinity"]
     assert math.isnan(float(found[0]["loss"])) and float(found[2]["loss"]) == -math.inf
-    assert "mfu" not in found[0]
 
 
 def test_a_resumed_run_appends_also_after_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "train", "step": 1}\n{"kind": "tra')
-    writer = JsonLines(path)
-    writer.write(row_of(2))
-    writer.close()
+    for step in (2, 3):
+        writer = JsonLines(path)
+        writer.write("train", step, ROW)
+        writer.close()
     lines = path.read_text().splitlines()
-    assert lines[1] == '{"kind": "tra' and json.loads(lines[2])["step"] == 2
+    assert lines[1] == '{"kind": "tra' and [json.loads(line)["step"] for line in lines[2:]] == [2, 3]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -83,42 +98,40 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         JsonLines(tmp_path / "taken" / "metrics.jsonl")
 
 
+def test_a_run_does_not_begin_where_its_first_row_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    config = Config.from_dict({"log": {"folder": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=f"cannot write to {tmp_path}: No space left on device"):
+        open_writers(config, towpath.Topology(1, 1), 0)
+
+
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     before = threading.enumerate()
     writer = TensorBoard(tmp_path)
     for step in (1, 2):
-        writer.write(row_of(step, loss=3.0 - step))
-    writer.write(EvaluationRow(step=2, loss=0.5, seconds=0.1))
+        writer.write("train", step, ROW | {"loss": 3.0 - step})
+    writer.write("validation", 2, {"loss": 0.5})
     writer.close()
     assert threading.enumerate() == before
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
-    assert [e.value for e in events.Scalars("train/inter_bytes")] == [48_200_000.0] * 2
     assert [(e.step, e.value) for e in events.Scalars("validation/loss")] == [(2, 0.5)]
     assert "train/mfu" not in events.Tags()["scalars"]
 
 
-def test_a_run_does_not_begin_where_its_first_row_cannot_be_written() -> None:
-    with pytest.raises(ConfigError, match="cannot write /dev/full: No space left on device"):
-        JsonLines(Path("/dev/full")).start(0, {}, {})
-
-
-def test_weights_and_biases_offline_needs_no_network_and_leaves_nothing_running(
+def test_weights_and_biases_needs_no_network_and_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _nowhere(tmp_path, monkeypatch)
     before, children = threading.enumerate(), _children()
-    writer = WeightsAndBiases("towpath-tests", tmp_path / "run", {"train": {"steps": 2}}, offline=True)
-    writer.write(row_of(1))
-    writer.write(EvaluationRow(step=1, loss=0.5, seconds=0.1))
+    writer = WeightsAndBiases("towpath-tests", tmp_path / "run", {"train": {"steps": 2}})
+    writer.write("train", 1, ROW)
     assert writer._run.name == "run"
     writer.close()
     assert set(threading.enumerate()) <= set(before) and _children() == children
-    runs = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
-    assert len(runs) == 1
-    (recorded,) = runs[0].glob("run-*.wandb")
+    (recorded,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     assert recorded.stat().st_size > 0
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""
@@ -126,8 +139,9 @@ def test_weights_and_biases_offline_needs_no_network_and_leaves_nothing_running(
 
 def test_weights_and_biases_online_never_asks_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _nowhere(tmp_path, monkeypatch)
+    monkeypatch.setenv("WANDB_MODE", "online")
     with pytest.raises(ConfigError, match=r"nobody is logged in.*wandb login"):
-        WeightsAndBiases("towpath-tests", tmp_path / "run", {}, offline=False)
+        WeightsAndBiases("towpath-tests", tmp_path / "run", {})
 
 
 def _children() -> set[str]:
@@ -137,6 +151,7 @@ def _children() -> set[str]:
 
 def _nowhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user without a key, and no way out."""
+    monkeypatch.setenv("WANDB_MODE", "")  # so that what the run sets is taken back
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR", "WANDB_ERROR_REPORTING"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
@@ -150,27 +165,18 @@ def _nowhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("package", "make"),
     [
         ("tensorboard", lambda folder: TensorBoard(folder)),
-        ("wandb", lambda folder: WeightsAndBiases("p", folder, {}, offline=True)),
+        ("wandb", lambda folder: WeightsAndBiases("p", folder, {})),
     ],
 )
 def test_a_missing_package_is_one_line_with_the_remedy(
-    package: str, make: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"log\.{package}.*pip install 'towpath\[log\]'"):
-        make(tmp_path)  # type: ignore[operator]
+        make(tmp_path)
 
 
-class Tied(nn.Module):
-    """4 tokens of width 8: a lookup of positions, one matrix, and an output layer that is the embedding."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(4, 8), nn.Embedding(100, 8)
-        self.inner, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-        self.head = nn.Linear(8, 4, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
+# --- the device ------------------------------------------------------------------------------------------------------
 
 
 def test_the_peak_is_the_data_sheets_where_the_gpu_is_known() -> None:
@@ -180,14 +186,68 @@ def test_the_peak_is_the_data_sheets_where_the_gpu_is_known() -> None:
     assert stated_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16) == 312e12
     assert stated_flops("NVIDIA RTX A4000", torch.bfloat16) is None
     assert stated_flops("NVIDIA H200", torch.float32) is None  # unless TF32 is allowed
+    assert stated_flops(torch.device("cpu"), torch.float32) is None
 
 
-def test_elsewhere_the_peak_is_measured_and_memory_is_what_is_resident() -> None:
-    found = peak_flops(torch.device("cpu"), torch.float32)
-    assert 1e8 < found < 1e14
+def test_memory_is_what_is_resident() -> None:
     before = memory_bytes(torch.device("cpu"))
     size = 100_000_000
     # Fresh from the system: a tensor's may be what the process had let go of, and was resident all along.
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as kept:
         kept[::4096] = b"x" * len(range(0, size, 4096))
         assert memory_bytes(torch.device("cpu")) - before > 0.9 * size
+
+
+# --- what a person sees ----------------------------------------------------------------------------------------------
+
+
+def test_a_line_tells_all_and_fits_a_hundred_columns() -> None:
+    line = progress_line(50_000, 100_000, ROW | {"loss": 12.34567, "mfu": 0.412}, 50_000 * 0.5)
+    expected = "loss 12.346  8,192 tok/s  MFU 41%  inter 48.2 MB  exposed 12%  mem 1.52 GB  ETA 6h56"
+    assert line == f" 50000/100000  {expected}" and len(line) <= 100
+    ends = [progress_line(1, 2, ROW, seconds).split()[-1] for seconds in (0.4, 59.6, 61, 3600, 90_061)]
+    assert ends == ["0:00", "1:00", "1:01", "1h00", "25h01"]
+
+
+def _stats(calls: int = 10) -> Stats:
+    """Of `calls` steps under zero++."""
+    topology = towpath.Topology(2, 2)
+    made = towpath.schedule(towpath.strategy("zero++", topology), {"block": 4096, "other": 4096})
+    transfers = tuple(
+        TransferStats(t, calls, calls * t.intra_bytes, calls * t.inter_bytes, 0.2 * calls, 0.1 * calls)
+        for t in made.transfers
+    )
+    return Stats(transfers, made.transfers, {}, 3, 0.05 * calls)
+
+
+def test_stats_can_be_taken_of_a_part_of_a_run() -> None:
+    part = _stats(10).since(_stats(4))
+    assert part.inter_bytes == 6 * _stats(1).inter_bytes
+    assert {t.calls for t in part.transfers} == {6}
+    assert part.seconds_host == pytest.approx(0.3) and part.buffers_made == 0
+    assert _stats(4).since(_stats(4)).transfers == ()
+
+
+def test_the_times_add_up_to_the_run() -> None:
+    done = _stats(10)
+    aside = Sums(exposed_seconds={TransferKind.GATHER: 1.5}, host_seconds=0.1)
+    found = times(done, StepTimers(passes=15.0, optimizer=1.0, evaluation=3.0), 20.0, aside)
+    assert sum(found.values()) == pytest.approx(20.0)
+    gathers = sum(t.seconds_exposed for t in done.transfers if t.transfer.kind is TransferKind.GATHER)
+    assert found["waiting for gather"] == pytest.approx(gathers - 1.5)
+    assert found["the engine's own work"] == pytest.approx(0.4)
+    assert found["the rest"] == pytest.approx(1.0)
+    assert found["compute"] == pytest.approx(15.0 - done.seconds_exposed + 1.5 - 0.4)
+
+
+def test_the_summary_reads_well_in_a_file() -> None:
+    done = _stats(10)
+    text = summary(done, times(done, StepTimers(passes=15.0, optimizer=1.0), 20.0, Sums()), 10)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "Where the time went (10 steps, 20.0 s)"
+    (optimizer,) = [line for line in lines if "the optimizer" in line]
+    assert optimizer.split()[2:] == ["1.00", "s", "100.0", "ms", "a", "step", "5.0%"]
+    (gather,) = [line for line in lines if line.startswith("gather")]
+    mine = [t for t in done.transfers if t.transfer.kind is TransferKind.GATHER]
+    assert f"{sum(t.inter_bytes for t in mine):,}" in gather

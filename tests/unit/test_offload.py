@@ -221,7 +221,8 @@ def test_every_shipped_cluster_describes_its_host() -> None:
 
 
 def test_the_command_tells_what_lies_on_the_host() -> None:
-    sides = ("explain", "zero3", "paro-iig", "--model", "llama-7b", "--cluster", "ethernet-25g", "--checkpointing")
+    sides = ("plan", "llama-7b", "--cluster", "ethernet-25g", "--batch", "32", "--micro-batch", "1", "--checkpointing")
+    sides += ("--strategy", "zero3", "--strategy", "paro-iig")
     assert "GiB of the host" not in told(*sides)
     assert "GiB of the host, for a rank" in told(*sides, "--offload", "optimizer")
     found = json.loads(told_wide(*sides, "--offload", "optimizer", "--json"))

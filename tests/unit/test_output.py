@@ -12,19 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from tests.ranks.strategies import seldom
-from tests.unit.test_metrics import row_of
 from towpath import checkpoint
 from towpath.cli.main import _delivered
 from towpath.cli.terminal import Output
-from towpath.train.progress import StepProgress
+from towpath.progress import counting_bar
+from towpath.train.prepare import prepare
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
 TINY = [
     *("model.width=16", "model.depth=1", "model.heads=2", "train.steps=3", "train.batch=4", "train.micro_batch=1"),
-    *("train.length=16", "train.evaluate_batches=1", "train.threads=1", "data.text=text.txt"),
+    *("train.length=16", "train.threads=1", "data.tokens=tokens"),
 ]
 
 
@@ -73,9 +71,7 @@ def _output_to(descriptor: int) -> Generator[Output]:
 def _run(folder: Path, *arguments: str, **to: int) -> int:
     """`towpath ARGUMENTS` as a process; its exit code."""
     outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment = {**outside, "XDG_CACHE_HOME": str(folder / "cache")}
-    if "--ranks" not in arguments:
-        environment["FORCE_COLOR"] = "1"  # rich then draws its live line wherever stderr goes
+    environment = {**outside, "FORCE_COLOR": "1"}  # rich then draws its bars wherever stderr goes
     return subprocess.run([sys.executable, "-c", COMMAND, *arguments], cwd=folder, env=environment, **to).returncode  # pyright: ignore
 
 
@@ -84,10 +80,9 @@ def test_lines_live_lines_and_libraries_are_quiet_when_the_reader_has_left() -> 
         for _ in range(3):
             print("a line", flush=True)
             print("a line", file=sys.stderr)
-        with StepProgress(3, console=Console(stderr=True, force_terminal=True)) as progress:
-            for step in (1, 2, 3):
-                progress.show(row_of(step))
-                progress.note("a note")
+        with counting_bar("a bar", 3) as advance:
+            for _ in range(3):
+                advance(1)
         for number in (1, 2):
             os.write(number, b"a library's")
         assert output.lost() is None
@@ -132,24 +127,15 @@ def test_closed_descriptors_are_not_those_of_the_next_file(tmp_path: Path) -> No
     assert told == "descriptor" and int(descriptor) > 2
 
 
-@pytest.mark.parametrize("how", [seldom(("--ranks", "2")), ()], ids=["lines-of-two-ranks", "live-line"])
-def test_a_training_that_nobody_reads_trains_and_saves_to_its_end(tmp_path: Path, how: tuple[str, ...]) -> None:
+def test_a_training_that_nobody_reads_trains_and_saves_to_its_end(tmp_path: Path) -> None:
     """Without stages it does not import pipelining."""
     (tmp_path / "text.txt").write_text("a line of text\n" * 400)
+    prepare([str(tmp_path / "text.txt")], tmp_path / "tokens")
     with _without_reader() as pipe:
-        code = _run(tmp_path, "train", str(EXAMPLE), *how, *TINY, "checkpoint.every=2", stdout=pipe, stderr=pipe)
+        code = _run(tmp_path, "train", str(EXAMPLE), *TINY, "checkpoint.every=2", stdout=pipe, stderr=pipe)
     assert code == 0
     folder = tmp_path / "towpath-run"
     steps = [checkpoint.verify(folder / "checkpoints" / f"step-{step:06}") for step in (2, 3)]
     assert steps == [None, None]
     rows = [json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows == ["start", "train", "train", "train", "validation"]
-
-
-def test_what_is_written_for_machines_is_there_when_nobody_reads_the_rest(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("a line of text\n")
-    arguments = ["text.txt", "-o", "tokens", "--workers", "1", "--json", "told.json"]
-    with _without_reader() as pipe:
-        code = _run(tmp_path, "data", "prepare", *arguments, stdout=pipe, stderr=pipe)
-    assert code == 0
-    assert json.loads((tmp_path / "told.json").read_text())["documents"] == 1

@@ -1,4 +1,4 @@
-"""`towpath plan`, `explain` and `simulate`, as people and machines call them."""
+"""`towpath plan`, as people and machines call it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.profiles import made_profile
-from tests.ranks.strategies import seldom
 from towpath.cli import main, plan_report
 from towpath.cli import plan as plan_command
 from towpath.cli import probe as probe_command
-from towpath.cli import simulate as simulate_command
 from towpath.cli.plots import svg
 from towpath.core.strategy import Strategy
 from towpath.train.config import Config
 
 MODEL = str(Path(__file__).with_name("six-layers") / "config.json")  # few layers are quickly planned
 PLAN = ("plan", MODEL, "--cluster", "ethernet-10g", "--batch", "32", "--top", "3", "--length", "1024")
-SMALL = ("--model", "gpt-2.5b", "--cluster", "ethernet-10g", "--micro-batch", "2", "--nodes", "2", "--checkpointing")
-SIDES = ("--model", "bert-10b", "--cluster", "p3dn", "--micro-batch", "8", "--micro-steps", "4", "--checkpointing")
+SIDES = ("plan", "bert-10b", "--cluster", "p3dn", "--batch", "2048", "--micro-batch", "8", "--checkpointing")
+SMALL = ("plan", "gpt-2.5b", "--cluster", "ethernet-10g", "--nodes", "2", "--batch", "32", "--micro-batch", "2")
 
 
 def run(*arguments: str) -> Any:
@@ -40,15 +38,6 @@ def told(*arguments: str) -> str:
     assert found.exit_code == 0, found.output
     assert all(len(line) <= 100 for line in found.stdout.splitlines()), found.stdout
     return found.stdout  # progress goes to stderr, where a machine is slow enough for it
-
-
-@pytest.mark.parametrize("command", [seldom("plan"), "explain", seldom("simulate")])
-def test_help_has_an_example_that_works(command: str) -> None:
-    help_text = re.sub(r"\s+", " ", told(command, "--help"))
-    example = re.search(rf"Example: (?:`)?towpath ({command} [^`│]*?)(?:`|(?= (?:It|Exit) ))", help_text)
-    assert example is not None, help_text
-    arguments = example[1].split()
-    assert told(*[a for a in arguments if a not in ("--trace", "step.json")])
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +91,7 @@ def test_what_it_writes_is_a_strategy_that_train_takes(
     config.write_text("[train]\nbatch = 32\n")
     made = Config.load(config, overrides[1].split())
     assert made.strategy.file == Path(file.name)
-    made.strategy.build(Strategy.from_toml(file.read_text()).topology, 100)
+    made.strategy.build(Strategy.from_toml(file.read_text()).topology)
 
 
 def test_codecs_are_planned_only_where_they_are_allowed(found: dict[str, Any]) -> None:
@@ -114,19 +103,32 @@ def test_codecs_are_planned_only_where_they_are_allowed(found: dict[str, Any]) -
 
 
 def test_two_strategies_are_set_side_by_side_and_one_sentence_says_what_decides() -> None:
-    output = told("explain", "zero3", "mics", *SIDES)
+    output = told(*SIDES, "--strategy", "zero3", "--strategy", "mics")
 
     assert re.search(r"mics is 1\.\d+ times as fast: it waits .* less for gather", output)
     assert re.search(r"GB out of a node +2\d\d\.\d +3\d\.\d", output)
+    output = " ".join(told(*SIDES, "--strategy", "ddp", "--strategy", "zero3").split())
+    assert re.search(
+        r"ddp does not fit: [\d.]+ GiB more than the 31\.0 GiB of a rank\. It needs [\d.]+ GiB for", output
+    )
 
 
-def test_one_strategy_alone_is_explained_by_what_it_waits_for() -> None:
-    output = told("explain", "zero3", *SIDES)
+def test_a_strategy_alone_stands_next_to_the_best_one(found: dict[str, Any], written: tuple[str, Path]) -> None:
+    output = told(*PLAN, "--strategy", "zero3")
+    assert re.search(r"one optimizer step +zero3 +" + found["plans"][0]["strategy"], output)
+    assert "times as fast: it waits" in output
+    alone = json.loads(told_wide(*PLAN, "--strategy", str(written[1]), "--json"))
+    assert [each["seconds"] for each in alone["strategies"]] == [found["plans"][0]["seconds"]]
+    assert re.search("waits|same time", alone["conclusions"][0])
 
-    assert re.search(r"zero3 waits [\d.]+ m?s of [\d.]+ m?s, the longest for gather", output)
-    found = json.loads(told_wide("explain", "zero3", *SIDES, "--json"))
-    assert len(found["strategies"]) == 1 and "waits" in found["verdict"]
-    assert "ddp does not fit" in told("explain", "ddp", *SIDES)
+
+def test_the_batching_of_a_given_strategy_is_the_fastest_that_fits() -> None:
+    chosen = json.loads(told_wide(*SMALL[:-2], "--strategy", "zero1", "--strategy", "zero3", "--json"))["strategies"]
+    for name, step in zip(("zero1", "zero3"), chosen, strict=True):
+        assert step["margin_bytes"] >= 0
+        for size in ("1", "2", "4"):
+            other = json.loads(told_wide(*SMALL[:-1], size, "--strategy", name, "--strategy", name, "--json"))
+            assert step["seconds"] <= other["strategies"][0]["seconds"] or other["strategies"][0]["margin_bytes"] < 0
 
 
 def test_what_takes_long_tells_how_much_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,29 +138,20 @@ def test_what_takes_long_tells_how_much_is_done(monkeypatch: pytest.MonkeyPatch)
     def bar(about: str) -> Generator[Callable[[int, int], None]]:
         yield lambda done, total: said.append(f"{about} {0 <= done <= total}")
 
-    for command in (plan_command, simulate_command):
-        monkeypatch.setattr(command, "progress_bar", bar)
-    told_wide("simulate", "zero3", *SMALL, "--jitter", "0.1")
-    told_wide("explain", "zero3", "mics", *SMALL)
-    told_wide(*PLAN)
-    assert set(said) == {"Simulating True", "Explaining True", "Planning True"}
+    monkeypatch.setattr(plan_command, "progress_bar", bar)
+    told_wide(*PLAN, "--strategy", "zero3")
+    assert set(said) == {"Simulating True", "Planning True"}
 
 
-def test_what_does_not_fit_is_said_with_its_parts() -> None:
-    output = " ".join(told("explain", "ddp", "zero3", *SIDES).split())
-
-    assert re.search(
-        r"ddp does not fit: [\d.]+ GiB more than the 31\.0 GiB of a rank\. It needs [\d.]+ GiB for", output
-    )
-
-
-def test_explain_suggests_the_offload_with_which_a_strategy_fits() -> None:
-    model = ("--model", "llama-7b", "--cluster", "p4d", "--nodes", "1")
-    output = " ".join(told("explain", "zero3", *model, "--memory", "30").split())
-    suggested = re.search(r"With --offload (\S+) it would fit", output)
-    assert suggested is not None
-    offloaded = told("explain", "zero3", *model, "--memory", "30", "--offload", suggested[1])
-    assert "does not fit" not in offloaded
+def test_a_strategy_that_does_not_fit_is_told_the_offload_with_which_it_would() -> None:
+    """A larger one, if the strategy offloads already."""
+    small = ("llama-7b", "--cluster", "p4d", "--nodes", "1", "--memory", "30", "--no-checkpointing")
+    large = ("llama-13b", "--cluster", "a100-40-25g", "--nodes", "1x2", "--checkpointing", "--offload", "optimizer")
+    for options in (small, large):
+        asked = ("plan", *options, "--batch", "8", "--micro-batch", "1", "--strategy", "zero3")
+        suggested = re.search(r"With --offload (\S+) it would fit", " ".join(told(*asked).split()))
+        assert suggested is not None
+        assert "does not fit" not in told(*asked, "--offload", suggested[1])
 
 
 @pytest.mark.parametrize("case", [("llama-65b", "two-desktops", "1"), ("llama-13b", "ethernet-25g", "2")])
@@ -182,16 +175,12 @@ def test_where_nothing_fits_the_message_names_parts_and_what_helps(
 
 
 def test_where_an_offload_does_not_suffice_a_larger_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = ("--cluster", "a100-40-25g", "--nodes", "1", "--ranks-per-node", "2")
+    cluster = ("--cluster", "a100-40-25g", "--nodes", "1x2")
     arguments = ["plan", "llama-13b", *cluster, "--batch", "32", "--offload"]
     assert main._run([*arguments, "optimizer"]) == 1
     suggested = re.search(r"--offload (\S+), with which it fits", capsys.readouterr().err)
     assert suggested is not None
     assert main._run([*arguments, suggested[1]]) == 0
-
-    options = ("--model", "llama-13b", *cluster, "--checkpointing", "--offload", "optimizer")
-    explained = " ".join(told("explain", "zero3", *options).split())
-    assert f"With --offload {suggested[1]} it would fit" in explained
 
 
 @pytest.mark.parametrize(
@@ -200,38 +189,29 @@ def test_where_an_offload_does_not_suffice_a_larger_one_is_named(capsys: pytest.
         (("plan", "llama-8b", "--cluster", "p4d", "--batch", "64"), "model 'llama-8b': expected a name"),
         (("plan", "llama-7b", "--cluster", "p5d", "--batch", "64"), "cluster 'p5d': expected a .toml file"),
         (("plan", "llama-7b", "--cluster", "p4d", "--batch", "63"), "batch = 63 sequences cannot be shared out"),
+        (("plan", "llama-7b"), "Missing option '--cluster'. Example: towpath plan llama-7b --cluster"),
         ((*PLAN, "--allow", "int7"), "unknown codec 'int7'"),
-        ((*PLAN, "--interleaved", "10"), "--interleaved needs codecs of gradients"),
         ((*PLAN, "-o", "/nowhere/plan.toml"), "--output /nowhere/plan.toml: there is no folder /nowhere"),
         ((*PLAN, "-o", "/tmp"), "--output /tmp: that is a folder. Name a file in it."),
-        (("simulate", "zero3", *SIDES, "--trace", "/nowhere/t.json"), "there is no folder /nowhere"),
-        ((*PLAN, "--optimizer", "muon"), "optimizer 'muon': expected one of adamw"),
-        (("simulate", "zero3", *SIDES, "--straggler", "3"), "expected RANK:TIMES"),
-        (("simulate", "zero++ gradients_until=5", *SIDES, "--jitter", "0.1"), "Add --step 0 or 5."),
-        (("simulate", "zero3", *SIDES, "--straggler", "64:2"), "a rank below 64"),
-        (("simulate", "zero4", *SIDES), "unknown strategy 'zero4'; did you mean"),
-        (("simulate", "missing.toml", *SIDES), "cannot read missing.toml"),
+        ((*PLAN, "--trace", "/nowhere/t.json"), "there is no folder /nowhere"),
+        ((*PLAN, "--strategy", "zero3", "--report", "page.html"), "leave out --strategy, or --report"),
+        ((*PLAN, "--strategy", "zero4"), "unknown strategy 'zero4'; did you mean"),
+        ((*PLAN, "--strategy", "missing.toml"), "cannot read missing.toml"),
+        ((*PLAN[:5], "1600000", "--micro-batch", "1", "--strategy", "zero3", "--trace", "t.json"), "at most 1,000"),
         ((*PLAN, "--memory", "inf"), "'--memory': got inf; expected a number above 0, up to 1,000,000"),
         ((*PLAN, "--memory", "nan"), "'--memory': got nan"),
         ((*PLAN, "--memory", "0"), "'--memory': got 0"),
-        ((*PLAN, "--memory", "-1"), "'--memory': got -1"),
         ((*PLAN, "--memory", "1e12"), "'--memory': got 1e12"),
         ((*PLAN, "--batch", "1000000000000"), "'--batch': got 1000000000000; expected a whole number from 1 to"),
         ((*PLAN, "--batch", "0"), "'--batch': got 0"),
-        ((*PLAN, "--nodes", "1000000000000"), "'--nodes': got 1000000000000"),
+        ((*PLAN, "--nodes", "1000000000000"), "'--nodes': got 1000000000000; expected 4, or 4x8 with the ranks"),
         ((*PLAN, "--nodes", "-2"), "'--nodes': got -2"),
         ((*PLAN, "--length", "inf"), "'--length': got inf"),
-        ((*PLAN, "--micro-batch", "1000000000000"), "'--micro-batch': got 1000000000000"),
-        ((*PLAN, "--top", "1000000000000"), "'--top': got 1000000000000"),
-        ((*PLAN, "--pipeline", "1"), "'--pipeline': got 1; expected a whole number from 2"),
-        ((*PLAN, "--pipeline", "2", "--tensor", "0"), "'--tensor': got 0"),
-        (("simulate", "zero3", *SIDES, "--micro-steps", "1000000000000"), "'--micro-steps': got 1000000000000"),
-        (("simulate", "zero3", *SIDES, "--micro-steps", "2000", "--jitter", "0.1"), "Expected at most 1,000"),
-        (("simulate", "zero3", *SIDES, "--jitter", "nan"), "jitter = nan: expected a share"),
-        (("simulate", "zero3", *SIDES, "--jitter", "inf"), "jitter = inf: expected a share"),
-        (("simulate", "zero3", *SIDES, "--straggler", "3:inf"), "straggler 3:inf: expected RANK:TIMES"),
-        (("simulate", "zero3", *SIDES, "--straggler", "3:nan"), "straggler 3:nan: expected RANK:TIMES"),
-        (("explain", "zero3"), "Missing option '--model'. Example: towpath explain zero3 mics --model"),
+        ((*PLAN, "--pipeline", "1"), "'--pipeline': got 1; expected at least 2 ranks"),
+        ((*PLAN, "--pipeline", "2x0"), "'--pipeline': got 2x0"),
+        ((*PLAN, "--pipeline", "2:1f1b"), "got 2:1f1b; expected a schedule of GPipe, 1F1B"),
+        (("explain", "zero3", "mics"), "is gone. Run `towpath plan MODEL"),
+        (("simulate", "--help"), "Run `towpath plan MODEL --cluster NAME --batch N --strategy STRATEGY`."),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -242,19 +222,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert message in error and error.count("\n") == 1
 
 
-def test_ranks_that_are_not_alike_take_longer() -> None:
-    late = ("--jitter", "0.1", "--straggler", "5:1.5")
-    plain, uneven = (json.loads(told_wide("simulate", "zero3", *SMALL, *more, "--json")) for more in ((), late))
-    words = told_wide("simulate", "zero3", *SMALL, "--straggler", "5:1.5")
-
-    assert uneven["late_seconds"]["most"] >= uneven["late_seconds"]["mean"] > 0
-    assert "late_seconds" not in plain and "With ranks of different speeds:" in words
-
-
 def test_a_simulated_step_is_a_trace_like_the_engines(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
 
-    told_wide("simulate", "zero3", *SIDES, "--trace", str(file))
+    told_wide(*SIDES, "--strategy", "zero3", "--strategy", "ddp", "--trace", str(file))
 
     events = json.loads(file.read_text())["traceEvents"]
     rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -263,12 +234,12 @@ def test_a_simulated_step_is_a_trace_like_the_engines(tmp_path: Path) -> None:
 
 
 def test_each_phase_of_codecs_that_change_is_simulated() -> None:
-    recipe = ("simulate", "zero++ gradients_until=4", *SMALL)
-    found = json.loads(told_wide(*recipe, "--json"))
-    alone = [json.loads(told_wide(*recipe, "--step", step, "--json"))["seconds"] for step in ("0", "4")]
-    assert [(each["first_step"], each["seconds"]) for each in found["phases"]] == [(0, alone[0]), (4, alone[1])]
-    assert re.search(r"From step 4: [\d,]+ tokens/s", told(*recipe))
-    assert "change at step 4. Here all are in use" in told("explain", "zero++ gradients_until=4", *SMALL)
+    found = json.loads(told_wide(*SMALL, "--strategy", "zero++ gradients_until=4", "--json"))
+    first, second = found["strategies"]
+    assert (first["first_step"], second["first_step"]) == (0, 4)
+    assert first["inter_bytes"] < second["inter_bytes"]
+    output = told(*SMALL, "--strategy", "zero++ gradients_until=4")
+    assert re.search(r"zero\+\+ int8 int4, from step 0 +zero\+\+ int8, from step 4", output)
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -328,11 +299,9 @@ def test_a_job_of_thousands_is_planned_without_torch() -> None:
     assert "512 nodes of 8 ranks" in done.stdout
 
 
-def test_a_profile_is_shown_and_drawn_with_what_its_collectives_took(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_is_shown_with_what_its_collectives_took(capsys: pytest.CaptureFixture[str]) -> None:
     probe_command.show(made_profile(), Path("profile.json"))
 
     out = capsys.readouterr().out
     assert re.search(r"all-gather by ho-ring, 2 × 2 +1,048,576 +\S+ ms +\S+ ms \([+-]\d+%\)", out), out
     assert all(len(line) <= 100 for line in out.splitlines())
-    picture = probe_command.draw(made_profile())
-    assert picture.startswith("<svg") and "inter, one (within" in picture and "all-gather by ho-ring, 2 × 2" in picture

@@ -30,7 +30,7 @@ assert not {"torch", "numpy"} & set(sys.modules), "torch or numpy was imported"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_planning_plans_simulates_and_explains_without_torch() -> None:
+def test_planning_plans_and_simulates_without_torch() -> None:
     program = """
 import sys
 from towpath import planning, strategy
@@ -41,8 +41,7 @@ assert isinstance(found, planning.Ranking), found
 batching = planning.Batching(micro_batch=1, micro_steps=1, checkpointing=True)
 steps = [solver.predict(strategy(name, cluster.topology), batching) for name in ("zero3", "mics")]
 assert solver.predict_memory(steps[0].strategy, batching) == steps[0].memory
-assert "times as fast" in planning.explain(steps, solver)
-assert planning.compare(steps, solver)[0][0] == "step"
+assert solver.timeline(steps[0].strategy, batching).seconds == steps[0].seconds
 assert not {"torch", "numpy"} & set(sys.modules), "torch or numpy was imported"
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -7,7 +7,6 @@ import pytest
 import towpath
 from towpath.core.presets import parse_strategy
 from towpath.core.strategy import TransferKind
-from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
 
 ELEMENTS = 3 * 2**20  # divisible by every cut used here: no padding
@@ -77,15 +76,6 @@ def test_mixed_precision_travels_in_its_own_dtypes() -> None:
     assert dtypes[TransferKind.REDUCE] == "float32"
 
 
-def test_frozen_parameters_are_gathered_but_never_reduced_or_published() -> None:
-    from towpath.core.schedule import schedule
-
-    frozen = UnitSpec("a", (BucketSpec((5000,), "float32", trainable=False), BucketSpec((100,), "float32")))
-    made = schedule(towpath.strategy("paro-iig", towpath.Topology(2, 2)), (frozen,), 2)
-    kinds = {t.kind for t in made.transfers if t.bucket.endswith("frozen")}
-    assert kinds == {TransferKind.GATHER, TransferKind.BACKWARD_GATHER}
-
-
 @pytest.mark.parametrize("name", towpath.strategies())
 def test_memory_is_that_of_the_formula(name: str) -> None:
     """c/s_p + a/s_g + master 4/s_os (none in pure fp32), hpZ c/R, and `.grad` unless a view of G; a: of the sum."""
@@ -151,20 +141,6 @@ def test_a_schedule_is_for_a_whole_number_of_micro_steps() -> None:
     for wrong in (0, -1, 1.5):
         with pytest.raises(ConfigError, match="whole number"):
             towpath.schedule(strategy, MODEL, wrong)  # type: ignore[arg-type]
-
-
-def test_a_schedule_prints_a_line_for_each_kind_of_transfer_and_a_total() -> None:
-    text = str(towpath.schedule(towpath.strategy("paro-iig", towpath.Topology(2, 2)), MODEL, 3))
-    assert [line.split()[0] for line in text.splitlines()[2:]] == [
-        "gather",
-        "backward_gather",
-        "reduce",
-        "grad_sync",
-        "param_sync",
-        "unused_params",
-        "total",
-    ]
-    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_a_preset_s_name_is_a_strategy_on_the_topology_that_is_passed() -> None:

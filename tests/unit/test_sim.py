@@ -18,11 +18,10 @@ from towpath.core.strategy import GRADIENTS, MoveShape, Strategy, TransferKind, 
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.errors import ConfigError
 from towpath.sim.bandwidth import _ROUNDS, BandwidthModel, Demand
 from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
 from towpath.sim.replay import ComputeSeconds, Replay
-from towpath.sim.timeline import Delay, RankVariation, Timeline, expected_delay
+from towpath.sim.timeline import Timeline
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(4, 2), Topology(3, 1), Topology(1, 4), Topology(4, 8)]
@@ -286,58 +285,6 @@ def test_every_legal_placement_replays() -> None:
     for placement in legal_placements(topology, copies=True):
         found = replayed(Strategy(topology, placement), hardware(topology, latency=1e-6), micro_steps=2)
         assert found.seconds >= 2 * 3 * DEPTH * 1e-3, placement
-
-
-# --- ranks that are not alike ----------------------------------------------------------------------------------------
-
-
-def late(made: Strategy, uneven: RankVariation, cable: float = 1e9, compute: float = 1e-3) -> Delay:
-    moments = replayed(made, hardware(made.topology, cable), compute).thread_events
-    return expected_delay(moments, uneven, made.topology.world)
-
-
-@pytest.mark.parametrize("label", strategies())
-def test_ranks_that_are_alike_are_never_late(label: str) -> None:
-    assert late(strategy(label, Topology(2, 2)), RankVariation()) == Delay(0.0, 0.0)
-
-
-@pytest.mark.parametrize("label", strategies())
-def test_where_links_take_nothing_a_step_is_as_late_as_its_straggler(label: str) -> None:
-    """A group waits for its last member, and nobody for anything else."""
-    found = late(strategy(label, Topology(2, 2)), RankVariation(stragglers={1: 1.5}), cable=1e18)
-
-    assert found.most == pytest.approx(0.5 * 3e-3 * DEPTH, rel=0.02)  # encoding takes the processor too
-
-
-@pytest.mark.parametrize("label", strategies())
-def test_a_straggler_costs_no_more_than_it_computes_longer(label: str) -> None:
-    """Where the others wait for links anyway it costs less."""
-    made = strategy(label, Topology(4, 2))
-    wide, narrow = (late(made, RankVariation(stragglers={3: 2.0}), cable).most for cable in (1e12, 1e8))
-
-    # By rounding, and by what encoding takes of the processor beside computing.
-    assert 0 <= narrow <= 1.001 * wide <= 1.02 * 3e-3 * DEPTH
-
-
-def test_what_waits_for_everybody_often_loses_more_by_jitter() -> None:
-    """zero3 waits for the slowest of all in each unit, ddp once a step."""
-    often, once = (late(strategy(label, Topology(4, 8)), RankVariation(0.1), 1e15).mean for label in ("zero3", "ddp"))
-
-    assert often > 1.2 * once > 0
-
-
-def test_a_faster_rank_alone_gains_nothing() -> None:
-    assert late(
-        strategy("zero3", Topology(2, 2)), RankVariation(stragglers={2: 0.5}), cable=1e18
-    ).most == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize(
-    "uneven", [RankVariation(1.5), RankVariation(stragglers={4: 1.5}), RankVariation(stragglers={0: 0.0})]
-)
-def test_what_cannot_be_is_refused(uneven: RankVariation) -> None:
-    with pytest.raises(ConfigError, match="expected"):
-        late(strategy("ddp", Topology(2, 2)), uneven)
 
 
 # --- messages beside computation -------------------------------------------------------------------------------------

@@ -80,10 +80,10 @@ def test_a_step_of_a_warm_up_is_replayed_with_the_messages_of_that_step() -> Non
     _, walk, owners = found("1F1B", 2, 4)
     given = Compression(activations=Transport(codec="int8", after=2))
     plain, encoded = (replayed(walk, owners, compression=c) for c in (Compression(), Compression(activations="int8")))
-    assert encoded.inter_bytes < plain.inter_bytes
-    assert [replayed(walk, owners, compression=given.at(step)).inter_bytes for step in (1, 2)] == [
-        plain.inter_bytes,
-        encoded.inter_bytes,
+    assert encoded.combined().inter_bytes < plain.combined().inter_bytes
+    assert [replayed(walk, owners, compression=given.at(step)).combined().inter_bytes for step in (1, 2)] == [
+        plain.combined().inter_bytes,
+        encoded.combined().inter_bytes,
     ]
 
 
@@ -110,7 +110,7 @@ def test_every_schedule_computes_all_and_sends_every_message_once(name: str) -> 
 
     seen = replayed(walk, owners)
     assert all(t.computed == pytest.approx(8 * (FORWARD + BACKWARD)) for t in seen.ranks)
-    assert seen.inter_bytes == 4 * HIDDEN * len(ends) / 2
+    assert seen.combined().inter_bytes == 4 * HIDDEN * len(ends) / 2
 
 
 def test_a_message_takes_its_cable_and_is_waited_for() -> None:
@@ -120,7 +120,7 @@ def test_a_message_takes_its_cable_and_is_waited_for() -> None:
     assert seen.seconds == pytest.approx(2 * (FORWARD + BACKWARD) + 2 * 0.5, rel=1e-6)
     assert seen.ranks[1].exposed[TransferKind.ACTIVATION] == pytest.approx(FORWARD + 0.5)
     assert seen.ranks[0].in_flight[TransferKind.ACTIVATION] == pytest.approx(0.5)
-    assert seen.inter_bytes == 2 * 4 * HIDDEN
+    assert seen.combined().inter_bytes == 2 * 4 * HIDDEN
 
 
 def test_copies_of_a_stage_on_one_node_share_its_cable() -> None:
@@ -146,4 +146,4 @@ def test_by_sockets_a_receiver_tells_that_it_is_ready_behind_what_it_sends() -> 
 
 def test_low_rank_messages_take_the_bytes_of_their_factors() -> None:
     seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], compression=Compression("low-rank:2"), shape=(10, 100))
-    assert seen.inter_bytes == 4 * 1000 + 4 * 2 * 110
+    assert seen.combined().inter_bytes == 4 * 1000 + 4 * 2 * 110

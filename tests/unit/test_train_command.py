@@ -1,4 +1,4 @@
-"""`towpath train` as a command: what it prints, its exit codes, and the ranks that it starts itself."""
+"""`towpath train` as a command: what it prints without training, and its exit codes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
 
 
 def test_print_config_writes_a_file_that_trains_identically(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = ["train.steps=3", "strategy.name=mics", "strategy.group=[2, 1]", "log.folder=a b"]
+    overrides = ["train.steps=3", "strategy.name=mics", "log.trace=[2, 1]", "log.folder=a b"]
     assert _run(["train", str(EXAMPLE), *overrides, "--print-config"]) == 0
     written = tmp_path / "written.toml"
     written.write_text(capsys.readouterr().out)
     assert max(map(len, written.read_text().splitlines())) <= 100
     config = Config.load(written)
     assert config == Config.load(EXAMPLE, overrides)
-    assert (config.train.steps, config.strategy.group, config.log.folder) == (3, (2, 1), "a b")
+    assert (config.train.steps, config.log.trace, config.log.folder) == (3, (2, 1), "a b")
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,11 @@ def test_print_config_writes_a_file_that_trains_identically(tmp_path: Path, caps
     [
         (["nowhere.toml"], "cannot read the configuration nowhere.toml: No such file or directory."),
         ([str(EXAMPLE), "train.stepz=3"], "did you mean 'steps'?"),
-        ([str(EXAMPLE), "--ranks", "3"], "3 ranks × train.micro_batch 4 compute 12 at once"),
-        ([str(EXAMPLE), "--ranks", "0"], "--ranks"),
+        ([str(EXAMPLE), "train.eps=1"], "the key train.eps is gone"),
         ([str(EXAMPLE), "steps"], "'steps' is not an override"),
         ([], "Missing argument 'CONFIG.toml'"),
     ],
-    ids=["no-file", "key", "batch", "ranks", "override", "no-argument"],
+    ids=["no-file", "key", "old-key", "override", "no-argument"],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
@@ -42,12 +41,3 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     printed = capsys.readouterr()
     assert told in printed.err
     assert len(printed.err.splitlines()) == 1 and not printed.out
-
-
-def test_ranks_are_started_by_one_launcher_only(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert _run(["train", str(EXAMPLE), "--ranks", "2"]) == 2
-    assert "a launcher has started this process" in capsys.readouterr().err

@@ -31,9 +31,7 @@ from towpath.planner.solver import Batching, Solver
 from towpath.topology.cluster import Topology
 
 # The pages docs/reference/cli-….md that have these commands; docs/reference/cli.md has all others.
-PAGE_OF = {"plan": "planning", "explain": "planning", "simulate": "planning"} | dict.fromkeys(
-    ("probe", "bench"), "measuring"
-)
+PAGE_OF = dict.fromkeys(("probe", "bench"), "measuring")
 SECTIONS = ("model", "data", "train", "strategy", "strategy.outer", "parallel", "log", "checkpoint")
 
 
@@ -248,7 +246,6 @@ def _is_comment(line: str) -> bool:
 TABLES = {
     "clusters": clusters,
     "commands": partial(commands, ""),
-    "planning-commands": partial(commands, "planning"),
     "measuring-commands": partial(commands, "measuring"),
     "strategies": strategies,
     "two-nodes": two_nodes,

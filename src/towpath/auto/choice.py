@@ -29,7 +29,6 @@ from towpath.core.strategy import Strategy
 from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
-from towpath.planner.catalog import load_exact_shares
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.islands import OuterPlanner, worth_it
 from towpath.planner.model import Model
@@ -160,7 +159,6 @@ def choose_for(
             offload=workload.offload,
             interleaved=workload.interleaved,
             exact=workload.exact,
-            exact_shares=load_exact_shares(workload.exact_from) if workload.exact_from else (),
             outer=OUTER in workload.allow,
         )
 
@@ -275,7 +273,7 @@ def _planned(
                 f'strategy="auto": no stages fit into {solver.request.memory / GIB:.2f} GiB a rank. Take more of them, '
                 "a smaller micro-batch or activation checkpointing."
             )
-        return _staged_choice(stages, "the layout is as configured", how, solver)
+        return _choice(stages, "the layout is as configured", how, solver)
     found: Ranking | Infeasible | None = None
     try:
         found = solver.solve(best=1)
@@ -286,13 +284,13 @@ def _planned(
         best = found.ranked[0]
         if stages is not None and stages.order < best.order:
             without = f"without stages {tables.label(best.strategy)} would take {tables.seconds(best.seconds)}"
-            return _staged_choice(stages, without, how, solver)
-        outer = OuterPlanner(solver).solve() if solver.request.outer else []
-        if outer and worth_it(outer[0], best):
-            best = outer[0]
-        return Choice(best.strategy, best.batching, best.seconds, _why(best, found, solver, how))
+            return _choice(stages, without, how, solver)
+        outer = OuterPlanner(solver).solve() if solver.request.outer else None
+        if outer is not None and worth_it(outer, best):
+            best = outer
+        return _choice(best, _compared(best, found, solver), how, solver)
     if stages is not None:
-        return _staged_choice(stages, "nothing fits without stages", how, solver)
+        return _choice(stages, "nothing fits without stages", how, solver)
     assert found is not None
     needed, limit = found.nearest.peak_bytes / GIB, solver.request.memory / GIB
     raise PlanError(
@@ -302,38 +300,33 @@ def _planned(
     )
 
 
-def _staged_choice(stages: PipelinePrediction, compared: str, how: str, solver: Solver) -> Choice:
-    batching = stages.batching
+def _choice(step: Prediction, compared: str, how: str, solver: Solver) -> Choice:
+    layout, batching = None, step.batching
+    waits = f"{sum(step.exposed.values()) / step.seconds:.0%} of it waiting"
+    what = f"{tables.label(step.strategy)} (P, G, OS {tables.extents(step.strategy)})"
+    if isinstance(step, PipelinePrediction):
+        layout, what, waits = step.layout, str(step.layout), f"{step.idle:.0%} of it idle"
     again = ", checkpointed" if batching.checkpointing else ""
-    told = "".join(f" {line}" for line in tables.exact_bits([stages], solver))
+    told = "".join(f" {line}" for line in (*tables.exact_bits([step], solver), *tables.launches([step])))
     why = (
-        f"auto: {stages.layout}, micro-batch {batching.micro_batch} × {batching.micro_steps}{again}: "
-        f"{tables.seconds(stages.seconds)} a step as planned, {stages.idle:.0%} of it idle, "
-        f"{stages.peak_bytes / GIB:.2f} GiB; {compared}; {how}.{told}"
-    )
-    return Choice(stages.strategy, batching, stages.seconds, why, stages.layout)
-
-
-def _why(best: Prediction, found: Ranking, solver: Solver, how: str) -> str:
-    batching = best.batching
-    again = ", checkpointed" if batching.checkpointing else ""
-    baseline = presets.strategy(tables.BASELINE, solver.cluster.topology, offload=solver.request.offload)
-    usual = solver.predict(baseline, batching)
-    compared = (
-        f"{tables.BASELINE} would take {tables.seconds(usual.seconds)}"
-        if usual.peak_bytes <= solver.request.memory
-        else f"{tables.BASELINE} would not fit"
-    )
-    if best.strategy == usual.strategy:
-        compared = "nothing found was faster"
-    if best.strategy.outer is not None:
-        first = found.ranked[0]
-        compared = f"{tables.label(first.strategy)}, which synchronizes in every step, {tables.seconds(first.seconds)}"
-    waits = sum(best.exposed.values()) / best.seconds
-    told = "".join(f" {line}" for line in (*tables.exact_bits([best], solver), *tables.launches([best])))
-    return (
-        f"auto: {tables.label(best.strategy)} (P, G, OS {tables.extents(best.strategy)}), micro-batch "
-        f"{batching.micro_batch} × {batching.micro_steps}{again}: {tables.seconds(best.seconds)} a step as planned, "
-        f"{waits:.0%} of it waiting, {best.peak_bytes / GIB:.2f} GiB; {compared}. {found.considered:,} considered; "
+        f"auto: {what}, micro-batch {batching.micro_batch} × {batching.micro_steps}{again}: "
+        f"{tables.seconds(step.seconds)} a step as planned, {waits}, {step.peak_bytes / GIB:.2f} GiB; {compared}; "
         f"{how}.{told}"
     )
+    return Choice(step.strategy, batching, step.seconds, why, layout)
+
+
+def _compared(best: Prediction, found: Ranking, solver: Solver) -> str:
+    """Say what the baseline would take, or the best synchronous strategy in place of outer steps."""
+    considered = f"; {found.considered:,} considered"
+    if best.strategy.outer is not None:
+        first = found.ranked[0]
+        label, seconds = tables.label(first.strategy), tables.seconds(first.seconds)
+        return f"{label}, which synchronizes in every step, {seconds}{considered}"
+    baseline = presets.strategy(tables.BASELINE, solver.cluster.topology, offload=solver.request.offload)
+    usual = solver.predict(baseline, best.batching)
+    if best.strategy == usual.strategy:
+        return f"nothing found was faster{considered}"
+    if usual.peak_bytes > solver.request.memory:
+        return f"{tables.BASELINE} would not fit{considered}"
+    return f"{tables.BASELINE} would take {tables.seconds(usual.seconds)}{considered}"

@@ -10,12 +10,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import cycle, pairwise
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 
@@ -37,8 +36,6 @@ from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.errors import ConfigError
 from towpath.planner.profile import (
-    INTER,
-    INTRA,
     LAUNCHED_CALLS,
     LAUNCHED_CODEC,
     LAUNCHED_IN_A_BATCH,
@@ -46,8 +43,6 @@ from towpath.planner.profile import (
     LAUNCHED_OPERATION,
     LAUNCHED_TASK,
     LAUNCHED_TOGETHER,
-    NOTHING,
-    PAIRS,
     PRODUCT,
     SEVERAL,
     TOGETHER,
@@ -64,13 +59,11 @@ _GROWTH = 8
 _SUSTAINED_SECONDS, _REPEATS, _ROUNDS = 0.05, 2, 3
 _MOST_AT_ONCE = 200
 _LAUNCHES = 20  # at a time, so few that the device's queue has room for all
-_LARGE_SECONDS = 0.02  # the longest message that is sent while something else runs
 _ELEMENTS = 1 << 20  # that a codec encodes
 _SHORT = 1024  # elements of what is launched to measure the launch
 _SIDE = {"cpu": 768, "cuda": 8192}
 # The parts of the budget. All else takes a few seconds, whatever the budget is.
-_SHARES = {"inter": 0.32, "intra": 0.1, "collectives": 0.4, "pairs": 0.1}
-_SLOWED = 5  # about how many times as long things take while something else uses the same processors
+_SHARES = {"inter": 0.32, "intra": 0.1, "collectives": 0.4}
 # A stored profile is measured anew if one message now takes this many times as long, or as short. The message is the
 # largest that took at most so many seconds.
 _CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
@@ -86,7 +79,7 @@ class _Effort:
         all_at_once_seconds: The same for products on all ranks. A rank that leaves the barrier late must count little.
         small_messages: Number of small messages that are sent during a product.
         warm_steps: Steps of a model before the measured ones.
-        complete: Whether collectives, and all pairs of activities, are measured.
+        complete: Whether collectives are measured.
     """
 
     repeats: int
@@ -178,7 +171,7 @@ class _Prober:
             self._compute,
             self._host_work,
             self._launches,
-            partial(self._pairs, self._budget * _SHARES["pairs"]),
+            self._beside_products,
         ]
         for done, part in enumerate(parts, 1):
             part()
@@ -318,7 +311,7 @@ class _Prober:
         """Measure how long this thread is busy with launches. The device has nothing to do when they begin."""
         if self._device.type == "cpu":
             return
-        which = "inter" if self._topology.nodes > 1 else "intra"  # `_pairs` uses the same group
+        which = "inter" if self._topology.nodes > 1 else "intra"  # `_beside_products` uses the same group
         group = None
         if self._groups.world > 1:
             group = self._groups.of(self._everyone, which, self._groups.backend(self._device))
@@ -336,54 +329,19 @@ class _Prober:
             slowest = tuple(map(max, zip(*self._groups.gather_objects(taken), strict=True)))
             self._points.append(Point(what, size, slowest))
 
-    # Concurrent activities -------------------------------------------------------------------------------------------
-
-    def _pairs(self, seconds: float) -> None:
-        """Run activities of a step in pairs, at the same time and on all ranks.
-
-        Small messages during a product show how long a message waits for a processor that computes.
-        """
-        wanted = PAIRS if self._effort.complete else ((PRODUCT, INTER), (PRODUCT, INTRA))
-        names = dict.fromkeys(name for pair in wanted for name in pair)
-        done = {name: self._timed_work(name) for name in names if any(point.what == name for point in self._points)}
-        for link in (INTER, INTRA):
-            if link in done:
-                message = self._timed_message(link, small=True)
-                self._together(done[PRODUCT], message, self._effort.small_messages * message.seconds)
-        pairs = [
-            (done[first], done[second])
-            for first, second in (PAIRS if self._effort.complete else ())
-            if first in done and second in done
-        ]
-        for first, second in pairs:
-            self._together(first, second, seconds / len(pairs) / _SLOWED)
-
-    def _together(self, first: TimedWork, second: TimedWork, seconds_alone: float) -> None:
-        self._groups.barrier()
-        rows = self._groups.gather_objects(run_together(first, second, self._device, seconds_alone))
-        for mine, other, seconds in zip((first, second), (second, first), zip(*rows, strict=True), strict=True):
-            self._points.append(Point(pair_name(mine.name, other.name), mine.size, (max(seconds),)))
-
-    def _timed_work(self, name: str) -> TimedWork:
-        if name in (INTER, INTRA):
-            return self._timed_message(name, small=False)
-        point = next(p for p in self._points if p.what == name)
-        work = self._product(torch.float32) if name == PRODUCT else self._coding("int8")[0]
-        return self._time_alone(name, point, work, True)
-
-    def _timed_message(self, name: str, small: bool) -> TimedWork:
-        points = sorted((p for p in self._points if p.what == name), key=lambda p: p.size)
-        quick = [p for p in points if p.usual <= _LARGE_SECONDS]
-        point = points[0] if small or not quick else quick[-1]
-        which = name.removesuffix(", all")
-        work = self._exchange(*self._neighbors(which), point.size, 1, self._groups.of(self._everyone, which))
-        work()
-        return self._time_alone(name, point, work, False)
-
-    def _time_alone(self, name: str, point: Point, work: Work, local: bool) -> TimedWork:
-        """Measure an activity on all ranks at once, while nothing else runs."""
-        self._measure(pair_name(name, NOTHING), point.size, work)
-        return TimedWork(name, point.size, self._points[-1].usual, work, local)
+    def _beside_products(self) -> None:
+        """Exchange small messages while all ranks multiply: how long do they wait for a processor that computes?"""
+        if self._device.type != "cpu":
+            return
+        product = self._product(torch.float32)
+        for which in ("inter", "intra"):
+            if sizes := [p.size for p in self._points if p.what == f"{which}, all"]:
+                group = self._groups.of(self._everyone, which)
+                message = self._exchange(*self._neighbors(which), min(sizes), 1, group)
+                message()
+                self._groups.barrier()
+                seconds = self._groups.gather_objects(seconds_beside(product, message, self._effort.small_messages))
+                self._points.append(Point(pair_name(f"{which}, all", PRODUCT), min(sizes), (max(seconds),)))
 
     # Measuring ------------------------------------------------------------------------------------------------------
 
@@ -528,62 +486,27 @@ def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, W
 # Two activities at the same time -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class TimedWork:
-    """An activity, and the seconds that it takes alone.
-
-    `alone` means that no other rank takes part. It may then run any number of times.
-    """
-
-    name: str
-    size: int
-    seconds: float
-    work: Work
-    alone: bool = True
-
-
-def run_together(first: TimedWork, second: TimedWork, device: torch.device, seconds: float) -> tuple[float, float]:
-    """Run two activities at the same time, and return the seconds that each takes meanwhile.
-
-    `second` runs as often as would take `seconds` alone, and `first` runs until it ends. If other ranks take part in
-    `first`, it runs equally often on every rank. The faster of the two then ends a little earlier.
-    """
-    times, at_least = (max(2, round(seconds / each.seconds)) for each in (second, first))
-    took: list[float] = []
+def seconds_beside(product: Work, message: Work, times: int) -> float:
+    """Run `message` in a thread for so many times, and `product` until it ends. Return the seconds of one message."""
+    taken: list[float] = []
     failure: list[BaseException] = []
 
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-
-    def run_second() -> None:
+    def run_messages() -> None:
         try:
-            with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
-                marks = [time.perf_counter()]
-                for _ in range(times):
-                    second.work()
-                    marks.append(time.perf_counter())
-                settle()
-                each = [after - before for before, after in pairwise(marks)]
-                took.append(_trimmed_mean(each) if device.type == "cpu" else (time.perf_counter() - marks[0]) / times)
+            for _ in range(times):
+                began = time.perf_counter()
+                message()
+                taken.append(time.perf_counter() - began)
         except BaseException as error:
             failure.append(error)
 
-    thread = threading.Thread(target=run_second, name="towpath-probe", daemon=True)
-    began, done = time.perf_counter(), 0
+    thread = threading.Thread(target=run_messages, name="towpath-probe", daemon=True)
     thread.start()
-    while done < 1 or (thread.is_alive() if first.alone else done < at_least):
-        first.work()
-        settle()
-        done += 1
-    each = (time.perf_counter() - began) / done
+    while thread.is_alive():
+        product()
     thread.join()
     if failure:
         raise failure[0]
-    return each, took[0]
-
-
-def _trimmed_mean(seconds: Sequence[float]) -> float:
     # Sometimes a thread waits so long for a processor that this one time would outweigh all others.
-    left_out = len(seconds) // 20
-    return fmean(sorted(seconds)[left_out : len(seconds) - left_out])
+    left_out = times // 20
+    return fmean(sorted(taken)[left_out : times - left_out])

@@ -78,7 +78,7 @@ def bench(
 def show(found: Comparison, quiet: bool = False) -> None:
     """Print the table of a comparison in 100 columns, the fastest candidate first."""
     from towpath.bench import CONFIDENCE
-    from towpath.train.progress import size
+    from towpath.progress import size
 
     peer, coverage = found.fastest("peer"), 1.0
     table = table_of("candidate", "", "step", "speed-up", "interval", "GPU memory", numbers=2)

@@ -15,7 +15,7 @@ from rich.table import Table
 from towpath.cli.terminal import Commands, load_torch
 from towpath.core.formats import shape_text
 from towpath.errors import CheckpointError
-from towpath.train.progress import counting_bar, size
+from towpath.progress import counting_bar, size
 
 app = Commands()
 

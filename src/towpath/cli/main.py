@@ -25,7 +25,6 @@ from towpath.cli import checkpoint, data
 from towpath.cli.bench import bench
 from towpath.cli.plan import plan
 from towpath.cli.probe import probe
-from towpath.cli.simulate import explain, simulate
 from towpath.cli.terminal import Commands, Output
 from towpath.cli.train import train
 from towpath.errors import PlanError, StepError, TowpathError
@@ -34,7 +33,14 @@ _FAILED = 1
 _USAGE = 2
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
-_MOVED = {"lab": "python -m lab", "demo": "python -m lab demo"}
+
+# Former commands, and what to run instead.
+_REPLACED = {
+    "demo": "`python -m lab demo`, in a clone of Towpath's repository",
+    "lab": "`python -m lab`, in a clone of Towpath's repository",
+    "explain": "`towpath plan MODEL --cluster NAME --batch N --strategy A --strategy B`",
+    "simulate": "`towpath plan MODEL --cluster NAME --batch N --strategy STRATEGY`",
+}
 
 # typer has a private copy of click. This is the base class of click's errors about a command line.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -42,8 +48,6 @@ _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 app = Commands(name="towpath")
 app.command()(train)
 app.command()(plan)
-app.command()(explain)
-app.command()(simulate)
 app.command()(probe)
 app.command()(bench)
 app.add_typer(data.app, name="data")
@@ -85,8 +89,8 @@ def main(commands: Commands = app, name: str = "towpath") -> None:
 
 
 def _run(arguments: list[str], commands: Commands = app, name: str = "towpath") -> int:
-    if commands is app and (moved := _MOVED.get(arguments[0] if arguments else "")):
-        return _complain(f"`towpath {arguments[0]}` is now `{moved}`, in a clone of Towpath's repository.")
+    if commands is app and (instead := _REPLACED.get(arguments[0] if arguments else "")):
+        return _complain(f"`towpath {arguments[0]}` is gone. Run {instead}.")
     try:
         status: Any = commands(arguments, prog_name=name, standalone_mode=False)
     except (StepError, PlanError) as error:

@@ -1,320 +1,264 @@
-"""`towpath plan`: find the fastest strategy for a model on a cluster, without training."""
+"""`towpath plan`: rank strategies for a model on a cluster, or show the step of given ones, without training."""
 
 from __future__ import annotations
 
-import difflib
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from towpath.cli.terminal import above_zero, check_picture_file, table_of, whole
+from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, plain_walk
+from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, asked_of_micro_batches, plain_walk
+from towpath.core.strategy import Offload, Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.files import check_output_file, write_output_file
 from towpath.planner import tables
-from towpath.planner.catalog import describe_model, load_cluster, load_exact_shares, model_shape
+from towpath.planner.catalog import describe_model, load_cluster, model_shape
 from towpath.planner.cluster import GIB
-from towpath.planner.islands import OuterPlanner, RateRow, by_rate, crossing
+from towpath.planner.islands import OuterPlanner
 from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
-from towpath.planner.prediction import Infeasible, Ranking
-from towpath.planner.request import BF16, OPTIMIZERS, OUTER, Optimizer, Request, codecs_for_both
+from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
+from towpath.planner.request import BF16, OUTER, Request, codecs_for_both
 from towpath.planner.solver import MOST, Solver
-from towpath.train.progress import progress_bar
+from towpath.progress import progress_bar
 
 # The number of strategies whose time and memory a report shows.
 _IN_REPORT = 40
-
-
-class PrecisionName(StrEnum):
-    """The values of --precision."""
-
-    BF16 = "bf16"
-    FP32 = "fp32"
-
-
-class ExactName(StrEnum):
-    """The values of --exact."""
-
-    ON = "on"
-    OFF = "off"
-    AUTO = "auto"
-
-
-class OffloadName(StrEnum):
-    """The values of --offload."""
-
-    OPTIMIZER = "optimizer"
-    PARAMS = "params"
-    BOTH = "optimizer+params"
-
-
-PER_RANK = whole(1, 1_000_000)
-_PRECISIONS = {PrecisionName.BF16: BF16, PrecisionName.FP32: Precision()}
+# A trace has each micro-step. Otherwise the third one stands for all later ones.
+_MOST_TRACED = 1_000
 # PyTorch plans the schedules with several stages on a rank.
 _SCHEDULES_WITHOUT_TORCH = ("GPipe", "1F1B")
 
 
-def _period(text: str) -> int:
-    """Parse a number of steps between exchanges of islands. "auto", which leaves it to the planner, becomes 0."""
-    return 0 if text == "auto" else whole(2, 100_000)(text)
+_PRECISIONS = {"bf16": BF16, "fp32": Precision()}
 
 
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A name (llama-3.1-8b, qwen3-8b, gpt-8.3b, …), a config.json or its folder, or a .toml file.",
-    ),
-]
-ClusterName = Annotated[
-    str,
-    typer.Option(
-        "--cluster",
-        metavar="NAME",
-        help="A shipped cluster (p4d, ethernet-10g, …), a .toml file, or a profile of `towpath probe`.",
-    ),
-]
-Nodes = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", parser=whole(1, 100_000), help="The number of nodes.", show_default="as in the cluster's file"
-    ),
-]
-RanksPerNode = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", parser=whole(1, 100_000), help="The ranks of each node.", show_default="as in the cluster's file"
-    ),
-]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", parser=whole(1, 10_000_000), help="Tokens in a sequence.", show_default="as in the model's file"
-    ),
-]
-Memory = Annotated[
-    float | None,
-    typer.Option(
-        metavar="GIB", parser=above_zero(1e6), help="GiB that a rank may use.", show_default="as in the cluster's file"
-    ),
-]
-PrecisionOption = Annotated[
-    PrecisionName,
-    typer.Option(metavar="bf16|fp32", help="The dtype of computation and transfers. Masters are fp32."),
-]
-OptimizerOption = Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(OPTIMIZERS)}.")]
-MicroBatch = Annotated[
-    int, typer.Option(metavar="N", parser=PER_RANK, help="Sequences that a rank computes at the same time.")
-]
-OffloadOption = Annotated[
-    OffloadName | None,
-    typer.Option(
-        metavar="optimizer|params|optimizer+params",
-        help="Keep in host memory: the optimizer's masters and states, or the shards of the weights, or both.",
-        show_default="nothing",
-    ),
-]
-ExactOption = Annotated[
-    ExactName,
-    typer.Option(
-        metavar="on|off|auto",
-        help="Send new weights, and over gloo gradients, in fewer bytes but the same bits. auto: where it is faster.",
-    ),
-]
-ExactFrom = Annotated[
-    str,
-    typer.Option(
-        metavar="RUN",
-        help="A run's folder. Exact messages take what they took there, instead of what is expected on paper.",
-        show_default="on paper",
-    ),
-]
-Checkpointing = Annotated[bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass.")]
-Batch = Annotated[
-    int,
-    typer.Option(metavar="N", parser=whole(1, 1_000_000_000), help="Sequences in one optimizer step, over all ranks."),
-]
-MicroBatches = Annotated[
-    list[int] | None,
-    typer.Option(
-        metavar="N",
-        parser=PER_RANK,
-        help="Sequences that a rank computes at the same time. Can be repeated.",
-        show_default="all that fit",
-    ),
-]
-EitherCheckpointing = Annotated[
-    bool | None,
-    typer.Option(
-        "--checkpointing/--no-checkpointing", help="Recompute blocks in the backward pass.", show_default="try both"
-    ),
-]
-Codecs = Annotated[
-    str, typer.Option(metavar="CODECS", help="Codecs to try, such as int8,int4.", show_default="lossless only")
-]
-Interleaved = Annotated[
-    int | None,
-    typer.Option(metavar="STEPS", parser=whole(2, 10**9), help="Compress gradients in the first half of these steps."),
-]
-Outers = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--outer",
-        metavar="EVERY",
-        parser=_period,
-        help="Islands of nodes synchronize only every so many steps, or auto. Can be repeated.",
-        show_default="in every step",
-    ),
-]
-Top = Annotated[int, typer.Option(metavar="N", parser=whole(1, 10_000), help="How many strategies to show.")]
-OutputFile = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", metavar="FILE", help="Write the first strategy as TOML for `towpath train`."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-PipelineSizes = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--pipeline",
-        metavar="N",
-        parser=whole(2, 100_000),
-        help="Ranks of a pipeline. Can be repeated.",
-        show_default="no pipeline",
-    ),
-]
-TensorSizes = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--tensor",
-        metavar="N",
-        parser=whole(1, 10_000),
-        help="Ranks that share each layer of a stage. Can be repeated.",
-        show_default="1",
-    ),
-]
-Schedules = Annotated[
-    list[str] | None,
-    typer.Option("--schedule", metavar="NAME", help=f"{', '.join(SCHEDULES)}. Can be repeated.", show_default="1F1B"),
-]
-Compressions = Annotated[
-    list[str] | None,
-    typer.Option("--compression", metavar="NAME", help="Of a pipeline: optimus-cb, … Can be repeated."),
-]
-ReportFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write an HTML page of plots: which strategy when.")
-]
+def _nodes(text: str, example: str = "4, or 4x8 with the ranks of each node") -> tuple[int, int | None]:
+    """Parse a whole number, or two that "x" joins."""
+    found = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", text)
+    if found is None:
+        raise typer.BadParameter(f"got {text}; expected {example}, with whole numbers from 1 to 99,999")
+    return int(found[1]), int(found[2]) if found[2] else None
+
+
+def _layout(text: str) -> Layout:
+    """Parse the ranks of a pipeline, its tensor-parallel ranks, and its schedule, such as 4x2:Interleaved1F1B."""
+    ranks, _, schedule = text.partition(":")
+    pipeline, tensor = _nodes(ranks, "4, or 4x2 with tensor-parallel ranks")
+    if pipeline == 1:
+        raise typer.BadParameter(f"got {text}; expected at least 2 ranks")
+    if schedule and schedule not in SCHEDULES:
+        raise typer.BadParameter(f"got {text}; expected a schedule of {', '.join(SCHEDULES)}")
+    return Layout(pipeline, schedule or "1F1B", tensor=tensor or 1)
+
+
+def _number(help: str, parser: Callable[[str], object], default: str | None = None) -> Any:
+    """Return an option with a number, or with several that make one thing. `default` is what help shows."""
+    return typer.Option(metavar="N", parser=parser, help=help, show_default=default or True)
+
+
+_MODEL = "A name (llama-3.1-8b, qwen3-8b, gpt-8.3b, …), a config.json or its folder, or a .toml file."
+_CLUSTER = "A shipped cluster (p4d, ethernet-10g, …), a .toml file, or a profile of `towpath probe`."
+_MICRO_BATCH = "Sequences that a rank computes at the same time. Can be repeated."
+_OFFLOAD = "Keep in host memory: optimizer (masters and states), params (shards), or optimizer+params."
+_ALLOW = "Lossy codecs (int8,int4), compression of a pipeline (optimus-cb), and outer steps (outer)."
+_PIPELINE = (
+    "Ranks of a pipeline, as 4; with tensor-parallel ranks, as 4x2; with a schedule, as 4:Interleaved1F1B. "
+    "Can be repeated."
+)
+_STRATEGY = "Show the step of this preset ('mics group=4x2') or .toml file. Can be repeated, to compare."
+_IN_CLUSTER, _IN_MODEL = "as in the cluster's file", "as in the model's file"
 
 
 def plan(
-    model: ModelName,
-    cluster: ClusterName,
-    batch: Batch,
-    nodes: Nodes = None,
-    ranks_per_node: RanksPerNode = None,
-    length: Length = None,
-    memory: Memory = None,
-    precision: PrecisionOption = PrecisionName.BF16,
-    optimizer: OptimizerOption = "adamw",
-    offload: OffloadOption = None,
-    micro_batch: MicroBatches = None,
-    checkpointing: EitherCheckpointing = None,
-    allow: Codecs = "",
-    exact: ExactOption = ExactName.AUTO,
-    exact_from: ExactFrom = "",
-    interleaved: Interleaved = None,
-    pipeline: PipelineSizes = None,
-    tensor: TensorSizes = None,
-    schedule: Schedules = None,
-    compression: Compressions = None,
-    outer: Outers = None,
-    top: Top = 10,
-    output: OutputFile = None,
-    report: ReportFile = None,
-    as_json: AsJson = False,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
+    cluster: Annotated[str, typer.Option(metavar="NAME", help=_CLUSTER)],
+    batch: Annotated[int, _number("Sequences in one optimizer step, over all ranks.", whole(1, 10**9))],
+    nodes: Annotated[Any, _number("Nodes, or nodes and the ranks of each, as 4x8.", _nodes, _IN_CLUSTER)] = None,
+    length: Annotated[int | None, _number("Tokens in a sequence.", whole(1, 10**7), _IN_MODEL)] = None,
+    memory: Annotated[float | None, _number("GiB that a rank may use.", above_zero(1e6), _IN_CLUSTER)] = None,
+    precision: Annotated[
+        Literal["bf16", "fp32"],
+        typer.Option(metavar="bf16|fp32", help="The dtype of computation and transfers. Masters are fp32."),
+    ] = "bf16",
+    offload: Annotated[Offload | None, typer.Option(metavar="WHAT", help=_OFFLOAD, show_default="nothing")] = None,
+    micro_batch: Annotated[list[int] | None, _number(_MICRO_BATCH, whole(1, 10**6), "all that fit")] = None,
+    checkpointing: Annotated[
+        bool | None,
+        typer.Option("--checkpointing/--no-checkpointing", help="Recompute blocks.", show_default="try both"),
+    ] = None,
+    allow: Annotated[str, typer.Option(metavar="NAMES", help=_ALLOW, show_default="nothing")] = "",
+    pipeline: Annotated[list[Any] | None, _number(_PIPELINE, _layout, "no pipeline")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_STRATEGY, show_default="rank all")] = None,
+    top: Annotated[int, _number("How many strategies to show.", whole(1, 10_000))] = 10,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the first strategy as TOML for `towpath train`."),
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page of plots: which strategy when.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the first step as a trace for https://ui.perfetto.dev.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Rank all strategies for a model on a cluster by their step time, with memory and bytes.
 
-    Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64 --pipeline 4`
+    Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64`
 
     It simulates all placements of parameters, gradients and optimizer states, routes, micro-batches, activation
-    checkpointing, exact transports, and the codecs that you allow. With `--outer`, it also shows at which link rates
-    outer steps pay. It needs neither PyTorch, nor a GPU, nor the cluster.
+    checkpointing, exact transports, and what you allow. With `--strategy`, it shows what a step of that strategy takes,
+    next to the best one. It needs neither PyTorch, nor a GPU, nor the cluster.
 
     Exit code: 0, or 1 if nothing fits in memory, or 2 for a mistake.
     """
     check_output_file("--output", output)
+    check_output_file("--trace", trace)
     check_picture_file("--report", report)
-    stages = PipelineOptions(pipeline or (), tensor or (), schedule or (), compression or ())
-    if stages.pipelines and report is not None:
-        raise ConfigError("--report draws strategies without pipelines only: leave out --pipeline, or --report.")
-    solver = solver_of(model, cluster, (nodes, ranks_per_node), length, memory, precision, optimizer, batch)
-    request = replace(solver.request, checkpointing=checkpointing, offload=offload, **_codecs(allow, interleaved))
-    request = replace(request, exact=None if exact is ExactName.AUTO else exact is ExactName.ON)
-    if exact_from:
-        request = replace(request, exact_shares=load_exact_shares(exact_from))
-    if outer and 0 in outer and any(outer):
-        raise ConfigError("--outer auto chooses the number of steps: leave out the other --outer.")
-    if stages.pipelines and outer:
-        raise ConfigError("--outer is planned without pipelines only: leave out --pipeline, or --outer.")
-    if stages.pipelines and offload is not None:
-        raise ConfigError("--offload is planned without pipelines only: leave out --pipeline, or --offload.")
-    solver = Solver(solver.model, solver.cluster, replace(request, micro_batches=tuple(micro_batch or ())))
+    names = [name.strip() for name in allow.split(",") if name.strip()]
+    weights, gradients = codecs_for_both(name for name in names if name not in COMPRESSIONS)
+    for option, given in (("--report", report), ("--offload", offload), ("--allow outer", OUTER in names or None)):
+        if pipeline and given is not None:
+            raise ConfigError(f"{option} is planned without pipelines only: leave out --pipeline, or {option}.")
+    if strategy and report is not None:
+        raise ConfigError("--report shows which strategy is the best: leave out --strategy, or --report.")
+    found = load_cluster(cluster, *(nodes or ()))
+    request = Request(
+        batch,
+        found.memory if memory is None else max(1, int(memory * GIB)),
+        _PRECISIONS[precision],
+        weights=weights,
+        gradients=gradients,
+        micro_batches=tuple(micro_batch or ()),
+        checkpointing=checkpointing,
+        offload=offload,
+        outer=OUTER in names,
+    )
+    solver = Solver(describe_model(model, length), found, request)
+    compressions = ("none", *(name for name in names if name in COMPRESSIONS))
+    stages = None
+    if pipeline:
+        layouts = [replace(each, compression=name) for each in pipeline for name in dict.fromkeys(compressions)]
+        stages = _Stages(layouts, _pipelines(model, length, solver, layouts))
+        for each in layouts:
+            stages.pipelines.copies(each)  # raises at once if the ranks cannot be divided so
+    files = _Files(output, report, trace, as_json)
+    if strategy:
+        _show_steps(strategy, solver, stages, files)
+    else:
+        _show_ranking(solver, stages, top, files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files to write, and whether stdout gets JSON."""
+
+    output: Path | None
+    report: Path | None
+    trace: Path | None
+    as_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """The layouts of pipelines to plan, and what predicts them."""
+
+    layouts: Sequence[Layout]
+    pipelines: Pipelines
+
+
+def _pipelines(name: str, length: int | None, solver: Solver, layouts: Sequence[Layout]) -> Pipelines:
+    if all(layout.schedule in _SCHEDULES_WITHOUT_TORCH for layout in layouts):
+        walks = plain_walk
+    else:
+        from towpath.pipeline.schedules import walks
+    shape, called, tokens = model_shape(name, length)
+    return Pipelines(lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, walks)
+
+
+def heading(solver: Solver) -> str:
+    """Return two lines that describe the model and the cluster."""
+    model, found, topology = solver.model, solver.cluster, solver.cluster.topology
+    links = found.hardware
+    racks = ""
+    if links.racks is not None and topology.nodes_per_rack is not None:
+        racks = f", {links.racks.rate * 8 / 1e9:.3g} Gbit/s a rack of {topology.nodes_per_rack} nodes"
+    return (
+        f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, sequences of {model.length:,} tokens\n"
+        f"{found.name}: {topology.words}, "
+        f"{links.inter.rate * 8 / 1e9:.3g} Gbit/s a node{racks}"
+    )
+
+
+# --- the ranking ------------------------------------------------------------------------------------------------------
+
+
+def _show_ranking(solver: Solver, stages: _Stages | None, top: int, files: _Files) -> None:
+    """Rank all strategies, write the files, and print the best ones."""
     began = time.monotonic()
-    found = _ranking(solver, model, length, stages, top, top if report is None else max(top, _IN_REPORT))
-    rates: list[RateRow] = []
-    if outer:
-        periods = [each for each in outer if each]
-        found = _with_outer(found, solver, periods)
-        with progress_bar("Link rates") as say:
-            rates = by_rate(solver, periods, say)
-    if report is not None:
-        _write_report(report, found, solver, rates)
-    found = replace(found, ranked=found.ranked[:top])
-    write_output_file("--output", output, found.ranked[0].strategy.to_toml())
-    if as_json:
-        print(json.dumps(_facts(found, solver) | _facts_by_rate(rates), indent=2))
-        return
-    _show(found, solver, time.monotonic() - began, output, report)
-    _show_rates(rates, solver)
-
-
-def _codecs(allow: str, interleaved: int | None) -> dict[str, Any]:
-    """Return the fields of a request that --allow and --interleaved describe."""
-    if OUTER in allow.split(","):
-        raise ConfigError("--allow outer: plan outer steps with --outer auto.")
-    weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
-    if interleaved and set(gradients) <= {"none"}:
-        raise ConfigError("--interleaved needs codecs of gradients: add --allow int8,int4, or leave it out.")
-    return {"weights": weights, "gradients": gradients, "interleaved": interleaved or 0}
-
-
-def _ranking(
-    solver: Solver, name: str, length: int | None, stages: PipelineOptions, top: int, without_stages: int
-) -> Ranking:
-    """Return the best strategies: `top` of them with pipelines, else `without_stages`. Raise if nothing fits."""
-    with progress_bar("Planning") as say:
-        found = solver.solve(best=without_stages, most=max(top, MOST), say=say)
-    if stages.pipelines:
-        found = _with_pipelines(found, solver, name, length, stages, top)
+    found = _solve(solver, stages, top if files.report is None else max(top, _IN_REPORT), max(top, MOST))
     if isinstance(found, Infeasible):
-        raise PlanError(_what_would_fit(found, solver, [] if stages.pipelines else _other_hints(solver)))
-    return found
+        raise PlanError(_what_would_fit(found, solver, stages))
+    if solver.request.outer:
+        found = _with_outer(found, solver)
+    if files.report is not None:
+        from towpath.cli.plan_report import write_plan_report  # imports matplotlib, which takes a second
+
+        with progress_bar("Drawing") as say:
+            write_plan_report(files.report, found, solver, heading(solver), say)
+    found = replace(found, ranked=found.ranked[:top])
+    first = found.ranked[0]
+    write_output_file("--output", files.output, first.strategy.to_toml())
+    _write_trace(files.trace, first, solver, stages)
+    if files.as_json:
+        print(json.dumps(_facts(found, solver), indent=2))
+        return
+    _print_ranking(found, solver, time.monotonic() - began)
+    if files.output is not None:
+        settings = " ".join(_settings(first, files.output))
+        print(f"The first, for training: towpath train CONFIG.toml {settings}")
+    if files.report is not None:
+        print(f"Plots: {files.report}")
+    if files.trace is not None:
+        print(f"The first, for https://ui.perfetto.dev: {files.trace}")
 
 
-def _write_report(report: Path, found: Ranking, solver: Solver, rates: Sequence[RateRow]) -> None:
-    """Write the page of plots. matplotlib is imported here, because that takes a second."""
-    from towpath.cli.plan_report import write_plan_report
+def _solve(solver: Solver, stages: _Stages | None, best: int, most: int) -> Ranking | Infeasible:
+    """Return the best strategies, with and without stages."""
+    with progress_bar("Planning") as say:
+        found = solver.solve(best=best, most=most, say=say)
+    if stages is None:
+        return found
+    with progress_bar("Planning stages") as say:
+        staged = stages.pipelines.solve(stages.layouts, best, say)
+    if not staged:
+        return found
+    if isinstance(found, Infeasible):
+        return Ranking(tuple(staged), len(staged), len(staged), len(staged), None)
+    ranked = sorted((*found.ranked, *staged), key=lambda priced: priced.order)
+    return replace(found, ranked=tuple(ranked[:best]))
 
-    with progress_bar("Drawing") as say:
-        write_plan_report(report, found, solver, heading(solver), say, rates)
+
+def _with_outer(found: Ranking, solver: Solver) -> Ranking:
+    """Return the ranking together with the best outer steps."""
+    step = OuterPlanner(solver).solve()
+    if step is None:
+        room = f"{solver.request.memory / GIB:.1f} GiB"
+        raise PlanError(
+            f"--allow outer: no island of whole nodes can hold the model and its slow weights in {room} a rank, with a "
+            "batch that islands share equally. Take more memory, or leave out outer."
+        )
+    counts = {name: getattr(found, name) + 1 for name in ("considered", "fitting", "replayed")}
+    return replace(found, ranked=tuple(sorted((*found.ranked, step), key=lambda priced: priced.order)), **counts)
 
 
 def _facts(found: Ranking, solver: Solver) -> dict[str, Any]:
@@ -333,76 +277,50 @@ def _facts(found: Ranking, solver: Solver) -> dict[str, Any]:
     }
 
 
-def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | None, report: Path | None) -> None:
+def _print_ranking(found: Ranking, solver: Solver, took_seconds: float) -> None:
     console = Console(width=100, highlight=False)
     console.print(heading(solver))
     table = table_of(*tables.HEADINGS, numbers=3)
     for number, priced in enumerate(found.ranked, 1):
         table.add_row(*tables.row(number, priced, solver))
     console.print(table)
-    rest = (
-        "no other can be faster"
-        if found.open_bound is None
-        else f"no other takes less than {tables.seconds(found.open_bound)}"
-    )
-    room = f"{solver.request.memory / GIB:.1f} GiB"
+    rest = "no other can be faster"
+    if found.open_bound is not None:
+        rest = f"no other takes less than {tables.seconds(found.open_bound)}"
     console.print(
-        f"{found.considered:,} were considered, {found.fitting:,} may fit into {room} a rank, "
-        f"{found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
+        f"{found.considered:,} were considered, {found.fitting:,} may fit into {solver.request.memory / GIB:.1f} GiB "
+        f"a rank, {found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
         style="dim",
     )
     for line in (*tables.exact_bits(found.ranked, solver), *tables.launches(found.ranked)):
         console.print(line)
-    if output is not None:
-        batching = found.ranked[0].batching
-        settings = [f"strategy.name={output}", f"train.micro_batch={batching.micro_batch}"]
-        settings += [f"train.checkpointing={str(batching.checkpointing).lower()}"]
-        first = found.ranked[0]
-        settings += _pipeline_settings(first.layout) if isinstance(first, PipelinePrediction) else []
-        console.print(f"The first, for training: towpath train CONFIG.toml {' '.join(settings)}", soft_wrap=True)
-    if report is not None:
-        print(f"Plots: {report}")
 
 
-def solver_of(
-    model: str,
-    cluster: str,
-    ranks: tuple[int | None, int | None],
-    length: int | None,
-    memory: float | None,
-    precision: PrecisionName,
-    optimizer: str,
-    batch: int,
-) -> Solver:
-    """Return the solver of a model on a cluster, as the options of a command describe them. `batch` is sequences."""
-    found = load_cluster(cluster, *ranks)
-    limit = found.memory if memory is None else max(1, int(memory * GIB))
-    request = Request(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
-    return Solver(describe_model(model, length), found, request)
+def _settings(first: Prediction, output: Path) -> list[str]:
+    """Return the settings of `towpath train` for a predicted step whose strategy is in a file."""
+    settings = [f"strategy.name={output}", f"train.micro_batch={first.batching.micro_batch}"]
+    settings += [f"train.checkpointing={str(first.batching.checkpointing).lower()}"]
+    if isinstance(first, PipelinePrediction):
+        layout = first.layout
+        settings += [f"parallel.pipeline={layout.pipeline}", f"parallel.schedule={layout.schedule}"]
+        settings += [] if layout.tensor == 1 else [f"parallel.tensor={layout.tensor}"]
+        settings += [] if layout.compression == "none" else [f"parallel.compression={layout.compression}"]
+    return settings
 
 
-def heading(solver: Solver) -> str:
-    """Return two lines that describe the model and the cluster."""
-    model, found, topology = solver.model, solver.cluster, solver.cluster.topology
-    links = found.hardware
-    racks = ""
-    if links.racks is not None and topology.nodes_per_rack is not None:
-        racks = f", {links.racks.rate * 8 / 1e9:.3g} Gbit/s a rack of {topology.nodes_per_rack} nodes"
-    return (
-        f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, sequences of {model.length:,} tokens\n"
-        f"{found.name}: {topology.words}, "
-        f"{links.inter.rate * 8 / 1e9:.3g} Gbit/s a node{racks}"
-    )
-
-
-def _what_would_fit(found: Infeasible, solver: Solver, more_hints: Sequence[str]) -> str:
+def _what_would_fit(found: Infeasible, solver: Solver, stages: _Stages | None) -> str:
     memory = found.nearest.memory
     needed = found.nearest.peak_bytes / GIB
     hints: list[str] = []
     if max(memory, key=lambda name: memory[name]) == "activations":
         hints.append("a smaller micro-batch, or --checkpointing")
+    for offload in tables.further_offloads(solver, solver.request.offload) if stages is None else ():
+        offloaded = Solver(solver.model, solver.cluster, replace(solver.request, offload=offload))
+        if isinstance(offloaded.solve(best=1, most=1), Ranking):
+            hints.append(f"--offload {offload}, with which it fits")
+            break
     more = -(-found.nearest.peak_bytes // solver.request.memory) * solver.cluster.topology.nodes
-    hints += [*more_hints, f"more nodes (about --nodes {more})"]
+    hints += [*([] if stages else ["a pipeline (--pipeline 4)"]), f"more nodes (about --nodes {more})"]
     return (
         f"nothing fits into {solver.request.memory / GIB:.1f} GiB a rank: what comes nearest is "
         f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
@@ -410,134 +328,125 @@ def _what_would_fit(found: Infeasible, solver: Solver, more_hints: Sequence[str]
     )
 
 
-def _other_hints(solver: Solver) -> list[str]:
-    """Return what else would help: the offload with which the model fits, and a pipeline."""
-    fitting: list[str] = []
-    for offload in tables.further_offloads(solver, solver.request.offload):
-        offloaded = Solver(solver.model, solver.cluster, replace(solver.request, offload=offload))
-        if isinstance(offloaded.solve(best=1, most=1), Ranking):
-            fitting.append(f"--offload {offload}, with which it fits")
-            break
-    return [*fitting, "a pipeline (--pipeline 4)"]
+# --- given strategies -------------------------------------------------------------------------------------------------
 
 
-# --- outer steps ------------------------------------------------------------------------------------------------------
-
-
-def _with_outer(found: Ranking, solver: Solver, periods: Sequence[int]) -> Ranking:
-    """Return the ranking together with the best outer steps of each period."""
-    steps = OuterPlanner(solver).solve(periods)
-    if not steps:
-        room = f"{solver.request.memory / GIB:.1f} GiB"
-        raise PlanError(
-            f"--outer: no island of whole nodes can hold the model and its slow weights in {room} a rank, with a batch "
-            "that islands share equally. Take more memory, or leave out --outer."
-        )
-    counts = {name: getattr(found, name) + len(steps) for name in ("considered", "fitting", "replayed")}
-    ranked = sorted((*found.ranked, *steps), key=lambda priced: priced.order)
-    return replace(found, ranked=tuple(ranked), **counts)
-
-
-def _show_rates(rates: Sequence[RateRow], solver: Solver) -> None:
-    """Show at which link rates outer steps are faster."""
-    if not rates:
+def _show_steps(texts: Sequence[str], solver: Solver, stages: _Stages | None, files: _Files) -> None:
+    """Print the steps of strategies side by side. A strategy alone stands next to the best one."""
+    layouts = [None] if stages is None else stages.layouts
+    shown: list[tuple[int | None, Prediction]] = []
+    conclusions: list[str] = []
+    with progress_bar("Simulating") as say:
+        for number, text in enumerate(texts):
+            for layout in layouts:
+                shown += _phases(text, solver, stages, layout)
+            say(number + 1, len(texts))
+    steps = [step for _, step in shown]
+    _write_trace(files.trace, steps[0], solver, stages)
+    if len(steps) == 1:
+        found = _solve(solver, stages, 1, MOST)
+        if isinstance(found, Ranking) and found.ranked[0] != steps[0]:
+            shown.append((None, found.ranked[0]))
+            steps.append(found.ranked[0])
+    if len(steps) <= 2 and all(first is None for first, _ in shown):
+        conclusions.append(tables.explain(steps, solver))
+    write_output_file("--output", files.output, steps[0].strategy.to_toml())
+    if files.as_json:
+        facts = [
+            ({} if first is None else {"first_step": first}) | tables.as_json(step, solver) for first, step in shown
+        ]
+        print(json.dumps({"strategies": facts, "conclusions": conclusions}, indent=2))
         return
     console = Console(width=100, highlight=False)
-    table = table_of("link of a node", "fastest synchronous", "step", "with outer steps", "step", "× faster", numbers=1)
-    own = solver.cluster.hardware.inter.rate
-    for row in rates:
-        best, usual = row.best, row.synchronous
-        table.add_row(
-            tables.link(row.rate) + (" (this)" if row.rate == own else ""),
-            tables.label(usual.strategy),
-            tables.seconds(usual.seconds),
-            tables.label(best.strategy),
-            tables.seconds(best.seconds),
-            f"{usual.seconds / best.seconds:.3g}",
-        )
+    console.print(heading(solver))
+    titles = [tables.title(step) + ("" if first is None else f", from step {first}") for first, step in shown]
+    table = table_of("one optimizer step", *titles, numbers=1)
+    for cells in tables.compare(steps, solver):
+        table.add_row(*cells)
     console.print(table)
-    console.print(f"{_conclusion(rates)} They change the algorithm: see docs/guides/outer-steps.md.")
+    for line in (*tables.exact_bits(steps, solver), *conclusions):
+        console.print(line)
+    if files.trace is not None:
+        print(f"The first, for https://ui.perfetto.dev: {files.trace}")
 
 
-def _conclusion(rates: Sequence[RateRow]) -> str:
-    if (rate := crossing(rates)) is not None:
-        return f"Outer steps take less time up to {tables.link(rate)}."
-    first = rates[0]
-    always = first.best.seconds < first.synchronous.seconds
-    return f"Outer steps take {'less' if always else 'more'} time at all of these rates."
+def _phases(
+    text: str, solver: Solver, stages: _Stages | None, layout: Layout | None
+) -> list[tuple[int | None, Prediction]]:
+    """Return the predicted step of a strategy, with the batching that is the fastest.
 
-
-def _facts_by_rate(rates: Sequence[RateRow]) -> dict[str, Any]:
-    """Return what `--json` prints about outer steps."""
-    if not rates:
-        return {}
-    rows = [
-        {
-            "gbit": row.rate * 8 / 1e9,
-            "synchronous": {"strategy": row.synchronous.strategy.name, "seconds": row.synchronous.seconds},
-            "outer": [{"toml": step.strategy.to_toml(), "seconds": step.seconds} for step in row.outer],
-        }
-        for row in rates
-    ]
-    rate = crossing(rates)
-    return {"outer_by_rate": rows, "outer_up_to_gbit": None if rate is None else rate * 8 / 1e9}
-
-
-# --- pipelines --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineOptions:
-    """Sizes of pipelines and of tensor parallelism, schedules, and compressions. All combinations are planned."""
-
-    pipelines: Sequence[int]
-    tensors: Sequence[int]
-    schedules: Sequence[str]
-    compressions: Sequence[str]
-
-    def __post_init__(self) -> None:
-        for option, given, known in (
-            ("--schedule", self.schedules, list(SCHEDULES)),
-            ("--compression", self.compressions, list(COMPRESSIONS)),
-        ):
-            for name in given:
-                if name not in known:
-                    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                    raise ConfigError(f"{option} {name}: did you mean {close!r}? Known: {', '.join(known)}.")
-        if not self.pipelines and (self.tensors or self.schedules or self.compressions):
-            raise ConfigError("--tensor, --schedule and --compression are options of a pipeline: pass --pipeline, too.")
-
-
-def _with_pipelines(
-    found: Ranking | Infeasible, solver: Solver, name: str, length: int | None, options: PipelineOptions, best: int
-) -> Ranking | Infeasible:
-    """Plan the model with pipelines, and return the `best` of these and of `found`."""
-    schedules = options.schedules or ("1F1B",)
-    pipelines = pipelines_of(solver, name, length, schedules)
-    with progress_bar("Planning stages") as say:
-        staged = pipelines.solve(
-            options.pipelines, schedules, options.compressions or ("none",), options.tensors or (1,), best, say
-        )
-    if not staged:
-        return found
-    if isinstance(found, Infeasible):
-        return Ranking(tuple(staged), len(staged), len(staged), len(staged), False)
-    ranked = sorted((*found.ranked, *staged), key=lambda priced: priced.order)
-    return replace(found, ranked=tuple(ranked[:best]))
-
-
-def pipelines_of(solver: Solver, name: str, length: int | None, schedules: Sequence[str]) -> Pipelines:
-    """Return what predicts pipelines of the model on the cluster of `solver`."""
-    if all(schedule in _SCHEDULES_WITHOUT_TORCH for schedule in schedules):
-        walks = plain_walk
+    If its codecs change in a run, there is one for each phase, with the first optimizer step of that phase.
+    """
+    request, predict = solver.request, solver.predict
+    if stages is None or layout is None:
+        made, batchings = _strategy(text, solver), request.batchings(solver.cluster.topology.world)
     else:
-        from towpath.pipeline.schedules import walks
-    shape, called, tokens = model_shape(name, length)
-    return Pipelines(lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, walks)
+        pipelines, layout = stages.pipelines, replace(layout, strategy=_from_file(text) or text)
+        made, batchings = pipelines.strategy(layout), request.batchings(pipelines.copies(layout))
+        allowed = [b for b in batchings if not asked_of_micro_batches(layout.schedule, layout.pipeline, b.micro_steps)]
+        if not allowed:
+            pipelines.check(layout, batchings[0])
+        batchings, predict = allowed, _staged(pipelines, layout)
+    best = _fastest(made, batchings, predict, request.memory)
+    if made.outer is not None or not made.changes:
+        return [(None, best)]
+    return [(first, predict(made.at(first), best.batching)) for first in (0, *made.changes)]
 
 
-def _pipeline_settings(layout: Layout) -> list[str]:
-    """Return the settings of `towpath train` for a pipeline."""
-    settings = [f"parallel.pipeline={layout.pipeline}", f"parallel.schedule={layout.schedule}"]
-    settings += [] if layout.tensor == 1 else [f"parallel.tensor={layout.tensor}"]
-    return settings + ([] if layout.compression == "none" else [f"parallel.compression={layout.compression}"])
+def _staged(pipelines: Pipelines, layout: Layout) -> Callable[[Strategy, Batching], Prediction]:
+    return lambda made, batching: pipelines.predict(replace(layout, strategy=made), batching)
+
+
+def _fastest(
+    made: Strategy, batchings: Sequence[Batching], predict: Callable[[Strategy, Batching], Prediction], memory: int
+) -> Prediction:
+    """Return the fastest prediction of those that fit into memory, or the smallest if none does."""
+    steps = [predict(made, batching) for batching in batchings]
+    fitting = [step for step in steps if step.peak_bytes <= memory]
+    return min(fitting, key=lambda step: step.order) if fitting else min(steps, key=lambda step: step.peak_bytes)
+
+
+def _strategy(text: str, solver: Solver) -> Strategy:
+    """Return the strategy that a preset's name or a file describes, with all of its codecs in use."""
+    topology, offload = solver.cluster.topology, solver.request.offload
+    made = _from_file(text)
+    if made is None:
+        return presets.parse_strategy(text, topology, offload)
+    if made.job != topology:
+        raise ConfigError(
+            f"strategy {text} is for {made.job} ranks, and the cluster has {topology}. Pass --nodes, or plan anew."
+        )
+    return made if offload is None else replace(made, offload=offload)
+
+
+def _from_file(text: str) -> Strategy | None:
+    """Return the strategy of a file, or None if the text is the name of a preset."""
+    if not text.endswith(".toml"):
+        return None
+    try:
+        return Strategy.from_toml(Path(text).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"strategy: cannot read {text}: {reason}. Check the path, or name a preset.") from None
+
+
+def _write_trace(path: Path | None, step: Prediction, solver: Solver, stages: _Stages | None) -> None:
+    """Write every micro-step of a predicted step as a trace. Of a pipeline, it has one copy of each of its ranks."""
+    if path is None:
+        return
+    if step.strategy.outer is not None:
+        raise ConfigError("--trace shows one step, and outer steps are simulated over a period. Leave it out.")
+    if step.batching.micro_steps > _MOST_TRACED:
+        raise ConfigError(
+            f"--trace shows each micro-step, and there are {step.batching.micro_steps:,}. Expected at most "
+            f"{_MOST_TRACED:,}: take a smaller --batch."
+        )
+    from towpath.tracing import simulated_intervals, write_intervals  # imports torch
+
+    if stages is not None and isinstance(step, PipelinePrediction):
+        ranks = stages.pipelines.replay(step.layout, step.batching).ranks
+        names = {rank: f"rank {rank} of {step.layout}, simulated" for rank in range(len(ranks))}
+    else:
+        ranks = [solver.timeline(step.strategy, step.batching)]
+        names = {0: f"every rank of {solver.cluster.name}, simulated"}
+    write_intervals(path, {rank: simulated_intervals(each.events) for rank, each in enumerate(ranks)}, names)

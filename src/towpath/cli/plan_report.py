@@ -26,7 +26,6 @@ from towpath.core.strategy import TransferKind
 from towpath.errors import TowpathError
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.islands import RateRow, crossing
 from towpath.planner.prediction import Batching, Prediction, Ranking
 from towpath.planner.solver import Solver
 from towpath.tracing import simulated_intervals
@@ -43,13 +42,8 @@ _SHOWN = 6
 Say = Callable[[int, int], None]
 
 
-def write_plan_report(
-    path: Path, found: Ranking, solver: Solver, heading: str, say: Say, rates: Sequence[RateRow] = ()
-) -> None:
-    """Write the page. `say` is called with how many simulations are done and how many there are.
-
-    `rates` are what outer steps take by link rate, if they are planned.
-    """
+def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, say: Say) -> None:
+    """Write the page. `say` is called with how many simulations are done and how many there are."""
     ranked, shown = found.ranked, found.ranked[:_SHOWN]
     best, total = shown[0], len(PRESETS) * (len(_RATES) + len(_NODES))
     counted = iter(range(1, total + 1))
@@ -75,9 +69,6 @@ def write_plan_report(
         ("Which strategy when: links", caption(by_rate), draw_rates, by_rate),
         ("Which strategy when: nodes", f"Each rank has the same batch. {caption(by_nodes)}", draw_nodes, by_nodes),
     ]
-    if rates:
-        pays = "The fastest synchronous strategy, and outer steps."
-        drawn.insert(0, ("When outer steps pay", pays, draw_outer, rates))
     figures = [Figure(title, about, svg(draw, what, (5.2, 3.3))) for title, about, draw, what in drawn]
     timelines = svg(draw_timelines, steps, (11, 0.8 + 0.95 * len(steps)))
     inside = "What a rank computes, and what its links send in the meantime."
@@ -184,26 +175,6 @@ def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
     parts |= {k.value: [p.exposed.get(k, 0.0) for p in shown] for k in TransferKind
               if any(p.exposed.get(k, 0.0) > 0.01 * p.seconds for p in shown)}  # fmt: skip
     draw_stacked(figure, names, "seconds", parts)
-
-
-def draw_outer(figure: Any, rows: Sequence[RateRow]) -> None:
-    """Draw what synchronous steps and those of each period take over the rate of a node's link."""
-    axes = axes_of(figure, "Gbit/s between nodes, each way", "seconds of a step")
-    rates = [row.rate * 8 / 1e9 for row in rows]
-    periods = sorted({step.strategy.outer.every for row in rows for step in row.outer if step.strategy.outer})
-    drawn = {"synchronous": [(rate, row.synchronous.seconds) for rate, row in zip(rates, rows, strict=True)]}
-    if all(len(row.outer) == len(periods) for row in rows):
-        for every in periods:
-            steps = [next(s for s in row.outer if s.strategy.outer and s.strategy.outer.every == every) for row in rows]
-            drawn[f"every {every} steps"] = [(rate, s.seconds) for rate, s in zip(rates, steps, strict=True)]
-    else:  # the planner has chosen the period at each rate
-        drawn["outer steps"] = [(rate, row.best.seconds) for rate, row in zip(rates, rows, strict=True)]
-    draw_curves(axes, [Curve(name, tuple(points)) for name, points in drawn.items()])
-    if (rate := crossing(rows)) is not None:
-        _mark(axes, rate * 8 / 1e9, f"{rate * 8 / 1e9:.3g}")
-    axes.set_xscale("log")
-    set_log_scale(axes, "y")
-    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=4, loc="outside lower center")
 
 
 def _draw_curves(label: str, figure: Any, drawn: Sequence[Curve]) -> None:

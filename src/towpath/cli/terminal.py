@@ -16,32 +16,9 @@ from typing import Any, TextIO, final
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from towpath.errors import ConfigError
 from towpath.files import check_output_file
-
-# --- help -------------------------------------------------------------------------------------------------------------
-
-
-def _without_types(params: list[Any]) -> list[Any]:
-    """Hide the types of flags, which take no value, and of arguments, whose names stand for them."""
-    for param in params:
-        if getattr(param, "is_flag", False) and param.metavar is None:
-            param.metavar = ""
-        if isinstance(param, TyperArgument):
-            param.display_type_rich = lambda ctx: None  # pyright: ignore
-    return params
-
-
-class _Command(TyperCommand):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
-
-
-class _Group(TyperGroup):
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_types(super().get_params(ctx))
 
 
 class Commands(typer.Typer):
@@ -49,17 +26,12 @@ class Commands(typer.Typer):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
-            cls=_Group,
             rich_markup_mode="markdown",
             add_completion=False,
             pretty_exceptions_enable=False,
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
             **options,
         )
-
-    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
-        """Return a decorator that adds a command."""
-        return super().command(name, cls=_Command, **options)
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -9,15 +9,13 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from towpath.core.exact import METRICS, Shares
 from towpath.errors import ConfigError
 from towpath.planner.cluster import Cluster, from_table
 from towpath.planner.model import Model, Transformer
@@ -57,92 +55,27 @@ def load_cluster(what: str | Path, nodes: int | None = None, ranks_per_node: int
             )
         return profile.cluster()
     if str(what) in shipped_clusters():
-        name = str(what)
-        text = files("towpath.planner").joinpath("clusters", f"{what}.toml").read_text(encoding="utf-8")
+        path: Any = files("towpath.planner").joinpath("clusters", f"{what}.toml")
     else:
         path = Path(what)
         if not path.is_file():
             known = ", ".join(shipped_clusters())
             raise ConfigError(f"cluster {str(what)!r}: expected a .toml file, or one of {known}.")
-        try:
-            name, text = path.stem, path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cluster: cannot read {path}: {error}. Check the path and its rights.") from None
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cluster {what}: not TOML: {error}. Correct it there.") from None
-    found = from_table(name, table)
+    found = from_table(path.name.removesuffix(".toml"), _read("cluster", path))
     return found.on(nodes or found.topology.nodes, ranks_per_node)
 
 
-def load_exact_shares(run: str | Path) -> Shares:
-    """Load what exact messages took of their values in a run of `towpath train`.
-
-    Args:
-        run: The run's folder (`log.folder`), or its `metrics.jsonl`. The last run of the file counts.
-
-    Returns:
-        The median share of its steps, by codec and dtype. Pass it to `Request`.
-
-    Raises:
-        ConfigError: If the file cannot be read, or its last run has sent nothing exactly.
-    """
-    path = Path(run, "metrics.jsonl") if Path(run).is_dir() else Path(run)
-    seen: dict[str, list[float]] = {}
+def _read(what: str, path: Any) -> dict[str, Any]:
+    """Return the table in a file, or raise an error that names `what` it was to describe."""
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            if row["kind"] == "start":
-                seen.clear()
-            for name in METRICS.keys() & row.keys():
-                seen.setdefault(name, []).append(float(row[name]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"exact_from: cannot read {path}: {error!r}. Expected the folder of a run of `towpath train`, or its "
-            "metrics.jsonl."
-        ) from None
-    if not seen:
-        raise ConfigError(
-            f"exact_from: the last run in {path} has sent nothing exactly. Train some steps with strategy.exact = true "
-            "on several nodes, or leave it out."
-        )
-    return tuple((METRICS[name], median(values)) for name, values in sorted(seen.items()))
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.name.endswith(".json") else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what}: cannot read {path}: {error}. Correct it there, or name another.") from None
 
 
 # Models --------------------------------------------------------------------------------------------------------------
 
-
-def _llama(width: int, depth: int, heads: int, hidden: int, vocabulary: int = 32000) -> Transformer:
-    return Transformer(vocabulary, width, depth, heads, hidden, tied=False, gated=True, biases=False)
-
-
-def _gpt(width: int, depth: int, heads: int, vocabulary: int = 51200, positions: int = 1024) -> Transformer:
-    return Transformer(vocabulary, width, depth, heads, 4 * width, positions=positions)
-
-
-def _bert(width: int, depth: int, heads: int = 40) -> Transformer:
-    return Transformer(32008, width, depth, heads, 4 * width, positions=512)
-
-
-# The models of the papers, and the length of their sequences. The ZeRO++ paper prints only sizes, and Optimus-CC no
-# lengths, heads or vocabulary. What is not printed is the usual value of that size. PaRO trains llama-65b with 512.
-MODELS: dict[str, tuple[Transformer, int]] = {
-    "llama-7b": (_llama(4096, 32, 32, 11008), 4096),
-    "llama-13b": (_llama(5120, 40, 40, 13824), 4096),
-    "llama-30b": (_llama(6656, 60, 52, 17920), 4096),
-    "llama-65b": (_llama(8192, 80, 64, 22016), 4096),
-    "bert-10b": (_bert(2560, 127), 512),
-    "bert-15b": (_bert(2560, 190), 512),
-    "bert-20b": (_bert(5120, 64), 512),
-    "bert-50b": (_bert(8192, 62, heads=64), 512),  # the paper prints 40 heads, which do not divide the width
-    "gpt-2.5b": (_gpt(1920, 52, 20), 1024),
-    "gpt-8.3b": (_gpt(3072, 72, 24), 1024),
-    "gpt-9.2b": (_gpt(3072, 80, 24), 1024),
-    "gpt-18b": (_gpt(6144, 40, 48, positions=2048), 2048),
-    "gpt-100b": (_gpt(12288, 55, 96, positions=2048), 2048),
-    "gpt-138b": (_gpt(12288, 76, 96, positions=2048), 2048),
-}
 
 _EXPECTED = "a name, a Hugging Face config.json or its folder, or a .toml file"
 
@@ -180,11 +113,7 @@ def model_shape(what: str | Path, length: int | None = None) -> tuple[Transforme
         return _named(str(what), length)
     if not path.is_file():
         raise ConfigError(f"model {str(what)!r}: there is no file {path}. Expected {_EXPECTED}.")
-    try:
-        text = path.read_text(encoding="utf-8")
-        table: dict[str, Any] = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model: cannot read {path}: {error}. Correct it there, or name another model.") from None
+    table = _read("model", path)
     usual = table.pop("length", None) if path.suffix == ".toml" else None
     shape = _from_config(table, path) if path.suffix == ".json" else _from_table(table, path)
     length = length or usual or shape.positions or table.get("max_position_embeddings")
@@ -248,38 +177,40 @@ def _from_config(config: Mapping[str, Any], path: Path) -> Transformer:
     )
 
 
-# Published models ----------------------------------------------------------------------------------------------------
+# Models by name ------------------------------------------------------------------------------------------------------
 
 
-def published_names() -> list[str]:
-    """Return the names of the published models that are known."""
-    return [name for entry in _published()["model"] for name in entry["names"]]
+@cache
+def named_models() -> dict[str, tuple[Transformer, int]]:
+    """Return the models of the papers, and published ones, by name, each with the length of its sequences."""
+    data = _data()
+    published = {name: data["all"] | entry for entry in data["model"] for name in entry["names"]}
+    sizes = {f.name for f in fields(Transformer)}
+    return {
+        name: (Transformer(**{key: value for key, value in entry.items() if key in sizes}), entry["length"])
+        for name, entry in (data["papers"] | published).items()
+    }
 
 
 def _named(what: str, length: int | None) -> tuple[Transformer, str, int]:
     """Find a model by name, however it is spelled: "llama-3.1-8b", "Llama3.1-8B" or "meta-llama/Llama-3.1-8B"."""
-    words, data = _words_of(what), _published()
-    for name, (shape, usual) in MODELS.items():
-        if _words_of(name) == words:
-            return shape, name, length or usual
-    for start, family in data["experts"].items():
+    words, spelled = _words_of(what), {" ".join(_words_of(name)): name for name in named_models()}
+    if found := spelled.get(" ".join(words)):
+        shape, usual = named_models()[found]
+        return shape, found, length or usual
+    nearest = spelled[difflib.get_close_matches(" ".join(words), list(spelled), n=1, cutoff=0.0)[0]]
+    for start, family in _data()["experts"].items():
         begins = _words_of(start)
         if words[: len(begins)] == begins:
             raise ConfigError(
                 f"model {what!r}: {family} is a mixture of experts, and the planner knows only dense models, in which "
-                f"every token meets every parameter. Expected one such as {_nearest(what, published_names())}."
+                f"every token meets every parameter. Expected one such as {nearest}."
             )
-    for entry in data["model"]:
-        for name in entry["names"]:
-            if words == _words_of(name):
-                own = {key: value for key, value in entry.items() if key not in ("names", "length")}
-                return Transformer(**{**data["all"], **own}), name, length or entry["length"]
     if what.startswith(("/", ".", "~")) or what.count("/") > 1:
         raise ConfigError(f"model {what!r}: there is no such file or folder. Expected {_EXPECTED}.")
-    known = [*MODELS, *published_names()]
     raise ConfigError(
-        f"model {what!r}: expected a name ({', '.join(known)}), a Hugging Face config.json or its folder, or a .toml "
-        f"file. Did you mean {_nearest(what, known)!r}?"
+        f"model {what!r}: expected a name ({', '.join(named_models())}), a Hugging Face config.json or its folder, "
+        f"or a .toml file. Did you mean {nearest!r}?"
     )
 
 
@@ -289,14 +220,9 @@ def _words_of(name: str) -> list[str]:
     The owner ("meta-llama/") is left out, and so are words that do not change the shape ("-Instruct").
     """
     words = re.findall(r"[a-z]+|\d+(?:\.\d+)?", name.lower().rpartition("/")[2])
-    return [word for word in words if word not in _published()["ignored"]]
-
-
-def _nearest(what: str, known: Iterable[str]) -> str:
-    spelled = {" ".join(_words_of(name)): name for name in known}
-    return spelled[difflib.get_close_matches(" ".join(_words_of(what)), list(spelled), n=1, cutoff=0.0)[0]]
+    return [word for word in words if word not in _data()["ignored"]]
 
 
 @cache
-def _published() -> dict[str, Any]:
+def _data() -> dict[str, Any]:
     return tomllib.loads(files("towpath.planner").joinpath("models.toml").read_text(encoding="utf-8"))

@@ -114,8 +114,8 @@ class Cluster:
         return replace(self, hardware=replace(self.hardware, inter=replace(self.hardware.inter, rate=rate)))
 
     def with_exact_shares(self, shares: Shares) -> Cluster:
-        """Return the cluster with these measured shares of exact messages, if there are any."""
-        return replace(self, hardware=replace(self.hardware, exact_shares=shares)) if shares else self
+        """Return the cluster with these measured shares of exact messages."""
+        return replace(self, hardware=replace(self.hardware, exact_shares=shares))
 
 
 def from_table(name: str, table: Mapping[str, Any]) -> Cluster:

@@ -6,10 +6,8 @@ further islands drift apart. So of all periods that hide their exchanges, the sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import ceil, exp, log
+from dataclasses import replace
+from math import ceil
 
 from towpath.core.formats import Codec
 from towpath.core.outer import Outer, outer_transport
@@ -17,7 +15,7 @@ from towpath.core.transport import Transport
 from towpath.planner.prediction import Prediction, Ranking
 from towpath.planner.solver import Solver
 
-# The periods that are tried if the user names none, in optimizer steps.
+# The periods that are tried, in optimizer steps.
 PERIODS = (32, 64, 128, 256, 512)
 # Exchanges count as hidden if they make the mean step at most this much longer.
 HIDDEN = 1.05
@@ -25,12 +23,10 @@ HIDDEN = 1.05
 _LONGEST_DELAY, _BLEND = 0.25, 0.5
 # How often an island's strategy is planned, each time with the memory that is left beside what outer steps need.
 _TRIED = 3
-# How many candidates are replayed at most, of an island and at each link rate.
+# How many candidates are replayed at most for an island.
 _REPLAYED = 16
 # Outer steps are proposed in place of a synchronous strategy if they take at most this share of its time.
 WORTH_IT = 0.8
-# Link rates at which strategies are compared, in bytes a second: from 10 Mbit/s to 100 Gbit/s.
-RATES = tuple(1.25e6 * 10 ** (k / 2) for k in range(9))
 
 
 class OuterPlanner:
@@ -42,41 +38,21 @@ class OuterPlanner:
 
     def __init__(self, solver: Solver) -> None:
         self._solver = solver
-        self._found: tuple[int, Prediction] | None = None
 
-    def on(self, solver: Solver) -> OuterPlanner:
-        """Return a planner for other links between the same nodes. It takes over what does not depend on these.
+    def solve(self) -> Prediction | None:
+        """Return the prediction for the shortest period that hides its exchanges, or else for the longest.
 
-        Args:
-            solver: The solver for the other links.
+        It is None if no island can hold a copy of the model.
         """
-        other = OuterPlanner(solver)
-        if self._found is not None and self._found[0] == solver.cluster.topology.nodes:  # an island is one node
-            other._found = self._found
-        return other
-
-    def solve(self, periods: Sequence[int] = ()) -> list[Prediction]:
-        """Return the best prediction for each period, the fastest first.
-
-        Args:
-            periods: Numbers of optimizer steps between exchanges of the same weights. By default, the shortest period
-                that hides its exchanges, or else the longest.
-
-        Returns:
-            The predictions. The list is empty if no island can hold a copy of the model.
-        """
-        self._found = self._found or self._of_islands()
-        if self._found is None:
-            return []
-        islands, inner = self._found
+        if (found := self._of_islands()) is None:
+            return None
+        islands, inner = found
         first = self._predicted(Outer(PERIODS[0], transport=self._transport), islands, inner)
         # What an exchange takes longer than a step does not depend on the period.
         exchange = PERIODS[0] * max(0.0, first.seconds - inner.seconds)
-        settings = [self._settings(every, exchange, inner.seconds) for every in periods or PERIODS]
-        if not periods:
-            settings = [next((each for each in settings if each[1]), settings[-1])]
-        steps = [self._predicted(outer, islands, inner) for outer, _ in settings]
-        return sorted(steps, key=lambda step: step.order)
+        settings = [self._settings(every, exchange, inner.seconds) for every in PERIODS]
+        outer, _ = next((each for each in settings if each[1]), settings[-1])
+        return self._predicted(outer, islands, inner)
 
     def _of_islands(self) -> tuple[int, Prediction] | None:
         """Return how many islands can hold the model with its slow weights, and the best step of one of them."""
@@ -125,49 +101,3 @@ class OuterPlanner:
 def worth_it(outer: Prediction, synchronous: Prediction) -> bool:
     """Return whether outer steps save enough time to change the algorithm for them."""
     return outer.seconds <= WORTH_IT * synchronous.seconds
-
-
-# By link rate ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RateRow:
-    """The fastest synchronous step and the fastest of each period, at one link rate in bytes a second."""
-
-    rate: float
-    synchronous: Prediction
-    outer: tuple[Prediction, ...]
-
-    @property
-    def best(self) -> Prediction:
-        """The fastest of the outer steps."""
-        return min(self.outer, key=lambda step: step.seconds)
-
-
-def by_rate(
-    solver: Solver, periods: Sequence[int] = (), say: Callable[[int, int], None] = lambda done, total: None
-) -> list[RateRow]:
-    """Return what steps take at each of `RATES`, and at the cluster's own. Rates at which nothing fits are left out.
-
-    `say` is called with how many rates are done and how many there are.
-    """
-    rows: list[RateRow] = []
-    rates, planner = sorted({*RATES, solver.cluster.hardware.inter.rate}), OuterPlanner(solver)
-    for number, rate in enumerate(rates):
-        say(number, len(rates))
-        there = Solver(solver.model, solver.cluster.at_rate(rate), solver.request)
-        planner = planner.on(there)
-        found, outer = there.solve(best=1, most=_REPLAYED), planner.solve(periods)
-        if isinstance(found, Ranking) and outer:
-            rows.append(RateRow(rate, found.ranked[0], tuple(outer)))
-    return rows
-
-
-def crossing(rows: Sequence[RateRow]) -> float | None:
-    """Return the link rate, in bytes a second, up to which outer steps are faster. None if they always or never are."""
-    for slow, fast in pairwise(rows):
-        before, after = (log(row.synchronous.seconds / row.best.seconds) for row in (slow, fast))
-        if before > 0 >= after:
-            share = before / (before - after)
-            return exp(log(slow.rate) + share * (log(fast.rate) - log(slow.rate)))
-    return None

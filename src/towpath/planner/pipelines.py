@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 
 from towpath.core import presets
 from towpath.core.formats import Precision, item_bytes, wide
@@ -46,7 +45,7 @@ from towpath.planner.model import (
     kept_bytes,
     optimizer_seconds,
 )
-from towpath.planner.prediction import Batching, Prediction
+from towpath.planner.prediction import Batching, Prediction, figures_of
 from towpath.planner.request import Request
 from towpath.planner.solver import Candidate, Solver
 from towpath.sim.hardware import TransferShape, phase_costs, seconds_alone
@@ -146,28 +145,22 @@ class Pipelines:
         walks: Walks = plain_walk,
     ) -> None:
         self._staged, self.request, self._walks = cache(staged), request, walks
-        self.cluster = cluster.with_exact_shares(request.exact_shares)
+        self.cluster = cluster
         self._topology = cluster.hardware.topology
         self._plans: dict[object, UnitPlan] = {}
         self._solvers: dict[tuple[int, int, int], Solver] = {}
 
     def solve(
         self,
-        pipelines: Sequence[int],
-        schedules: Sequence[str] = ("1F1B",),
-        compressions: Sequence[str | Compression] = ("none",),
-        tensors: Sequence[int] = (1,),
+        layouts: Sequence[Layout],
         best: int = 10,
         say: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[PipelinePrediction]:
-        """Find the best layouts.
+        """Find the best strategies for the copies of stages.
 
         Args:
-            pipelines: Numbers of ranks that a micro-batch passes through.
-            schedules: Names of schedules.
-            compressions: Compressions of messages between stages.
-            tensors: Numbers of ranks that share each layer.
-            best: Number of layouts to return.
+            layouts: How the model may be distributed. Their strategies do not count.
+            best: Number of predictions to return.
             say: Called with the amount of finished work and the total amount.
 
         Returns:
@@ -178,7 +171,7 @@ class Pipelines:
         """
         order = [
             (self._bound(layout, batching), number, layout, batching)
-            for number, (layout, batching) in enumerate(self._candidates(pipelines, schedules, compressions, tensors))
+            for number, (layout, batching) in enumerate(self._candidates(layouts))
         ]
         heapq.heapify(order)
         found: list[PipelinePrediction] = []
@@ -220,23 +213,14 @@ class Pipelines:
         exact = self._solver_of_stage(layout).exact_form(plain)
         return layout if exact == plain else replace(layout, strategy=exact)
 
-    def _candidates(
-        self,
-        pipelines: Sequence[int],
-        schedules: Sequence[str],
-        compressions: Sequence[str | Compression],
-        tensors: Sequence[int],
-    ) -> Iterator[tuple[Layout, Batching]]:
-        again = (False, True) if self.request.checkpointing is None else (self.request.checkpointing,)
-        for pipeline, tensor, schedule, compression in product(pipelines, tensors, schedules, compressions):
+    def _candidates(self, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Batching]]:
+        for layout in layouts:
             seen: dict[Placement, Layout] = {}
             for strategy in STRATEGIES:  # on one node, or with one copy, several names mean the same placement
-                layout = Layout(pipeline, schedule, strategy, compression, tensor)
-                seen.setdefault(self.strategy(layout).placement, layout)
-            layout = Layout(pipeline, schedule, "ddp", compression, tensor)
-            for (size, count), checkpointing in product(self.request.shares(self.copies(layout)), again):
-                if not asked_of_micro_batches(schedule, pipeline, count):
-                    batching = Batching(size, count, checkpointing)
+                named = replace(layout, strategy=strategy)
+                seen.setdefault(self.strategy(named).placement, named)
+            for batching in self.request.batchings(self.copies(layout)):
+                if not asked_of_micro_batches(layout.schedule, layout.pipeline, batching.micro_steps):
                     others = [replace(layout, strategy=made) for made in self._others(layout, batching, seen)]
                     yield from ((each, batching) for each in (*seen.values(), *others))
 
@@ -369,20 +353,12 @@ class Pipelines:
         return PipelinePrediction(
             self.strategy(layout),
             batching,
-            found.seconds,
-            found.computed,
-            found.exposed,
-            found.in_flight,
-            self._memory(layout, batching),
-            found.inter_bytes,
-            found.intra_bytes,
-            layout,
-            self.copies(layout),
-            max(0.0, 1 - found.computed / found.seconds),
-            launching=found.launching,
-            unlaunched=found.unlaunched,
-            saved_inter_bytes=found.saved_inter_bytes,
-            saved_intra_bytes=found.saved_intra_bytes,
+            computing=found.computed,
+            memory=self._memory(layout, batching),
+            layout=layout,
+            copies=self.copies(layout),
+            idle=max(0.0, 1 - found.computed / found.seconds),
+            **figures_of(found),
         )
 
     def replay(self, layout: Layout, batching: Batching) -> PipelineTimeline:

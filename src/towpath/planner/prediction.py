@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from towpath.core.strategy import Strategy, TransferKind
+from towpath.sim.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,12 @@ class Prediction:
     def sequences(self, world: int) -> int:
         """Return the sequences of a step on `world` ranks."""
         return self.batching.micro_batch * self.batching.micro_steps * world
+
+
+def figures_of(timeline: Timeline) -> dict[str, Any]:
+    """Return the fields of a prediction that are those of its simulated step."""
+    names = ("seconds", "exposed", "in_flight", "inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes")
+    return {name: getattr(timeline, name) for name in (*names, "launching", "unlaunched")}
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
     {"version": 2, "topology": {...}, "host": "...", "date": "...", "points": [...], ...}
 
 A link is fitted as latency + bytes / rate. The largest error of the fit is reported with it. Collectives correct what
-the simulator derives from single messages (`sim/measured.py`). Pairs of concurrent activities are not used for any fit,
-and check what the simulator predicts.
+the simulator derives from single messages (`sim/measured.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ from towpath.core.strategy import MoveShape
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, PlanError
 from towpath.planner.cluster import Cluster
-from towpath.sim.bandwidth import BandwidthModel, Demand
 from towpath.sim.hardware import (
-    CABLE,
-    INSIDE,
-    PROCESSOR,
     CodecSpeed,
     Hardware,
     HostWork,
@@ -75,9 +70,7 @@ LAUNCHED_CODEC, LAUNCHED_OPERATION, LAUNCHED_TASK = "launched codec", "launched 
 LAUNCHED_TOGETHER, LAUNCHED_MESSAGES = (1, 8), (2, 16)
 _PARAMETERS_OF_A_UNIT = 8  # about as many as a block of a transformer has
 
-# Activities that a step runs at the same time.
-INTER, INTRA, PRODUCT, ENCODING, NOTHING = "inter, all", "intra, all", "matmul float32", "encode int8", "nothing"
-PAIRS = ((PRODUCT, INTER), (PRODUCT, INTRA), (INTRA, INTER), (PRODUCT, ENCODING))
+PRODUCT = "matmul float32"
 
 
 def pair_name(what: str, other: str) -> str:
@@ -175,20 +168,10 @@ class Profile:
         """Return the points of collectives, with the bytes of one group's region."""
         return [point for point in self.points if _COLLECTIVE.fullmatch(point.what)]
 
-    def host_points(self) -> list[Point]:
-        """Return the points of the engine's and the optimizer's own work."""
-        return [point for point in self.points if point.what.endswith("parameters a unit")]
-
-    def pairs(self) -> list[Point]:
-        """Return the points of activities that ran at the same time."""
-        return [point for point in self.points if " beside " in point.what]
-
     def singles(self) -> list[Point]:
         """Return the points of messages, kernels and matrix products that ran alone."""
-        others = {point.what for point in (*self.collectives(), *self.host_points(), *self.pairs())}
-        # Profiles of earlier versions name collectives in another way.
-        others |= {point.what for point in self.points if point.what.startswith("launched") or " by " in point.what}
-        return [point for point in self.points if point.what not in others]
+        others = re.compile(r".* (by|beside) .*|launched .*|.* parameters a unit")
+        return [point for point in self.points if not others.fullmatch(point.what)]
 
     def cluster(self, *, measured_collectives: bool | None = None) -> Cluster:
         """Return the description of the cluster, as the planner takes it.
@@ -401,46 +384,3 @@ def collective_seconds(point: Point, hardware: Hardware) -> float:
     move = MoveShape(Op(op), 1, mesh.grid, mesh.stride)
     shape = TransferShape.of_move(move, Transport(cast(Route, route)), point.size // 4, "float32", hardware.form)
     return seconds_alone(phase_costs(shape, hardware), hardware)
-
-
-@dataclass(frozen=True, slots=True)
-class Slowdown:
-    """How many times as long an activity takes while another one runs: measured, and predicted by the simulator."""
-
-    what: str
-    measured: float
-    predicted: float
-
-
-def slowdowns(profile: Profile) -> list[Slowdown]:
-    """Return the slowdowns of both activities of each measured pair."""
-    hardware = profile.cluster().hardware
-    found: list[Slowdown] = []
-    for pair in PAIRS:
-        if not profile.has(pair_name(*pair)):  # there is no such link
-            continue
-        for mine, other in (pair, pair[::-1]):
-            alone, together = (profile.of(pair_name(mine, o))[-1].usual for o in (NOTHING, other))
-            # Both activities run forever, each at the rate that the other leaves to it.
-            model = BandwidthModel(hardware.capacities)
-            demands = [_demand(profile, what, hardware, model) for what in (mine, other)]
-            for demand in demands:
-                model.start(demand)
-            model.set_rates()
-            predicted = 1 / (demands[0].seconds * demands[0].rate)
-            found.append(Slowdown(pair_name(mine, other), together / alone, predicted))
-    return found
-
-
-def _demand(profile: Profile, what: str, hardware: Hardware, model: BandwidthModel) -> Demand:
-    point = profile.of(pair_name(what, NOTHING))[-1]
-    if what not in (INTER, INTRA):
-        # The time of one rank alone. The simulator predicts how much longer all ranks together take.
-        alone = next(p for p in profile.of(what) if p.size == point.size).usual
-        needs = {PROCESSOR: hardware.processor(alone)}
-        return Demand(max(alone, model.alone(needs)), needs, keeps_busy=1.0)
-    link = hardware.inter if what == INTER else hardware.intra
-    work = hardware.ranks_sharing * (point.size * link.work + link.message_work)
-    carried = {CABLE: point.size * profile.topology.ranks_per_node} if what == INTER else {INSIDE: float(point.size)}
-    needs = carried | ({PROCESSOR: work} if work else {})
-    return Demand(max(point.usual, model.alone(needs)), needs, busy_seconds=link.busy_latency)

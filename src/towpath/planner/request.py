@@ -8,10 +8,10 @@ from math import isqrt
 from pathlib import Path
 from typing import Any, Literal
 
-from towpath.core.exact import Shares
 from towpath.core.formats import Codec, Precision, item_bytes
 from towpath.core.strategy import Offload
 from towpath.errors import ConfigError
+from towpath.planner.prediction import Batching
 
 BF16 = Precision("bfloat16", "bfloat16")
 
@@ -71,8 +71,6 @@ class Request:
             predicted step is then the mean over the run. Default: 0, for codecs that are used in every step.
         exact: Whether gradients and parameter syncs are sent exactly, which is lossless. Default: where the planner
             expects a faster step. True: wherever they can be.
-        exact_shares: The bytes of exact messages as a share of their values, from `load_exact_shares`. Default: as
-            expected on paper.
         outer: Whether "auto" may choose outer steps, which change the algorithm. `OuterPlanner` plans them.
     """
 
@@ -88,7 +86,6 @@ class Request:
     offload: Offload | None = None
     interleaved: int = 0
     exact: bool | None = None
-    exact_shares: Shares = ()
     outer: bool = False
 
     @property
@@ -96,8 +93,8 @@ class Request:
         """The dtype in which the passes compute."""
         return self.precision.compute_dtype(self.own)
 
-    def shares(self, world: int) -> list[tuple[int, int]]:
-        """Return all pairs of micro-batch and micro-steps in which one of `world` ranks can compute its share."""
+    def batchings(self, world: int) -> list[Batching]:
+        """Return all ways in which one of `world` ranks can compute its share of the batch."""
         mine, left = divmod(self.batch, world)
         if left or not mine:
             raise ConfigError(
@@ -112,7 +109,8 @@ class Request:
                 f"micro-batch {', '.join(map(str, self.micro_batches))}: expected divisors of the {mine} "
                 f"sequences that each of {world} ranks computes in a step."
             )
-        return [(size, mine // size) for size in wanted]
+        checkpointing = (False, True) if self.checkpointing is None else (self.checkpointing,)
+        return [Batching(size, mine // size, again) for size in wanted for again in checkpointing]
 
 
 def codecs_for_both(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -142,8 +140,6 @@ class Workload:
             profile in the user's cache.
         interleaved: Optimizer steps of the run, to use codecs of gradients only in the first half of it. Default: 0,
             which uses them in every step.
-        exact_from: The folder of a run of `towpath train` with exact transports, or its `metrics.jsonl`. Exact messages
-            are then expected to take what they took there. Default: what is expected on paper.
         offload: What is in host memory, as for `towpath.strategy`. Default: nothing.
         exact: Whether transports are exact. Default: where the predicted step is faster.
     """
@@ -156,7 +152,6 @@ class Workload:
     inputs: Sequence[Any] = field(default=(), repr=False)
     profile: str | Path = ""
     interleaved: int = 0
-    exact_from: str | Path = ""
     offload: Offload | None = None
     exact: bool | None = None
 

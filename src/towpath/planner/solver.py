@@ -52,7 +52,7 @@ from towpath.planner.model import (
     host_bytes,
     optimizer_seconds,
 )
-from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
+from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking, figures_of
 from towpath.planner.request import Request
 from towpath.sim.engine import KERNELS_OF_A_PARAMETER
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, TransferShape, phase_costs
@@ -116,7 +116,7 @@ class Solver:
     """
 
     def __init__(self, model: Model, cluster: Cluster, request: Request) -> None:
-        self.model, self.cluster, self.request = model, cluster.with_exact_shares(request.exact_shares), request
+        self.model, self.cluster, self.request = model, cluster, request
         self._hardware, self._topology = self.cluster.hardware, cluster.topology
         self._compute, self._reduce, self._summed = request.precision.dtypes(request.own)
         # Units by size. Only trainable parameters count, because frozen ones may be sharded inside the node. Whatever
@@ -140,17 +140,16 @@ class Solver:
     def candidates(self) -> Iterator[Candidate]:
         """Yield all candidates, whether or not they fit into memory."""
         weights, gradients = ("none", *self.request.weights), ("none", *self.request.gradients)
-        checkpointing = (False, True) if self.request.checkpointing is None else (self.request.checkpointing,)
-        shares = self.request.shares(self._topology.world)
+        batchings = self.request.batchings(self._topology.world)
         for placement in legal_placements(self._topology, copies=True):
             shapes = move_shapes(placement, self._topology)
             crosses = {kind: any(s.grid.nodes > 1 for s in found) for kind, found in shapes.items()}
             mine = weights if any(crosses[kind] for kind in WEIGHTS) else ("none",)
             theirs = gradients if any(crosses[kind] for kind in GRADIENTS) else ("none",)
             exact = {kind for kind in EXACT_KINDS if self._is_exact(kind, shapes[kind])}
-            for w, g, (size, steps), again in product(mine, theirs, shares, checkpointing):
+            for w, g, batching in product(mine, theirs, batchings):
                 for form in self._forms(exact, w, g):
-                    yield Candidate(placement, w, g, Batching(size, steps, again), form)
+                    yield Candidate(placement, w, g, batching, form)
 
     def exact_form(self, strategy: Strategy) -> Strategy:
         """Return a strategy with the exact transports that candidates of its placement can have.
@@ -460,19 +459,11 @@ class Solver:
         return Prediction(
             strategy,
             batching,
-            timeline.seconds,
-            micro_steps * seconds.micro_step,
-            timeline.exposed,
-            timeline.in_flight,
-            self._memory(phases, batching),
-            timeline.inter_bytes,
-            timeline.intra_bytes,
+            computing=micro_steps * seconds.micro_step,
+            memory=self._memory(phases, batching),
             host_memory=host_bytes(plans, self.request.optimizer),
             host_copy_bytes=timeline.host_bytes,
-            launching=timeline.launching,
-            unlaunched=timeline.unlaunched,
-            saved_inter_bytes=timeline.saved_inter_bytes,
-            saved_intra_bytes=timeline.saved_intra_bytes,
+            **figures_of(timeline),
         )
 
     def _predict_islands(self, strategy: Strategy, batching: Batching) -> Prediction:
@@ -521,15 +512,12 @@ class Solver:
             timeline = timeline.with_more(micro_steps - _REPLAYED, shorter)
         return timeline
 
-    def timeline(
-        self, strategy: Strategy, batching: Batching, say: Callable[[int, int], None] = lambda done, total: None
-    ) -> Timeline:
+    def timeline(self, strategy: Strategy, batching: Batching) -> Timeline:
         """Simulate every micro-step of a step, and name each unit. Use it for traces.
 
         Args:
             strategy: The strategy.
             batching: How each rank computes its share.
-            say: Called with the number of finished micro-steps and the total number.
 
         Returns:
             All that a rank does in the step.
@@ -537,7 +525,7 @@ class Solver:
         strategy = self._with_frozen_placed(strategy, batching)
         plans = [plan_unit(strategy, u.spec, self.request.precision, self._hardware.form) for u in self.model.units]
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
-        return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps, say=say).run()
+        return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps).run()
 
     def _phases(self, strategy: Strategy) -> list[_Phase]:
         """Return the phases of a run: one, or two halves that differ if the request is interleaved."""

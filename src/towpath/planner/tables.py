@@ -26,7 +26,7 @@ def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
         str(number),
         title(step),
         extents(step.strategy),
-        f"{step.batching.micro_batch} × {step.batching.micro_steps}{', ckpt' if step.batching.checkpointing else ''}",
+        _batch(step),
         seconds(step.seconds),
         f"{tokens_per_second(step, solver):,.0f}",
         f"{mfu(step, solver):.1%}",
@@ -34,6 +34,12 @@ def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
         _gigabytes(step.inter_bytes, step.saved_inter_bytes, solver.cluster.topology.nodes, 3),
         f"{sum(step.exposed.values()) / step.seconds:.0%}",
     )
+
+
+def _batch(step: Prediction) -> str:
+    """Return the micro-batch, the micro-steps, and whether blocks are recomputed."""
+    batching = step.batching
+    return f"{batching.micro_batch} × {batching.micro_steps}{', ckpt' if batching.checkpointing else ''}"
 
 
 def title(step: Prediction) -> str:
@@ -56,11 +62,6 @@ def label(strategy: Strategy) -> str:
 def _outer_label(outer: Outer) -> str:
     codec = f" {outer.transport.codec}".partition(":")[0] if outer.transport.codec != "none" else ""
     return f"every {outer.every}" + (f"+{outer.delay}" if outer.delay else "") + codec
-
-
-def link(rate: float) -> str:
-    """Return the rate of a link in bytes a second as text, such as '200 Mbit/s'."""
-    return f"{rate * 8 / 1e6:.3g} Mbit/s" if rate * 8 < 1e9 else f"{rate * 8 / 1e9:.3g} Gbit/s"
 
 
 def extents(strategy: Strategy) -> str:
@@ -184,7 +185,10 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
     def add(name: str, cells: Sequence[str]) -> None:
         rows.append((name, *cells))
 
+    add("P, G, OS", [extents(p.strategy) for p in steps])
+    add("batch", [_batch(p) for p in steps])
     add("step", [seconds(p.seconds) for p in steps])
+    add("  tokens/s, MFU", [f"{tokens_per_second(p, solver):,.0f}, {mfu(p, solver):.1%}" for p in steps])
     add("  computing", [seconds(p.computing) for p in steps])
     if any(isinstance(p, PipelinePrediction) for p in steps):
         add("  idle ranks", [f"{p.idle:.0%}" if isinstance(p, PipelinePrediction) else "–" for p in steps])
@@ -243,7 +247,7 @@ def explain(steps: Sequence[Prediction], solver: Solver) -> str:
     why = ""
     if most is not None and gain[most] > 0:
         why = f": it waits {seconds(gain[most])} less for {most.value} in a step"
-    return f"{faster.strategy.name} is {slower.seconds / faster.seconds:.2f} times as fast{why}."
+    return f"{title(faster)} is {slower.seconds / faster.seconds:.2f} times as fast{why}."
 
 
 def _explain_one(step: Prediction, solver: Solver) -> str:
@@ -255,15 +259,15 @@ def _explain_one(step: Prediction, solver: Solver) -> str:
     most = max(step.exposed, key=lambda kind: step.exposed[kind])
     return (
         f"{step.strategy.name} waits {seconds(waits)} of {seconds(step.seconds)}, the longest for {most.value} "
-        f"({seconds(step.exposed[most])}). Name a second strategy to compare it with."
+        f"({seconds(step.exposed[most])})."
     )
 
 
 def _does_not_fit(step: Prediction, solver: Solver) -> str:
-    limit = solver.request.memory
+    limit, staged = solver.request.memory, isinstance(step, PipelinePrediction)
     fitting = [
         offload
-        for offload in further_offloads(solver, step.strategy.offload)
+        for offload in ([] if staged else further_offloads(solver, step.strategy.offload))
         if sum(solver.predict_memory(replace(step.strategy, offload=offload), step.batching).values()) <= limit
     ]
     return (

@@ -49,7 +49,7 @@ from towpath.sim.hardware import (
     encoding_seconds,
     phase_costs,
 )
-from towpath.sim.timeline import Computed, Event, Submitted, TimedTask, Timeline, Waited
+from towpath.sim.timeline import Event, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,6 @@ class QueuedTask:
     costs: deque[PhaseCost]
     communicators: deque[tuple[Communicator, ...]]
     before: QueuedTask | None
-    timed: TimedTask
     began: float | None = None
     ended: bool = False
     crosses: bool = False
@@ -220,14 +219,12 @@ class SimulatedEngine:
         began = self._bandwidth.now
         yield Demand(max(seconds, self._bandwidth.alone(needs)), needs, keeps_busy=share)
         self._timeline.computed += self._bandwidth.now - began
-        self._timeline.thread_events.append(Computed(self._bandwidth.now - began))
         self._timeline.events.append(Event("compute", f"{name}{self._suffix}", began, self._bandwidth.now))
 
     def _wait(self, task: Task) -> Iterator[QueuedTask]:
         waited = task.handle
         if not isinstance(waited, QueuedTask):  # of an earlier step
             return
-        self._timeline.thread_events.append(Waited(waited.timed, self._bandwidth.now))
         if waited.ended:
             return
         # The tasks before it come first, so that the time spent waiting counts for the kind that caused it.
@@ -296,16 +293,13 @@ class SimulatedEngine:
         communicators.extend(() for _ in range(len(costs) - len(communicators)))
         waiting = self._queues.setdefault(QUEUES[task.kind], deque())
         last = waiting[-1] if waiting else None
-        before = [h for h in (last, *(t.handle for t in task.after)) if isinstance(h, QueuedTask)]
-        timed = TimedTask(transfers, self._bandwidth.now, after=tuple(queued.timed for queued in before))
         crosses = any(cost.crosses for cost in costs)
-        queued = QueuedTask(task, micro_step, costs, communicators, last, timed, crosses=crosses)
+        queued = QueuedTask(task, micro_step, costs, communicators, last, crosses=crosses)
         for each in communicators:
             for communicator in each:
                 self._calls[communicator].append(queued)
         task.handle = queued
         waiting.append(queued)
-        self._timeline.thread_events.append(Submitted(timed))
 
     def _cost_of(self, transfer: Transfer) -> _TransferCost:
         found = self._costs.get(transfer)
@@ -414,7 +408,6 @@ class SimulatedEngine:
         assert queued.began is not None
         queued.ended, queued.before = True, None
         task, now = queued.task, self._bandwidth.now
-        queued.timed.began, queued.timed.ended = queued.began, now
         unit = task.transfers[0].unit if task.transfers else self.plans[task.unit].name
         name = f"{task.kind.value} of {unit or 'root'}{self._suffix}"
         track = f"{QUEUES[task.kind]}{self._suffix}"

@@ -7,10 +7,11 @@ these ranks walks its operations (`core/pipeline.py`), and its engines execute w
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from statistics import fmean
+from typing import Any
 
 from towpath.core.launches import Launches, launches_of
 from towpath.core.pipeline import Await, Compression, Message, Post, Run, StagePass, Walk
@@ -88,10 +89,7 @@ class ComputeSeconds:
 
 
 class Replay:
-    """The replay of a step without pipeline stages. The root's plan comes first.
-
-    `say` is called with the number of finished micro-steps and the total number.
-    """
+    """The replay of a step without pipeline stages. The root's plan comes first."""
 
     def __init__(
         self,
@@ -100,9 +98,7 @@ class Replay:
         hardware: Hardware,
         seconds: ComputeSeconds,
         micro_steps: int,
-        say: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self._say = say
         self._seconds, self._micro_steps = seconds, micro_steps
         self._bandwidth, self._timeline = BandwidthModel(hardware.capacities), Timeline()
         self._engine = SimulatedEngine(strategy, plans, hardware, self._bandwidth, self._timeline)
@@ -115,11 +111,7 @@ class Replay:
 
     def _thread(self) -> Thread:
         engine, plans = self._engine, self._engine.plans
-        said = 0
         for micro_step, action in steady_step(settled(plans), plans, self._micro_steps):
-            if micro_step > said:
-                said = micro_step
-                self._say(said, self._micro_steps)
             yield from computed(engine, self._seconds, action, micro_step)
         yield from engine.compute(self._seconds.optimizer, "optimizer")
 
@@ -163,36 +155,31 @@ class SimulatedStage:
 class PipelineTimeline:
     """A simulated step of a pipeline. For each of its ranks, it has a timeline of one copy.
 
-    The bytes are those of all ranks of the job together.
+    The bytes of a timeline are those of all copies of its rank together.
     """
 
     seconds: float
     ranks: tuple[Timeline, ...]
-    inter_bytes: int
-    intra_bytes: int
-    saved_inter_bytes: int
-    saved_intra_bytes: int
 
     def combined(self) -> Timeline:
         """Return one timeline for all ranks.
 
-        It has the ranks' mean computation, the waits of the rank that waits longest, and all transfers in flight.
+        It has the ranks' mean computation, the waits of the rank that waits longest, and all transfers and bytes.
         """
         longest = max(self.ranks, key=lambda rank: sum(rank.exposed.values()))
         in_flight: Counter[TransferKind] = Counter()
         for rank in self.ranks:
             in_flight.update(rank.in_flight)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        names = "inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes"
+        sent: dict[str, Any] = {name: sum(getattr(rank, name) for rank in self.ranks) for name in names}
         return Timeline(
             self.seconds,
             fmean(rank.computed for rank in self.ranks),
-            self.inter_bytes,
-            self.intra_bytes,
+            **sent,
             exposed=dict(longest.exposed),
             in_flight=dict(in_flight),
             launching=max(rank.launching for rank in self.ranks),
             unlaunched=max(rank.unlaunched for rank in self.ranks),
-            saved_inter_bytes=self.saved_inter_bytes,
-            saved_intra_bytes=self.saved_intra_bytes,
         )
 
 
@@ -269,11 +256,7 @@ class PipelineReplay:
         """Replay the step, with the optimizer's part."""
         threads = [self._thread(rank) for rank in self._walk]
         run_threads(self._bandwidth, threads, [*self._engines.values(), self._links, *self._tied])
-        timelines = tuple(self._timelines[rank] for rank in sorted(self._timelines))
-        names = "inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes"
-        return PipelineTimeline(
-            self._bandwidth.now, timelines, *(sum(getattr(t, name) for t in timelines) for name in names)
-        )
+        return PipelineTimeline(self._bandwidth.now, tuple(self._timelines[rank] for rank in sorted(self._timelines)))
 
     def _thread(self, rank: int) -> Thread:
         own = sorted(i for i, owner in self._owners.items() if owner == rank)

@@ -1,14 +1,14 @@
-"""The reference trainer behind `towpath train`: from a configuration to a trained model.
+"""`towpath train`, in the order in which a run uses it.
 
-    trainer.py          the run, from top to bottom: setup, loop, step, evaluation
-    config.py           the TOML file, with its checks
-    parallel.py         sharding, tensor-parallel layers, pipeline stages, and the planner's choice of them
-    optimizers.py       optimizers, learning rate, loss scale
-    checkpoints.py      saving and resuming
-    metrics_logger.py   rows of metrics (metrics.py), the live line (progress.py), traces (trace.py), the summary
-    job.py, signals.py  the ranks, and how they stop
-    launch.py           `--ranks N`
-    data/, models/      what is trained, on what
+    config.py           the TOML file: all sections, their keys and checks
+    prepare.py, data.py `towpath data prepare` writes tokens, and a run reads them
+    models/             what is trained
+    parallel.py         how ranks share it: sharding, stages, tensor parallelism, `auto`
+    optimizers.py       AdamW and Muon, and the learning rate
+    trainer.py          the run from top to bottom
+    job.py              the ranks: what they agree on, and signals
+    checkpoints.py      where a run resumes, and when it saves
+    metrics.py          what it reports
 
 It may import everything except the command.
 """

@@ -9,36 +9,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from towpath import checkpoint
 from towpath.checkpoint import folders
-from towpath.checkpoint.manifest import NAME as MANIFEST
 from towpath.errors import CheckpointError, ConfigError, StepError
 from towpath.train.config import Config
-from towpath.train.job import Job
-from towpath.train.models.bundle import ModelBundle
-from towpath.train.optimizers import LossScale
+
+if TYPE_CHECKING:
+    from towpath.train.trainer import Trainer
 
 # Options of the optimizer for which the current configuration counts, and not the one of the checkpoint.
 _CONFIGURED_OPTIONS = ("betas", "eps", "weight_decay", "momentum")
 
+_SECONDS_BETWEEN = 600.0  # if checkpoint.every does not say how many steps
 # If the run fails, seconds to wait for the checkpoint that is being written. It needs no other rank.
-_PATIENCE_SECONDS = 60.0
-_PAUSE_SECONDS = 0.01
+_PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 0.01
 
 
 @dataclass(slots=True)
 class TrainState:
     """The position of a run: what a checkpoint holds in addition to the model and the optimizer."""
 
-    loss_scale: LossScale
     order: dict[str, Any]  # everything that decides which sample has which number
     step: int = 0  # optimizer steps so far
     samples: int = 0  # samples that all ranks together have read
-    skipped: int = 0  # the last steps in a row whose gradient was not finite
     reordered: tuple[str, ...] = ()  # the entries of `order` that differ from those of the checkpoint
     stopped_by: int = 0  # the signal by which a rank was stopped, or 0. All ranks have the same value
     save_wanted: bool = False  # whether the clock of this rank says that it is time to save
@@ -46,29 +41,19 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        counts = {"steps": self.step, "samples": self.samples, "skipped": self.skipped}
-        return {**counts, "order": self.order, "loss_scale": self.loss_scale.state()}
+        return {"steps": self.step, "samples": self.samples, "order": self.order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the position from a checkpoint, and find what of the order has changed."""
-        counts = [state_dict[key] for key in ("steps", "samples", "skipped")]
+        counts = [state_dict[key] for key in ("steps", "samples")]
         if any(type(count) is not int or count < 0 for count in counts):
-            raise ValueError(f"steps, samples and skipped are {counts}; expected counts")
-        self.step, self.samples, self.skipped = counts
-        self.loss_scale.restore(state_dict.get("loss_scale", self.loss_scale.state()))
-        before = state_dict.get("order", self.order)
-        self.reordered = tuple(what for what, value in self.order.items() if before.get(what) != value)
-
-
-def will_resume(config: Config, job: Job) -> bool:
-    """Return whether there is a checkpoint to resume from. Then the model needs no initial values."""
-    source = _source(config)
-    found = source is not None and (checkpoint.latest(source, quiet=True) is not None or (source / MANIFEST).exists())
-    return all(job.groups.gather_objects(found))
+            raise ValueError(f"steps and samples are {counts}; expected counts")
+        self.step, self.samples = counts
+        self.reordered = tuple(what for what, value in self.order.items() if state_dict["order"].get(what) != value)
 
 
 def _folder(config: Config) -> Path:
-    return Path(config.checkpoint.folder or Path(config.log.folder, folders.IN_RUN))
+    return Path(config.log.folder, folders.IN_RUN)
 
 
 def _source(config: Config) -> Path | None:
@@ -86,53 +71,20 @@ class CheckpointManager:
     Every rank must create it and make the same calls.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        job: Job,
-        state: TrainState,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        bundle: ModelBundle,
-    ) -> None:
-        options = config.checkpoint
+    def __init__(self, trainer: Trainer) -> None:
+        config = trainer.config
         self._folder, self._source = _folder(config), _source(config)
-        self._every, self._seconds, self._steps = options.every, 60 * options.every_minutes, config.train.steps
-        self._job, self._state, self._optimizer = job, state, optimizer
-        self._rank = job.rank  # kept, because the process group may be lost when it is printed
+        self._every, self._steps = config.checkpoint.every, config.train.steps
+        self._job, self._state, self._optimizer = trainer.job, trainer.state, trainer.optimizer
+        self._rank = trainer.job.rank  # kept, because the process group may be lost when it is printed
+        names, about = trainer.bundle.names, trainer.bundle.config_json
         self._contents = checkpoint.State(
-            model, optimizer, config=bundle.config_json, names=bundle.names, training=state
+            trainer.model, trainer.optimizer, config=about, names=names, training=trainer.state
         )
-        self._saver = checkpoint.Saver(
-            self._folder,
-            self._contents,
-            keep_last=options.keep or None,
-            keep_every=options.keep_every or None,
-            background=options.background,
-        )
+        self._saver = checkpoint.Saver(self._folder, self._contents, keep_last=config.checkpoint.keep or None)
         self._saved: int | None = None  # the step that is saved, or being saved
         self._saving: checkpoint.Saving | None = None
         self._since = monotonic()  # the time of the last save, or of the beginning
-
-    def _set_aside(self) -> None:
-        """Move away the checkpoints that this run does not resume from. A later "auto" would take them for newer."""
-        inside = self._source and self._source.parent.resolve() == self._folder.resolve()
-        begin = folders.step_of(self._source) if self._source and inside else -1
-        others = [path for path in folders.checkpoints(self._folder) if folders.step_of(path) > begin]
-        if self._rank or not others:
-            return
-        candidates = (self._folder.with_name(f"{self._folder.name}.{n}") for n in itertools.count(1))
-        target = next(path for path in candidates if not path.exists())
-        try:
-            target.mkdir()
-            for path in others:
-                path.rename(target / path.name)
-        except OSError as error:
-            raise ConfigError(f"checkpoint.folder: cannot move {self._folder} aside: {error.strerror}.") from None
-        moved, them = (f"{len(others)} checkpoints", "them") if len(others) > 1 else ("1 checkpoint", "it")
-        self._job.print_once(
-            f"note: moved {moved} from {self._folder} to {target}, because this run does not resume from {them}"
-        )
 
     def __enter__(self) -> CheckpointManager:
         if self._source is not None:
@@ -166,13 +118,33 @@ class CheckpointManager:
         if source == self._folder:
             self._saved = loaded.step
 
+    def _set_aside(self) -> None:
+        """Move away the checkpoints that this run does not resume from. A later "auto" would take them for newer."""
+        inside = self._source and self._source.parent.resolve() == self._folder.resolve()
+        begin = folders.step_of(self._source) if self._source and inside else -1
+        others = [path for path in folders.checkpoints(self._folder) if folders.step_of(path) > begin]
+        if self._rank or not others:
+            return
+        candidates = (self._folder.with_name(f"{self._folder.name}.{n}") for n in itertools.count(1))
+        target = next(path for path in candidates if not path.exists())
+        try:
+            target.mkdir()
+            for path in others:
+                path.rename(target / path.name)
+        except OSError as error:
+            raise ConfigError(f"cannot move {self._folder} aside: {error.strerror}. Name another log.folder.") from None
+        self._job.print_once(
+            f"note: moved step {', '.join(str(folders.step_of(path)) for path in others)} from {self._folder} to "
+            f"{target}, because this run does not resume from there"
+        )
+
     def save_if_due(self) -> None:
         """Save, if it is time to. Call it after each step."""
         state = self._state
         if state.step % self._every == 0 if self._every else state.save_due:
             self._save()
         # The clocks of the ranks differ. They exchange this flag in the next step, and all save after it.
-        state.save_wanted = 0 < self._seconds <= monotonic() - self._since
+        state.save_wanted = monotonic() - self._since >= _SECONDS_BETWEEN
 
     def _save(self) -> None:
         try:

@@ -1,6 +1,6 @@
-"""The configuration of `towpath train`: a TOML file of seven sections, each a frozen dataclass that checks itself.
+"""The configuration of `towpath train`: a TOML file of a few sections, each a frozen dataclass that checks itself.
 
-    [model]  [data]  [train]  [strategy]  [parallel]  [log]  [checkpoint]
+    [model]  [data]  [train]  [strategy]  [strategy.outer]  [parallel]  [log]  [checkpoint]
 
 `Config.load(path, ["train.steps=20"])` reads a file and applies overrides. `str(config)` writes every key with its
 description, and loads as the same `Config`. Everything that needs neither data, model nor ranks is checked here.
@@ -8,147 +8,161 @@ description, and loads as the same `Config`. Everything that needs neither data,
 
 from __future__ import annotations
 
-import math
+import difflib
+import json
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast, get_args, get_type_hints
 
-from towpath.core.formats import DtypeName, Precision
-from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
+from towpath.core import presets
+from towpath.core.formats import Codec, DtypeName, Precision
+from towpath.core.outer import Outer, outer_transport
+from towpath.core.pipeline import COMPRESSIONS, SCHEDULES
+from towpath.core.strategy import OFFLOADS, Strategy, written
 from towpath.errors import ConfigError
 from towpath.planner.request import OUTER
-from towpath.train.options import (
-    ABOVE_0,
-    BELOW_ONE,
-    BETAS,
-    FROM_0,
-    HELD_OUT,
-    POWER_OF_TWO,
-    SEED,
-    SHARE,
-    check_limits,
-    closest,
-    lines_of,
-    one_of,
-    option,
-    read_section,
-    reason,
-    refuse,
+from towpath.topology.cluster import Topology
+
+DTYPES: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16"}
+
+_STRATEGY_FILE = "name a strategy's TOML file in strategy.name (towpath.Strategy.to_toml writes one)"
+# The keys of older configurations, by section, and what to write instead.
+_GONE: tuple[tuple[str, str, str], ...] = (
+    ("model", "kv_heads hidden tied vocabulary", "write a config.json of this shape, and name it in model.hf"),
+    ("data", "text dataset column tokenizer", "run `towpath data prepare` once, and name its folder in data.tokens"),
+    ("data", "weights", "mix with datasets.interleave_datasets(…).save_to_disk(…), and prepare that"),
+    ("train", "muon_learning_rate muon_momentum", "set train.learning_rate: Muon's updates are scaled to suit it"),
+    ("train", "final_share betas eps loss_scale evaluate_batches", "leave it out: it is a constant now"),
+    ("train", "reduce accumulate", "set train.precision; towpath.shard takes the other dtypes, in a loop of your own"),
+    ("train", "tf32", "set the environment variable TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1"),
+    ("train", "not_finite", "leave it out: a loss that is not finite always stops the run"),
+    ("strategy", "nodes_per_rack group frozen frozen_codec sync_gradients", _STRATEGY_FILE),
+    ("strategy", "params grads optimizer backward_params", _STRATEGY_FILE),
+    ("strategy", "gradients_after gradients_until interleaved", _STRATEGY_FILE),
+    ("strategy", "exact_from", "run `towpath plan --exact-from`"),
+    ("strategy", "pipelines tensors schedules compressions", "run `towpath plan`, and write its layout to [parallel]"),
+    ("strategy.outer", "lr momentum blend", _STRATEGY_FILE),
+    ("parallel", "activation_gradients activations gradients", "set parallel.compression"),
+    ("log", "every", "leave it out: every step has a row"),
+    ("log", "wandb_offline", "set the environment variable WANDB_MODE=online"),
+    ("checkpoint", "folder", "leave it out: they are in checkpoints/ of log.folder"),
+    ("checkpoint", "every_minutes", "leave it out: without checkpoint.every, they are ten minutes apart"),
+    ("checkpoint", "keep_every background", "leave it out: checkpoints are always written in the background"),
 )
-from towpath.train.strategy_config import StrategyConfig
-
-DTYPES: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-# In each block of this many samples, every source of a mixture has the share that its weight gives it.
-MIXED_SAMPLES = 1000
+GONE = {f"{section}.{key}": hint for section, keys, hint in _GONE for key in keys.split()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+# How a key is declared ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A condition on the value of a key, and what an error says that it expects."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+# NaN is outside of all of them.
+ABOVE_0 = Limit(lambda value: value > 0, "more than 0")
+FROM_0 = Limit(lambda value: value >= 0, "0 or more")
+SHARE = Limit(lambda value: 0 <= value <= 1, "a share from 0 to 1")
+PART = Limit(lambda value: 0 <= value < 1, "a share from 0 up to, not including, 1")
+SEED = Limit(lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2⁶³ − 1")
+STEPS = Limit(lambda value: all(step > 0 for step in value), "steps, counted from 1")
+
+
+def one_of(*allowed: str) -> Limit:
+    """Return the limit to some values."""
+    return Limit(lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}")
+
+
+def key(default: Any, about: str, limit: Limit | None = None) -> Any:
+    """Declare a key of a section: its default, the description that `str(config)` writes, and a limit of its values."""
+    return field(default=default, metadata={"about": about, "limit": limit})
+
+
+class Section:
+    """The base of the sections, which are dataclasses."""
+
+    NAME: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        for f in fields(cast("Any", self)):
+            limit: Limit | None = f.metadata.get("limit")
+            if limit is not None and not limit.holds(getattr(self, f.name)):
+                self.refuse(f.name, limit.expected)
+
+    def refuse(self, name: str, expected: str) -> None:
+        """Raise a `ConfigError` about a key."""
+        value = getattr(self, name)
+        shown = list(value) if isinstance(value, tuple) else value
+        raise ConfigError(f"{self.NAME}.{name} = {shown!r}: expected {expected}.")
+
+
+# The sections ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
     """The model: a GPT of this shape, or the Hugging Face model that `hf` names."""
 
     NAME: ClassVar = "model"
 
-    hf: str = option("", "a Hugging Face folder or config.json; only weights= goes with it")
-    weights: str = option("", "safetensors to start from, file or folder; empty: new weights")
-    width: int = option(256, "the width of the embedding", ABOVE_0, unless="hf")
-    depth: int = option(8, "the number of blocks", ABOVE_0, unless="hf")
-    heads: int = option(8, "attention heads per block", ABOVE_0, unless="hf")
-    kv_heads: int = option(0, "key and value heads per block; 0: as many as heads", FROM_0, unless="hf")
-    hidden: int = option(0, "feed-forward width; 0: 8/3 of width, as a multiple of 32", FROM_0, unless="hf")
-    tied: bool = option(True, "share the embedding's weights with the output layer", unless="hf")
-    vocabulary: int = option(0, "the vocabulary size; 0: the tokenizer's", FROM_0, unless="hf")
+    hf: str = key("", "a Hugging Face folder or config.json, which decides the shape")
+    weights: str = key("", "safetensors to start from, file or folder; empty: new weights")
+    width: int = key(256, "the width of the embedding", ABOVE_0)
+    depth: int = key(8, "the number of blocks", ABOVE_0)
+    heads: int = key(8, "attention heads per block", ABOVE_0)
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        super().__post_init__()
         if self.width % (2 * self.heads):
-            refuse(self, "width", self.width, f"a multiple of 2 × heads = {2 * self.heads}")
-        if self.kv_heads and self.heads % self.kv_heads:
-            refuse(self, "kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
+            self.refuse("width", f"a multiple of 2 × heads = {2 * self.heads}")
+        for f in fields(self):
+            if self.hf and f.name not in ("hf", "weights") and getattr(self, f.name) != f.default:
+                self.refuse(f.name, f"nothing beside model.hf = {self.hf!r}, which decides it")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """The sources of tokens. Without any, training reads the sources of the Python standard library."""
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """The tokens. Without any, training reads the sources of the Python standard library."""
 
     NAME: ClassVar = "data"
 
-    text: tuple[str, ...] = option((), "text files, folders or globs")
-    tokens: tuple[str, ...] = option((), "folders that `towpath data prepare` made")
-    weights: tuple[float, ...] = option((), "of text or tokens: each one's share of the samples")
-    dataset: str = option("", "a folder with a Hugging Face dataset on disk")
-    column: str = option("text", "the field that has the text; empty: the JSON line as it is")
-    tokenizer: str = option("bytes", "bytes, or the path of a tokenizer.json")
-    held_out: float = option(0.05, "the share of the data, at its end, that only evaluation reads", HELD_OUT)
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        given = [key for key in ("text", "tokens", "dataset") if getattr(self, key)]
-        if len(given) > 1:
-            refuse(self, given[1], getattr(self, given[1]), f"only one source; data.{given[0]} is given too")
-        if self.dataset and not self.column:
-            refuse(self, "column", self.column, "the name of the dataset's column with the text")
-        source = given[0] if given else "text"
-        entries, weights = getattr(self, source), list(self.weights)
-        if source == "dataset" and weights:
-            refuse(self, "weights", weights, "none: a dataset is one source")
-        if len(weights) != len(entries) and (weights or (source == "tokens" and len(entries) > 1)):
-            refuse(self, "weights", weights, f"as many numbers as data.{source} has entries, {len(entries)}")
-        if any(not weight > 0 or math.isinf(weight) for weight in weights):
-            refuse(self, "weights", weights, "numbers above 0")
-        if weights and min(weights) / sum(weights) * MIXED_SAMPLES < 1 - 1e-9:
-            refuse(self, "weights", weights, f"shares of at least 1 in {MIXED_SAMPLES}")
-
-    def split_sources(self) -> tuple[DataConfig, ...]:
-        """Return one configuration for each source that `weights` lists. Without weights, everything is one source."""
-        if not self.weights:
-            return (self,)
-        key = "tokens" if self.tokens else "text"
-        return tuple(replace(self, weights=(), **{key: (one,)}) for one in getattr(self, key))
+    tokens: str = key("", "a folder that `towpath data prepare` made")
+    held_out: float = key(0.05, "the share of the tokens, at their end, for evaluation", PART)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section):
     """The training itself. `batch` is the batch of the whole job, so any number of ranks trains identically."""
 
     NAME: ClassVar = "train"
 
-    steps: int = option(200, "optimizer steps", ABOVE_0)
-    batch: int = option(32, "sequences per optimizer step, over all ranks", ABOVE_0)
-    micro_batch: int = option(4, "sequences that a rank computes at once", ABOVE_0)
-    length: int = option(256, "tokens per sequence", ABOVE_0)
-    optimizer: str = option("adamw", "or muon: for the matrices of blocks; AdamW for all else", one_of("adamw", "muon"))
-    learning_rate: float = option(1e-3, "the peak learning rate, after the warm-up", ABOVE_0)
-    muon_learning_rate: float = option(0.02, "muon: the peak learning rate of Muon's matrices", ABOVE_0)
-    muon_momentum: float = option(0.95, "muon: the Nesterov momentum", BELOW_ONE)
-    final_share: float = option(0.1, "the last learning rate, as a share of the peak", SHARE)
-    warmup: float = option(0.1, "the share of the steps in which the learning rate rises", SHARE)
-    weight_decay: float = option(0.1, "the weight decay of matrices; vectors have none", FROM_0)
-    betas: tuple[float, float] = option((0.9, 0.95), "AdamW's", BETAS)
-    eps: float = option(1e-8, "AdamW's", ABOVE_0)
-    clip: float = option(1.0, "the largest norm of the gradient; 0: no clipping", FROM_0)
-    seed: int = option(0, "the seed of new weights, the order of the data, and dropout", SEED)
-    precision: str = option("fp32", "dtype of compute and transfers: fp32, bf16, fp16", one_of(*DTYPES))
-    tf32: bool = option(False, "fp32: multiply matrices in TF32 on GPUs that have it")
-    loss_scale: float = option(65536.0, "fp16: the first loss scale, a power of two", POWER_OF_TWO)
-    reduce: str = option("", "dtype in which gradients are sent; empty: as precision", one_of("", *DTYPES))
-    accumulate: str = option("fp32", "dtype in which gradients of micro-steps are summed", one_of(*DTYPES))
-    checkpointing: bool = option(False, "recompute each block in backward, to save memory")
-    offload_activations: bool = option(False, "keep activations in host memory until backward")
-    compile: bool = option(False, "compile each block with torch.compile")
-    not_finite: str = option(
-        "stop", "if the loss or a gradient is not finite: stop, or skip the step", one_of("stop", "skip")
-    )
-    evaluate_every: int = option(0, "steps between evaluations; 0: only at the end", FROM_0)
-    evaluate_batches: int = option(4, "batches of train.batch sequences per evaluation", ABOVE_0)
-    threads: int = option(0, "CPU threads per rank; 0: its share of the node's cores", FROM_0)
+    steps: int = key(200, "optimizer steps", ABOVE_0)
+    batch: int = key(32, "sequences per optimizer step, over all ranks", ABOVE_0)
+    micro_batch: int = key(4, "sequences that a rank computes at once", ABOVE_0)
+    length: int = key(256, "tokens per sequence", ABOVE_0)
+    optimizer: str = key("adamw", "or muon: for the matrices of blocks; AdamW for all else", one_of("adamw", "muon"))
+    learning_rate: float = key(1e-3, "the peak learning rate, after the warm-up", ABOVE_0)
+    warmup: float = key(0.1, "the share of the steps in which the learning rate rises", SHARE)
+    weight_decay: float = key(0.1, "the weight decay of matrices; vectors have none", FROM_0)
+    clip: float = key(1.0, "the largest norm of the gradient; 0: no clipping", FROM_0)
+    seed: int = key(0, "the seed of new weights, the order of the data, and dropout", SEED)
+    precision: str = key("fp32", "dtype of compute and transfers: fp32, bf16", one_of(*DTYPES))
+    checkpointing: bool = key(False, "recompute each block in backward, to save memory")
+    offload_activations: bool = key(False, "keep activations in host memory until backward")
+    compile: bool = key(False, "compile each block with torch.compile")
+    evaluate_every: int = key(0, "steps between evaluations; 0: only at the end", FROM_0)
+    threads: int = key(0, "CPU threads per rank; 0: its share of the node's cores", FROM_0)
 
     def __post_init__(self) -> None:
-        check_limits(self)
+        super().__post_init__()
         if self.batch % self.micro_batch:
-            refuse(self, "micro_batch", self.micro_batch, f"a divisor of train.batch = {self.batch}")
+            self.refuse("micro_batch", f"a divisor of train.batch = {self.batch}")
 
     def micro_steps(self, copies: int) -> int:
         """Return the micro-steps of one optimizer step if `copies` copies of the model share its samples.
@@ -166,15 +180,118 @@ class TrainConfig:
 
     @property
     def dtypes(self) -> Precision:
-        """The dtypes of compute, transfers and accumulation, as `shard` takes them."""
-        reduce = DTYPES[self.reduce] if self.reduce else None
-        # Gradients that are sent in fp32 are also summed in fp32.
-        accumulate = None if self.reduce == "fp32" else DTYPES[self.accumulate]
-        return Precision(DTYPES[self.precision], reduce, accumulate)
+        """The dtypes of compute and transfers, as `shard` takes them. Micro-steps are summed in fp32."""
+        return Precision(DTYPES[self.precision], None, "float32")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
+@dataclass(frozen=True, kw_only=True)
+class OuterConfig(Section):
+    """Outer steps: islands of nodes train on their own, and synchronize now and then. Without `every`, there are none.
+
+    A strategy's file also sets the outer learning rate, momentum and blend.
+    """
+
+    NAME: ClassVar = "strategy.outer"
+
+    every: int = key(0, "steps between exchanges of the same weights; 0: no outer steps", FROM_0)
+    fragments: int = key(1, "parts of the model, exchanged at different steps")
+    delay: int = key(0, "steps that an exchange may take while training goes on")
+    codec: str = key("", "of exchanges: int8, int4; empty: float32")
+    islands: int = key(0, "groups of whole nodes; 0: each node is an island", FROM_0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for f in fields(self):
+            if not self.every and getattr(self, f.name) != f.default:
+                self.refuse(f.name, "strategy.outer.every above 0 with it")
+        self.build()
+
+    def build(self) -> Outer | None:
+        """Return the outer steps, or None if there are none."""
+        if not self.every:
+            return None
+        try:
+            transport = outer_transport(self.codec)
+            return Outer(self.every, self.fragments, self.delay, transport=transport, islands=self.islands or None)
+        except ConfigError as error:
+            raise ConfigError(f"[strategy.outer]: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig(Section):
+    """The sharding strategy: a preset with its options, a strategy's TOML file, or "auto".
+
+    With "auto" the planner chooses the strategy, the micro-batch and activation checkpointing.
+    """
+
+    NAME: ClassVar = "strategy"
+
+    name: str = key("zero3", "a preset (docs/reference/strategies.md), a TOML file, or auto")
+    nodes: int = key(0, "number of nodes; 0: as the launcher placed the ranks", FROM_0)
+    ranks_per_node: int = key(0, "ranks per node; 0: as the launcher placed them", FROM_0)
+    route: str = key("", "for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
+    weights: str = key("", "codec of weights between nodes: int8; none; empty: the preset's")
+    gradients: str = key("", "codec of gradients between nodes: int4:64, low-rank:4")
+    feedback: str = key("", "hops that keep their rounding error: first, second, both")
+    exact: bool | None = key(None, "fewer bytes, the same bits; empty: false, or auto decides")
+    offload: str = key("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
+    allow: tuple[str, ...] = key((), "auto: codecs and outer, which it may use between nodes")
+    memory: float = key(0.0, "auto: GiB that a rank may use; 0: 90 % of its device's", FROM_0)
+    profile: str = key("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
+    outer: OuterConfig = field(default_factory=OuterConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.nodes > 0) != (self.ranks_per_node > 0):
+            self.refuse("nodes", f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
+        auto_only, chosen = ("allow", "memory", "profile"), ("route", "weights", "gradients", "feedback")
+        for name in chosen if self.auto else auto_only:
+            if getattr(self, name):
+                self.refuse(name, "nothing: auto chooses it" if self.auto else "only with strategy.name = auto")
+        if self.auto and self.outer.every:
+            self.outer.refuse("every", "0: auto chooses it, if strategy.allow has 'outer'")
+        for codec in (name for name in self.allow if name != OUTER):
+            try:
+                Codec.parse(codec)
+            except ConfigError as error:
+                raise ConfigError(f"strategy.allow = {codec!r}: expected a codec ({error})") from None
+        if not self.auto and self.file is None and self.name not in presets.strategies():
+            self.refuse("name", f"a preset ({presets.closest(self.name)}?), the path of a .toml file, or auto")
+
+    @property
+    def auto(self) -> bool:
+        """Whether the planner chooses the strategy."""
+        return self.name == "auto"
+
+    @property
+    def file(self) -> Path | None:
+        """The strategy's TOML file, or None if `name` is a preset."""
+        return Path(self.name) if self.name.endswith(".toml") else None
+
+    def topology(self, launched: Topology) -> Topology:
+        """Return the topology of this section, or else `launched`, as the launcher placed the ranks."""
+        return Topology(self.nodes, self.ranks_per_node) if self.nodes else launched
+
+    def build(self, launched: Topology) -> Strategy:
+        """Return the strategy for ranks that are placed as `launched`. It cannot be "auto".
+
+        Raises:
+            ConfigError: The strategy's file cannot be read, or options are given in addition to it.
+        """
+        names = ("route", "weights", "gradients", "feedback", "offload", "exact")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name)}
+        if (outer := self.outer.build()) is not None:
+            options["outer"] = outer
+        if self.file is None:
+            return presets.strategy(self.name, self.topology(launched), **options)
+        if options:
+            given = ", ".join("[strategy.outer]" if name == "outer" else name for name in options)
+            raise ConfigError(f"strategy.name is the file {self.file}, which says all: remove {given}.")
+        return Strategy.from_toml(_read(self.file, "the strategy"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
     """Pipeline and tensor parallelism. [strategy] then applies to the ranks that hold the same part of the model.
 
     Each stage is on neighboring ranks. Where the ranks of a stage fill a node, only activations cross between nodes.
@@ -182,77 +299,52 @@ class ParallelConfig:
 
     NAME: ClassVar = "parallel"
 
-    pipeline: int = option(1, "ranks of a pipeline; 1: no pipeline", ABOVE_0)
-    tensor: int = option(1, "tensor-parallel ranks of one node; 1: none", ABOVE_0)
-    schedule: str = option("1F1B", "or GPipe, Interleaved1F1B, … (docs/guides/pipelines.md)", one_of(*SCHEDULES))
-    compression: str = option("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc", one_of(*COMPRESSIONS))
-    activation_gradients: str = option("", "codec of activation gradients between stages: low-rank:16")
-    activations: str = option("", "codec of activations between stages: int8")
-    gradients: str = option("", "codec of the first stages' gradients: low-rank:128")
+    pipeline: int = key(1, "ranks of a pipeline; 1: no pipeline", ABOVE_0)
+    tensor: int = key(1, "tensor-parallel ranks of one node; 1: none", ABOVE_0)
+    schedule: str = key("1F1B", "or GPipe, Interleaved1F1B (docs/guides/pipelines.md)", one_of(*SCHEDULES))
+    compression: str = key("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc", one_of(*COMPRESSIONS))
 
     def __post_init__(self) -> None:
-        check_limits(self)
-        for f in fields(self):
-            if self.pipeline == 1 and f.name != "tensor" and getattr(self, f.name) != f.default:
-                refuse(self, f.name, getattr(self, f.name), "only with parallel.pipeline above 1")
-        self.build_compression()
+        super().__post_init__()
+        for name, default in (("schedule", "1F1B"), ("compression", "none")):
+            if self.pipeline == 1 and getattr(self, name) != default:
+                self.refuse(name, "only with parallel.pipeline above 1")
+
+    @property
+    def ranks(self) -> int:
+        """The ranks that share one copy of the model's layers."""
+        return self.pipeline * self.tensor
 
     @property
     def stages(self) -> int:
         """The stages of the whole pipeline."""
         return self.pipeline * SCHEDULES[self.schedule]
 
-    def build_compression(self) -> Compression:
-        """Return the compression of what stages send each other."""
-        codecs = ("activation_gradients", "activations", "gradients")
-        try:
-            return compression(self.compression, **{key: getattr(self, key) for key in codecs if getattr(self, key)})
-        except ConfigError as error:
-            raise ConfigError(f"parallel: {error}") from None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogConfig:
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Section):
     """The files that the run writes. Metrics are always written."""
 
     NAME: ClassVar = "log"
 
-    folder: str = option("towpath-run", "folder of metrics.jsonl and other files of the run")
-    every: int = option(1, "steps between rows of metrics", ABOVE_0)
-    tensorboard: bool = option(False, "also write TensorBoard events there")
-    wandb: str = option("", "also log to this project of Weights & Biases")
-    wandb_offline: bool = option(True, "keep W&B's data in the folder; `wandb sync` sends it")
-    trace: tuple[int, ...] = option((), "steps whose trace to write, for ui.perfetto.dev")
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if any(step < 1 for step in self.trace):
-            refuse(self, "trace", list(self.trace), "steps, counted from 1")
+    folder: str = key("towpath-run", "folder of metrics.jsonl, checkpoints and other files")
+    tensorboard: bool = key(False, "also write TensorBoard events there")
+    wandb: str = key("", "also log to this project of Weights & Biases")
+    trace: tuple[int, ...] = key((), "steps whose trace to write, for ui.perfetto.dev", STEPS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointConfig:
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
     """When the run saves a checkpoint, and where it resumes. The last state is always saved, after a signal too."""
 
     NAME: ClassVar = "checkpoint"
 
-    folder: str = option("", "folder of the checkpoints; empty: checkpoints in log.folder")
-    every: int = option(0, "steps between checkpoints; 0: use every_minutes", FROM_0)
-    every_minutes: float = option(10.0, "minutes between checkpoints, if every is 0; 0: only at the end", FROM_0)
-    keep: int = option(2, "number of newest checkpoints to keep; 0: all", FROM_0)
-    keep_every: int = option(0, "also keep checkpoints whose step this number divides; 0: none", FROM_0)
-    background: bool = option(True, "write checkpoints while the next steps run")
-    resume: str = option("auto", "auto: from the newest in the folder; off; or a path")
-
-    def __post_init__(self) -> None:
-        check_limits(self)
-        if self.keep_every and not self.keep:
-            refuse(self, "keep_every", self.keep_every, "0 where checkpoint.keep = 0 keeps all")
-        if not self.resume:
-            refuse(self, "resume", self.resume, "auto, off or a path")
+    every: int = key(0, "steps between checkpoints; 0: ten minutes", FROM_0)
+    keep: int = key(2, "number of newest checkpoints to keep; 0: all", FROM_0)
+    resume: str = key("auto", "auto: from the newest in log.folder; off; or a path")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole configuration of a run."""
 
@@ -265,38 +357,27 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        beyond = [step for step in self.log.trace if step > self.train.steps]
-        if beyond:
-            raise ConfigError(f"log.trace names step {beyond[0]}, but train.steps is {self.train.steps}.")
-        if self.train.evaluate_every and not self.data.held_out:
-            raise ConfigError(
-                f"train.evaluate_every = {self.train.evaluate_every}: expected 0, since data.held_out = 0 leaves "
-                "nothing to evaluate. Or hold out a share, such as 0.05."
-            )
-        pipeline, tensor = self.parallel.pipeline, self.parallel.tensor
-        if pipeline * tensor > 1 and self.strategy.chooses_layout:
-            raise ConfigError(
-                f"strategy.pipelines and tensors leave the layout to auto, and parallel says pipeline = {pipeline}, "
-                f"tensor = {tensor}: expected one of the two."
-            )
-        pipeline, tensor = max(pipeline, *self.strategy.pipelines, 1), max(tensor, *self.strategy.tensors, 1)
-        outer = self.strategy.outer.every or OUTER in self.strategy.allow
-        if outer and self.parallel.pipeline * self.parallel.tensor > 1:
+        train, parallel = self.train, self.parallel
+        if late := [step for step in self.log.trace if step > train.steps]:
+            self.log.refuse("trace", f"steps up to train.steps = {train.steps}; got {late[0]}")
+        if train.evaluate_every and not self.data.held_out:
+            train.refuse("evaluate_every", "0, since data.held_out = 0 leaves nothing to evaluate")
+        if parallel.ranks == 1:
+            return
+        if self.strategy.outer.every or OUTER in self.strategy.allow:
             raise ConfigError(
                 "[strategy.outer] needs a whole copy of the model in each island, without stages and shared layers. "
                 "Set parallel.pipeline and parallel.tensor to 1, or leave outer steps out."
             )
-        layout = f"parallel.pipeline = {pipeline}: a pipeline has"
-        if pipeline == 1:
-            layout = f"parallel.tensor = {tensor}: tensor-parallel layers have"
+        which = "pipeline" if parallel.pipeline > 1 else "tensor"
         missing = {
-            "train.compile": self.train.compile,
-            "train.optimizer = muon": tensor > 1 and self.train.optimizer == "muon",
-            "train.offload_activations": self.train.offload_activations,
+            "train.compile": train.compile,
+            "train.optimizer = muon": parallel.tensor > 1 and train.optimizer == "muon",
+            "train.offload_activations": train.offload_activations,
         }
         for what, requested in missing.items():
-            if requested and pipeline * tensor > 1:
-                raise ConfigError(f"{layout} no {what} yet.")
+            if requested:
+                parallel.refuse(which, f"1 with {what}, which works on whole models only")
 
     @staticmethod
     def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -311,9 +392,7 @@ class Config:
             ConfigError: The file cannot be read, or a key or a value is not valid.
         """
         try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the configuration {path}: {reason(error)}") from None
+            table = tomllib.loads(_read(Path(path), "the configuration"))
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not TOML: {error}. Correct it there.") from None
         for override in overrides:
@@ -327,33 +406,95 @@ class Config:
         Raises:
             ConfigError: A section, a key or a value is not valid.
         """
-        sections: dict[str, type[Any]] = {f.name: f.default_factory for f in fields(Config)}  # pyright: ignore
-        made: dict[str, Any] = {}
-        for name, keys in table.items():
-            if name not in sections:
-                raise ConfigError(f"unknown section [{name}]; {closest(name, sections)}")
-            if not isinstance(keys, Mapping):
-                raise ConfigError(f"{name} = {keys!r}: expected a section [{name}] with keys of its own.")
-            made[name] = read_section(sections[name], keys)
-        return Config(**made)
+        return _made(Config, "", table)
 
     def __str__(self) -> str:
-        return "\n".join(line for f in fields(self) for line in lines_of(getattr(self, f.name)))
+        return "\n".join(line for f in fields(self) for line in _lines(getattr(self, f.name)))
+
+
+# Reading and writing --------------------------------------------------------------------------------------------------
+
+
+def _made(kind: type[Any], name: str, table: Any) -> Any:
+    """Return the section `name`, or without a name the configuration, made of a table."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{name} = {table!r}: expected a section [{name}] with keys of its own.")
+    types, values = get_type_hints(kind), dict[str, Any]()
+    known = {f.name for f in fields(kind)}
+    for each, value in cast("Mapping[str, Any]", table).items():
+        full = f"{name}.{each}" if name else each
+        if full in GONE:
+            raise ConfigError(f"the key {full} is gone: {GONE[full]}.")
+        if each not in known:
+            what = "unknown key" if name else "unknown section"
+            raise ConfigError(f"{what} {full if name else f'[{full}]'}; {_closest(each, known)}")
+        is_section = isinstance(types[each], type) and issubclass(types[each], Section)
+        values[each] = _made(types[each], full, value) if is_section else _typed(types[each], value, full)
+    return kind(**values)
+
+
+def _typed(kind: Any, value: Any, name: str) -> Any:
+    """Return `value` converted to the type of a key, or refuse it."""
+    expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    inner = get_args(kind)
+    if Ellipsis in inner:  # a tuple; `log.trace=` on the command line means none
+        values: list[Any] = [] if value == "" else list(value) if isinstance(value, (list, tuple)) else [value]
+        return tuple(_typed(inner[0], each, name) for each in values)
+    if inner:  # bool | None
+        return None if value == "" else _typed(bool, value, name)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{name} = {json.dumps(value, default=str)}: expected {expected[kind]}.")
+    if kind is str and not value.isascii():
+        try:  # the name of a file may hold bytes that are not UTF-8, which Python keeps as lone surrogates
+            value.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{name} = {value!a}: expected Unicode text, in UTF-8.") from None
+    return value
+
+
+def _lines(section: Any) -> Iterator[str]:
+    """Yield the lines of a section in TOML, each key with its description, and then those of the section in it."""
+    yield f"[{section.NAME}]"
+    for f in fields(section):
+        value = getattr(section, f.name)
+        if not isinstance(value, Section):
+            text = f"{f.name} = {written('' if value is None else value)}"
+            yield f"{text:<32} # {f.metadata['about']}"
+    yield ""
+    for value in vars(section).values():
+        if isinstance(value, Section):
+            yield from _lines(value)
 
 
 def _apply_override(table: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
-    *sections, key = path.strip().split(".")
-    if not (equals and sections and key and all(sections)):
+    *sections, name = path.strip().split(".")
+    if not (equals and sections and name and all(sections)):
         raise ConfigError(f"{text!r} is not an override; expected section.key=value, such as train.steps=20.")
     try:
         parsed: Any = tomllib.loads(f"v = {value}")["v"]
     except tomllib.TOMLDecodeError:
         parsed = value.strip()
     keys: Any = table
-    for number, section in enumerate(sections, 1):
+    for section in sections:
         keys = keys.setdefault(section, {})
         if not isinstance(keys, dict):
-            name = ".".join(sections[:number])
-            raise ConfigError(f"{name} = {keys!r}: expected a section [{name}] with keys of its own.")
-    keys[key] = parsed
+            raise ConfigError(f"{section} = {keys!r}: expected a section [{section}] with keys of its own.")
+    keys[name] = parsed
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {what} {path}: {error.strerror or error}. Check the path.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {what} {path}: it is not text in UTF-8 ({error}). Save it as such.") from None
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    return f"did you mean {close!r}? Known: {', '.join(names)}."

@@ -1,19 +1,26 @@
-"""The ranks of a training run: how a rank joins them, what it computes on, and how all ranks fail together."""
+"""The ranks of a training run: how a rank joins them, how all fail together, and how a signal stops all of them."""
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.init import alone, device_of_rank, first_line, init
+
+# If ranks receive different signals, the first of these counts.
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +66,13 @@ class Job:
                 raise ConfigError(f"rank {rank} cannot take part: {text}")
 
     @contextmanager
-    def as_train_errors(self) -> Generator[None]:
+    def as_step_errors(self) -> Generator[None]:
         """Turn errors that are not the program's, such as a lost rank or too little memory, into a `StepError`.
 
         The command prints it as one line, without a traceback.
         """
         try:
             yield
-        except StepError as error:
-            raise StepError(str(error)) from error
         except torch.OutOfMemoryError as error:
             raise StepError(
                 f"rank {self.rank}: {first_line(error)} Lower train.micro_batch, set train.checkpointing = true, or "
@@ -85,15 +90,10 @@ class Job:
     def print_once(self, text: str) -> None:
         """Print a line on stderr, on rank 0 only."""
         if self.rank == 0:
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+            print(text, file=sys.stderr, flush=True)
 
-    def mean(self, values: torch.Tensor) -> list[float]:
-        """Return the mean over all ranks of each element. Every rank must call it."""
-        return self.begin_mean(values)()
-
-    def begin_mean(self, values: torch.Tensor, groups: Groups | None = None) -> Callable[[], list[float]]:
-        """Sum `values` over all ranks in place, and begin to copy them to the host. Every rank must call it.
+    def mean(self, values: Tensor, groups: Groups | None = None) -> Callable[[], list[float]]:
+        """Sum `values` over the ranks in place, and begin to copy them to the host. Every rank must call it.
 
         Args:
             values: This rank's values.
@@ -131,3 +131,102 @@ def init_distributed() -> Generator[Job]:
     finally:
         if creates_group:
             dist.destroy_process_group()
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """The request to stop that a signal makes."""
+
+    # Whether steps have begun. Before that there is nothing to save, and the first signal ends the process.
+    steps_began: bool = False
+    # The signal that this rank has received, or 0. Ranks exchange it in every step, and so stop after the same one.
+    signal: int = 0
+
+
+@contextmanager
+def handle_signals() -> Generator[StopRequest]:
+    """Let the first signal request a stop once steps have begun. A second signal has its usual effect.
+
+    A rank that waits in C++ for a dead one cannot handle signals. torchrun ends it 30 seconds after the first.
+    """
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():  # no other thread can handle signals
+        yield stop
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.steps_began and not stop.signal:
+            stop.signal = number
+        elif callable(handler := before[signal.Signals(number)]):
+            handler(number, frame)
+        elif handler is not signal.SIG_IGN:
+            sys.exit(128 + number)
+
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(slots=True)
+class Agreement:
+    """What all ranks agree on in each step: the loss, the norm, and flags such as whether to save or to stop.
+
+    Without outer steps, one all-reduce brings all of it. With outer steps, the loss and the norm are those of an
+    island. What concerns all islands is sent on the host while the next step runs, and counts at the end of that step.
+    So no step waits for the slow link.
+
+    Attributes:
+        flags: The shares of ranks that have set each flag, the same on every rank.
+        loss_of_islands: With islands, the mean loss of all of them in the step before.
+    """
+
+    job: Job
+    island: Groups | None = None
+    flags: list[float] = field(default_factory=list[float])
+    loss_of_islands: float | None = None
+    _own: Sequence[float] = ()
+    _read: Callable[[], list[float]] = list
+    _under_way: tuple[dist.Work | None, Tensor] | None = None
+
+    def begin(self, loss: Tensor, norm: Tensor, flags: Sequence[float]) -> None:
+        """Sum the loss, the norm, and this rank's flags, over the ranks. Do not wait for the device."""
+        self._own = flags
+        values = [loss.double(), norm.to(loss.device).double()]
+        if self.island is None:
+            # Numbers are filled in on the device, because a copy of them from pageable memory would wait for it.
+            values += [torch.full_like(values[0], number) for number in flags]
+        self._read = self.job.mean(torch.stack(values), self.island)
+
+    def end(self) -> tuple[float, float]:
+        """Return the mean loss and the mean norm. `flags` are then the same on every rank."""
+        loss, norm, *self.flags = self._read()
+        if self.island is not None:
+            self._take()
+            self._send([loss, *self._own])
+        return loss, norm
+
+    def finish(self, flags: Sequence[float]) -> None:
+        """Agree once more after the last step, with nothing left under way."""
+        self._take()
+        loss = self.loss_of_islands
+        self._send([0.0, *flags])
+        self._take()
+        self.loss_of_islands = loss
+
+    def _send(self, row: Sequence[float]) -> None:
+        sums = torch.tensor(row, dtype=torch.float64)
+        work = dist.all_reduce(sums, group=self.job.groups.control_on_host(), async_op=True)
+        self._under_way = work, sums
+
+    def _take(self) -> None:
+        """Wait for what was sent in the step before."""
+        if self._under_way is None:
+            self.flags = [0.0] * len(self._own)
+            return
+        work, sums = self._under_way
+        if work is not None:
+            work.wait()
+        self.loss_of_islands, *self.flags = (sums / self.job.world).tolist()

@@ -6,35 +6,32 @@ stage. The module does not import `torch.distributed.pipelining` unless a run ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from towpath.api import Values, shard
+from towpath.api import shard
 from towpath.core import presets
 from towpath.core.pipeline import compression
-from towpath.core.strategy import Strategy
+from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, ShardError
-from towpath.planner.catalog import load_exact_shares
 from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.model import Model, StagedModel
+from towpath.planner.model import Model
 from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.request import OUTER, Request, codecs_for_both
 from towpath.topology.cluster import Topology
-from towpath.train.config import Config, ParallelConfig
+from towpath.train.config import Config, ParallelConfig, TrainConfig
 from towpath.train.job import Job
 from towpath.train.models.bundle import ModelBundle, loss_of_logits, next_token_loss
 from towpath.train.models.tensor_parallel import share_layers
-from towpath.train.optimizers import LossScale
 
 if TYPE_CHECKING:
-    from towpath.auto.choice import Pipelined
     from towpath.pipeline import Pipeline
 
 # The numbers of sequences with which the planner measures the passes of a model.
@@ -47,14 +44,11 @@ def copies_of_model(parallel: ParallelConfig, world: int) -> int:
     Raises:
         ConfigError: The ranks cannot be divided into copies.
     """
-    ranks = parallel.pipeline * parallel.tensor
-    if world % ranks == 0:
-        return world // ranks
-    prefix = f"parallel.pipeline = {parallel.pipeline}"
-    if parallel.tensor == 1:
-        raise ConfigError(f"{prefix}: expected a divisor of the job's {world} ranks, which have as many stages each.")
+    if world % parallel.ranks == 0:
+        return world // parallel.ranks
     raise ConfigError(
-        f"{prefix} × parallel.tensor = {parallel.tensor}: expected a divisor of the job's {world} ranks, got {ranks}."
+        f"parallel.pipeline = {parallel.pipeline} × parallel.tensor = {parallel.tensor}: expected a divisor of the "
+        f"job's {world} ranks."
     )
 
 
@@ -87,7 +81,7 @@ def _device_mesh(parallel: ParallelConfig, job: Job) -> DeviceMesh:
     return init_device_mesh(job.device.type, sizes[:used], mesh_dim_names=names[:used])
 
 
-def shard_model(config: Config, job: Job, bundle: ModelBundle, strategy: Strategy, values: Values | None) -> Any:
+def shard_model(config: Config, job: Job, bundle: ModelBundle, strategy: Strategy) -> Any:
     """Return the model of a run without stages, sharded. Every rank must call it."""
     tensor, group = config.parallel.tensor, None
     if tensor > 1:
@@ -96,13 +90,11 @@ def shard_model(config: Config, job: Job, bundle: ModelBundle, strategy: Strateg
         group = mesh["dp"].get_group()
         share_layers(bundle.model, bundle.tensor_plan, mesh["tp"])
         job.print_once(f"each layer of a block is shared by {tensor} ranks")
-    return shard(bundle.model, strategy, group=group, precision=config.train.dtypes, values=values)
+    return shard(bundle.model, strategy, group=group, precision=config.train.dtypes, values=bundle.values)
 
 
-def build_pipeline(
-    config: Config, job: Job, bundle: ModelBundle, strategy: Strategy, values: Values | None, loss_scale: LossScale
-) -> Pipeline:
-    """Return the model of a run with stages, as a pipeline. Its loss is scaled. Every rank must call it."""
+def build_pipeline(config: Config, job: Job, bundle: ModelBundle, strategy: Strategy) -> Pipeline:
+    """Return the model of a run with stages, as a pipeline. Every rank must call it."""
     from towpath.pipeline import Pipeline, split
 
     parallel, train = config.parallel, config.train
@@ -123,20 +115,17 @@ def build_pipeline(
         assert bundle.tensor_plan is not None  # plan_for has found one
         stages = [partial(share_layers, module, bundle.tensor_plan, mesh["tp"]) for module in modules]
 
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return loss_scale.scaled(loss_of_logits(logits, targets))
-
     pipeline = Pipeline(
         stages,
         strategy,
         mesh=mesh,
         schedule=parallel.schedule,
         micro_batches=train.micro_steps(copies),
-        loss=loss,
+        loss=loss_of_logits,
         example=example,
         precision=train.dtypes,
-        compression=parallel.build_compression(),
-        values=values,
+        compression=compression(parallel.compression),
+        values=bundle.values,
     )
     per_rank = parallel.stages // parallel.pipeline
     held = f"{copies} ranks hold each" if parallel.tensor == 1 else f"{copies} × {parallel.tensor} ranks share each"
@@ -158,22 +147,21 @@ class _WithLoss(nn.Module):
         return next_token_loss(self.model, inputs, targets)
 
 
-def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Config, Strategy]:
+def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[TrainConfig, Strategy]:
     """Return the strategy that the planner ranks first for the model and the cluster. Every rank must call it.
 
     Returns:
-        The configuration with the micro-batch, activation checkpointing and layout that the planner chose, and the
-        strategy.
+        The section [train] with the micro-batch and activation checkpointing that the planner chose, and the strategy.
     """
-    train, options = config.train, config.strategy
-    topology = options.topology(job.topology)
+    train, options, parallel = config.train, config.strategy, config.parallel
+    topology, offload = options.topology(job.topology), cast("Offload | None", options.offload or None)
     if topology.world == 1:
         job.print_once(
             "auto: one rank has nothing to share; train.micro_batch and train.checkpointing are as configured"
         )
-        return config, presets.strategy("ddp", topology, offload=options.offload_option)
+        return train, presets.strategy("ddp", topology, offload=offload)
     # Imported only here, because they import what traces a model.
-    from towpath.auto.choice import choose
+    from towpath.auto.choice import Pipelined, choose
     from towpath.auto.measure import describe_measured
 
     weights, gradients = codecs_for_both(options.allow)
@@ -188,10 +176,8 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Conf
             precision,
             weights=weights,
             gradients=gradients,
-            offload=options.offload_option,
-            interleaved=train.steps if options.interleaved else 0,
+            offload=offload,
             exact=options.exact,
-            exact_shares=load_exact_shares(options.exact_from) if options.exact_from else (),
             outer=OUTER in options.allow,
         )
 
@@ -202,61 +188,18 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Conf
         sizes = sorted({min(size, share) for size in _MEASURED_SEQUENCES})
         return describe_measured(model, layouts, inputs, sizes, train.length, device, precision)
 
-    def staged(whole: Model, count: int) -> StagedModel:
+    def staged(whole: Model, cluster: Cluster, request: Request) -> PipelinePrediction | None:
+        from towpath.pipeline.schedules import walks
         from towpath.pipeline.splitting import DescribedStages
 
         example = torch.zeros(1, train.length, dtype=torch.int64)
-        return DescribedStages(whole, bundle.model, layouts, example, precision)(count)
+        stages = DescribedStages(whole, bundle.model, layouts, example, precision)
+        layout = Layout(parallel.pipeline, parallel.schedule, compression=parallel.compression, tensor=parallel.tensor)
+        return next(iter(Pipelines(stages, cluster, request, walks).solve([layout], best=1)), None)
 
-    choice = choose(job.groups, topology, describe, request, options.profile, _layouts_to_price(config, staged))
+    pipelined = Pipelined(staged, only=True) if parallel.ranks > 1 else None
+    choice = choose(job.groups, topology, describe, request, options.profile, pipelined)
     job.print_once(choice.why)
     batching = choice.batching
-    return (
-        replace(
-            config,
-            train=replace(train, micro_batch=batching.micro_batch, checkpointing=batching.checkpointing),
-            strategy=replace(options, pipelines=(), tensors=(), schedules=(), compressions=()),  # these are chosen now
-            parallel=_chosen_parallel(config, choice.layout),
-        ),
-        choice.strategy,
-    )
-
-
-def _layouts_to_price(config: Config, staged: Callable[[Model, int], StagedModel]) -> Pipelined | None:
-    """Return how the planner prices the layouts that the configuration allows, or None if it allows no other."""
-    from towpath.auto.choice import Pipelined
-
-    parallel, options = config.parallel, config.strategy
-    fixed = parallel.pipeline * parallel.tensor > 1
-    if not (fixed or options.chooses_layout):
-        return None
-    # A compression that its name describes completely is passed by its name.
-    built = parallel.build_compression()
-    own = parallel.compression if built == compression(parallel.compression) else built
-
-    def best(model: Model, cluster: Cluster, request: Request) -> PipelinePrediction | None:
-        from towpath.pipeline.schedules import walks
-
-        found = Pipelines(lambda count: staged(model, count), cluster, request, walks).solve(
-            options.pipelines or (parallel.pipeline,),
-            options.schedules or (parallel.schedule,),
-            options.compressions or (own,),
-            options.tensors or (parallel.tensor,),
-            best=1,
-        )
-        return found[0] if found else None
-
-    return Pipelined(best, fixed)
-
-
-def _chosen_parallel(config: Config, layout: Layout | None) -> ParallelConfig:
-    if layout is None or not config.strategy.chooses_layout:
-        return config.parallel
-    if layout.pipeline == 1:
-        return ParallelConfig(tensor=layout.tensor)
-    return ParallelConfig(
-        pipeline=layout.pipeline,
-        tensor=layout.tensor,
-        schedule=layout.schedule,
-        compression=str(layout.compression),
-    )
+    chosen = replace(train, micro_batch=batching.micro_batch, checkpointing=batching.checkpointing)
+    return chosen, choice.strategy

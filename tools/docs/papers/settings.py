@@ -13,7 +13,7 @@ from towpath.core.formats import Precision
 from towpath.core.placement import Placement
 from towpath.core.strategy import Strategy
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.planner.catalog import MODELS, load_cluster
+from towpath.planner.catalog import load_cluster, named_models
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model, ModelUnit, Transformer
 from towpath.planner.request import BF16, Request
@@ -27,7 +27,7 @@ HALF = Precision("bfloat16", "bfloat16", None)
 # Of the V100, as ZeRO++ counts it, and of the A100 and A800, in FLOP/s.
 V100_PEAK, A100_PEAK = 120e12, 312e12
 
-SHAPES: dict[str, Transformer] = {name: shape for name, (shape, _) in MODELS.items()} | {
+SHAPES: dict[str, Transformer] = {name: shape for name, (shape, _) in named_models().items()} | {
     # MiCS prints sizes only. These have them, and the form of its other models.
     "bert-52b": Transformer(32008, 8192, 64, 64, 4 * 8192, positions=512),
     "bert-100b": Transformer(32008, 10240, 80, 80, 4 * 10240, positions=512),

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 from towpath.api import Values, blocks_of
 from towpath.checkpoint.weights import Safetensors
 from towpath.core.units import round_up
-from towpath.errors import ConfigError
 from towpath.train.config import ModelConfig
 from towpath.train.models import hugging_face
 from towpath.train.models.gpt import GPT, Shape, exported_config, exported_names, tensor_plan
@@ -65,19 +64,14 @@ def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
         attended, ignored = hugging_face.attended(model), hugging_face.ignored_names(model)
         plan = hugging_face.tensor_plan(model)
     else:
-        if config.vocabulary and config.vocabulary < vocabulary:
-            raise ConfigError(
-                f"model.vocabulary = {config.vocabulary}: the tokenizer has {vocabulary} tokens; expected as many or "
-                "more."
-            )
         shape = Shape(
-            vocabulary=config.vocabulary or vocabulary,
+            vocabulary=vocabulary,
             width=config.width,
             depth=config.depth,
             heads=config.heads,
-            kv_heads=config.kv_heads or config.heads,
-            hidden=config.hidden or round_up(-(-8 * config.width // 3), 32),
-            tied=config.tied,
+            kv_heads=config.heads,
+            hidden=round_up(-(-8 * config.width // 3), 32),
+            tied=True,
         )
         with torch.device("meta"):
             model = GPT(shape)

@@ -1,1 +1,0 @@
-"""The data of a training run: texts, tokens, and windows of tokens."""
