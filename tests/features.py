@@ -53,7 +53,7 @@ FEATURES = (
     _feature(
         "checkpoints and resume",
         ranks="checkpoint resume soak state_dicts stateful_loader",
-        unit="checkpoint checkpoint_claims checkpoint_parts hostile_checkpoints",
+        unit="checkpoint checkpoint_lock checkpoint_parts hostile_checkpoints",
     ),
     _feature(
         "pipelines",

@@ -196,8 +196,8 @@ def disturb(run: TrainingRun, kills: int, dice: random.Random, say: Callable[[st
             done.append(Kill(doomed, steps, at, saving, waited))
             newest = checkpoint.latest(run.checkpoints)
             if newest is not None:
-                verdict = checkpoint.verify(newest)
-                run.expect(verdict.ok, f"after a kill: {verdict.problem}")
+                problem = checkpoint.verify(newest)
+                run.expect(problem is None, f"after a kill: {problem}")
             say(f"kill {len(done):2}: rank {doomed} at step {at}{', while saving' if saving else ''}")
         run.expect(launcher.wait() == 0, f"torchrun ended with {launcher.returncode}")
     return done
@@ -220,8 +220,8 @@ def compare(disturbed: TrainingRun, undisturbed: TrainingRun) -> dict[str, Any]:
         disturbed.expect(equal, f"{last.name}/{name} differs from the undisturbed run's")
     published = sorted(disturbed.checkpoints.glob("step-??????"))
     for path in published:
-        verdict = checkpoint.verify(path)
-        disturbed.expect(verdict.ok, f"{verdict.problem}")
+        problem = checkpoint.verify(path)
+        disturbed.expect(problem is None, f"{problem}")
     disturbed.expect(not disturbed.partial(), f"left behind: {disturbed.partial()}")
     return {
         "steps": len([key for key in expected if key[0] == "train"]),

@@ -400,10 +400,14 @@ def _state_dicts() -> tuple[int, str | None, list[str]]:
     first: list[Any] = [content(model, optimizer)]
     dist.broadcast_object_list(first)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    states = checkpoint.get_state_dict(model, optimizer, options=options)
+    states = (
+        checkpoint.get_model_state_dict(model, options=options),
+        checkpoint.get_optimizer_state_dict(model, optimizer, options=options),
+    )
     written = model.save_pretrained("here")
     given = replace(options, broadcast_from_rank0=True)
-    checkpoint.set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=given)
+    checkpoint.set_optimizer_state_dict(model, optimizer, states[1], options=given)
+    checkpoint.set_model_state_dict(model, states[0], options=given)
     wrong = differing(content(model, optimizer), first[0])
     return sum(map(len, states)), written, [name for name in wrong if "seen" not in name]  # it is not persistent
 
@@ -422,7 +426,10 @@ def test_pytorchs_checkpoint_has_the_first_island(label: str, tmp_path: Path) ->
         optimizer.zero_grad()
     first: list[Any] = [content(model, optimizer)]
     dist.broadcast_object_list(first)
-    states = dict(zip(("model", "optimizer"), checkpoint.get_state_dict(model, optimizer), strict=True))
+    states = {
+        "model": checkpoint.get_model_state_dict(model),
+        "optimizer": checkpoint.get_optimizer_state_dict(model, optimizer),
+    }
     dcp.save(states, checkpoint_id=folder)
     dcp.load(states, checkpoint_id=folder)
     wrong = differing(content(model, optimizer), first[0])

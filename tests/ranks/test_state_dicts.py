@@ -38,6 +38,11 @@ ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
+def _both(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> tuple[Any, Any]:
+    whole = checkpoint.get_model_state_dict(model, options=options)
+    return whole, checkpoint.get_optimizer_state_dict(model, optimizer, options=options)
+
+
 class Net(nn.Module):
     """Tied, frozen, a scalar, a buffer, and three blocks."""
 
@@ -135,7 +140,7 @@ def _get_as_pytorch(optimizer: str) -> None:
         if not flat:  # PyTorch's are in the order of the groups; by name it does not matter
             found["state"], expected["state"] = (dict(sorted(each["state"].items())) for each in (found, expected))
         _same(found, expected, 1e-12)
-    model, _ = checkpoint.get_state_dict(sharded.model, sharded.optimizer, options=FULL)
+    model, _ = _both(sharded.model, sharded.optimizer, options=FULL)
     _same(model, pytorchs.get_model_state_dict(plain.model), 1e-12)
     assert model["first.weight"] is model["last.weight"]
     assert model["seen"].data_ptr() != sharded.model.seen.data_ptr()
@@ -169,7 +174,7 @@ def test_getting_them_changes_nothing(world: Worlds) -> None:
 def _get_and_go_on() -> None:
     run, other = Run("zero3"), Run("zero3")
     for step in range(3):
-        checkpoint.get_state_dict(run.model, run.optimizer, options=ON_RANK_0)
+        _both(run.model, run.optimizer, options=ON_RANK_0)
         assert run.train(range(step, step + 1)) == other.train(range(step, step + 1))
 
 
@@ -188,7 +193,7 @@ def _go_on(optimizer: str, label: str) -> None:
     plain, sharded = Run(None, optimizer), Run("zero3", optimizer)
     for run in (plain, sharded):
         run.train(range(2))
-    model, state = checkpoint.get_state_dict(sharded.model, sharded.optimizer, options=ON_RANK_0)
+    model, state = _both(sharded.model, sharded.optimizer, options=ON_RANK_0)
     flat = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
     flattened = checkpoint.get_optimizer_state_dict(sharded.model, sharded.optimizer, options=flat)
     resumed, again = (Run(label, optimizer, seed=4) for _ in range(2))
@@ -216,15 +221,14 @@ def _to_and_from_whole() -> None:
     plain, sharded = Run(None), Run("paro-iig", seed=4)
     plain.train(range(2))
     model, state = pytorchs.get_state_dict(plain.model, plain.optimizer)
-    keys = checkpoint.set_state_dict(
-        sharded.model, sharded.optimizer, model_state_dict=model, optim_state_dict=state, options=FULL
-    )
+    checkpoint.set_optimizer_state_dict(sharded.model, sharded.optimizer, state, options=FULL)
+    keys = checkpoint.set_model_state_dict(sharded.model, model, options=FULL)
     assert keys.missing_keys == keys.unexpected_keys == []
     back = Run(None, seed=5)
-    given = checkpoint.get_state_dict(sharded.model, sharded.optimizer, options=FULL)
-    checkpoint.set_state_dict(  # of a model without ShardTensors it is PyTorch's own
-        back.model, back.optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=FULL
-    )
+    given = _both(sharded.model, sharded.optimizer, options=FULL)
+    # Of a model without ShardTensors they are PyTorch's own.
+    checkpoint.set_optimizer_state_dict(back.model, back.optimizer, given[1], options=FULL)
+    checkpoint.set_model_state_dict(back.model, given[0], options=FULL)
     assert plain.train(range(2, 4)) == back.train(range(2, 4))
 
 
@@ -244,10 +248,11 @@ def _get_tensor_parallel() -> bool:
     _same(checkpoint.get_model_state_dict(model, options=FULL), expected)
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
-    states = checkpoint.get_state_dict(model, optimizer, options=FULL)
-    both = {"model_state_dict": {n: value + 1 for n, value in states[0].items()}, "optim_state_dict": states[1]}
-    checkpoint.set_state_dict(model, optimizer, **both, options=FULL)
-    _same(checkpoint.get_state_dict(model, optimizer, options=FULL), tuple(both.values()))
+    values, states = _both(model, optimizer, options=FULL)
+    values = {name: value + 1 for name, value in values.items()}
+    checkpoint.set_optimizer_state_dict(model, optimizer, states, options=FULL)
+    checkpoint.set_model_state_dict(model, values, options=FULL)
+    _same(_both(model, optimizer, options=FULL), (values, states))
     return bool(checkpoint.get_model_state_dict(model, options=ON_RANK_0))
 
 
@@ -361,7 +366,7 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(world: Worlds) -> N
 def _fail_alike() -> None:
     run, rank = Run("zero3"), dist.get_rank()
     run.train(range(1))
-    model, state = checkpoint.get_state_dict(run.model, run.optimizer, options=ON_RANK_0)
+    model, state = _both(run.model, run.optimizer, options=ON_RANK_0)
     with pytest.raises(ShardError, match=r"rank 1 has 'nothing more'.*set broadcast_from_rank0=True"):
         checkpoint.set_model_state_dict(run.model, model, options=FULL)
     with pytest.raises(ShardError, match=r"'state\.first.*rank 1 has 'nothing more'.*set broadcast_from_rank0=True"):

@@ -110,8 +110,7 @@ def test_without_peft_there_is_no_adapter(tmp_path: Path) -> None:
     [
         ([], r"peft"),
         ({"default": 3}, r"peft\['default'\] is 3"),
-        ({"default": {"tensors": {}}}, r"peft\['default'\]\.config is missing"),
-        ({"default": {"config": {}, "tensors": {"a": 1}}}, r"peft\['default'\]\.tensors\['a'\]"),
+        ({"default": {"tensors": {}}}, "has no config or no tensors"),
         ({"default": {"config": {}, "tensors": {"../a": "b"}}}, r"the adapter's \.\./a is not among the model's"),
         ({"default": {"config": {}, "tensors": {"weight": "x", "bias": "x"}}}, "would be called 'x'"),
         ({"default": {"problem": "it is odd"}}, r"it is odd\. Call its save_pretrained"),

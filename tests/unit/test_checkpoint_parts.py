@@ -1,12 +1,11 @@
-"""The parts of checkpoints: boxes, checksums, JSON, files and folders."""
+"""The parts of checkpoints: boxes, JSON, files and folders."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
-import zlib
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -15,17 +14,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from towpath import checkpoint
-from towpath.checkpoint import dcp, folders, safetensors
-from towpath.checkpoint.json_state import from_json, tensors_in, to_json
-from towpath.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, check_boxes
-from towpath.checkpoint.rng import rng_state, seed_anew, set_rng_state
-from towpath.checkpoint.safe_open import WrongFieldError
-from towpath.checkpoint.safetensors import combine
+from towpath.checkpoint import folders, storage
+from towpath.checkpoint.manifest import (
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    from_json,
+    read_manifest,
+    tensors_in,
+    to_json,
+    write_manifest,
+)
+from towpath.checkpoint.rank_contents import ControlGroup, rng_state, seed_anew, set_rng_state
+from towpath.checkpoint.safe_files import write_tensors
 from towpath.engine.parameters.parallel import Box, boxes_of, ranges_of
 from towpath.errors import CheckpointError
 
@@ -63,46 +69,6 @@ def test_the_ranges_of_a_box_are_its_elements_in_order(shape: tuple[int, ...], d
     ranges = list(ranges_of(Box(offsets, sizes, 0, 0), shape))
     assert torch.cat([flat[start:end] for start, end in ranges]).tolist() == box.reshape(-1).tolist()
     assert all(one[1] < other[0] for one, other in pairwise(ranges))  # else they would be one
-
-
-@st.composite
-def _rectangles(draw: st.DrawFn) -> StoredTensor:
-    """A tensor that is cut again and again, each part across some dimension."""
-    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
-    parts = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 6))):
-        offsets, sizes = parts.pop(draw(st.integers(0, len(parts) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(0, sizes[dim]))
-        for start, length in ((0, at), (at, sizes[dim] - at)):
-            if length:
-                parts.append((_with(offsets, dim, offsets[dim] + start), _with(sizes, dim, length)))
-    return StoredTensor("F32", shape, tuple(StoredBox(offsets, sizes, "file", 0, 0) for offsets, sizes in parts))
-
-
-def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
-    return (*values[:place], value, *values[place + 1 :])
-
-
-@given(stored=_rectangles(), which=st.integers(0, 20), other=st.integers(0, 20))
-def test_rectangles_are_taken_that_hold_each_element_once_and_no_others(
-    stored: StoredTensor, which: int, other: int
-) -> None:
-    check_boxes(stored)
-    boxes = list(stored.boxes)
-    one, another = boxes[which % len(boxes)], boxes[other % len(boxes)]
-    without, twice = [box for box in boxes if box is not one], [*boxes, one]
-    instead = [another if box is one else box for box in boxes]
-    for wrong in (without, twice, *([instead] if one is not another else [])):
-        with pytest.raises(WrongFieldError):
-            check_boxes(replace(stored, boxes=tuple(wrong)))
-
-
-def test_rectangles_of_which_very_many_lie_beside_each_other_are_refused() -> None:
-    """Each would be compared with each."""
-    boxes = tuple(StoredBox((0, 2 * i), (2, 2), "file", 0, 0) for i in range(3000))
-    with pytest.raises(WrongFieldError, match="fewer that lie beside each other"):
-        check_boxes(StoredTensor("F32", (2, 6000), boxes))
 
 
 @given(shapes, st.lists(st.integers(0, 700), max_size=3), st.lists(st.integers(0, 700), max_size=3))
@@ -149,22 +115,13 @@ def test_a_part_with_gaps_is_read_from_a_wider_box(
     path = checkpoint.save(tmp_path, 1, checkpoint.State(model)).path
     part = torch.empty(1).expand(4, 6, 5).as_subclass(Rectangle)
     part.first, part.local = first, torch.zeros(sizes) if dense else torch.zeros(sizes[::-1]).permute(2, 1, 0)
-    reader = dcp.FolderReader(path, checkpoint.read_manifest(path))
-    dcp.read({"model.w": part}, reader, None)
+    control = ControlGroup(checkpoint.State(model).everyone, "loading")
+    storage.read({"model.w": part}, path, read_manifest(path), control)
     where = tuple(slice(o, o + n) for o, n in zip(first, sizes, strict=True))
     assert torch.equal(part.local, model.w[where])
 
 
-# --- checksums and JSON ----------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.binary(max_size=300), max_size=4))
-def test_the_checksum_of_a_whole_follows_from_those_of_its_parts(parts: list[bytes]) -> None:
-    crc = 0
-    for part in parts:
-        crc = combine(crc, zlib.crc32(part), len(part))
-    assert crc == zlib.crc32(b"".join(parts))
-
+# --- JSON -------------------------------------------------------------------------------------------------------------
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 keys = st.text() | st.integers() | st.booleans() | st.sampled_from(["(tuple)", "(tensor)"])
@@ -201,66 +158,66 @@ def test_what_json_cannot_hold_is_refused_by_its_path() -> None:
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
-DTYPES = sorted(safetensors.DTYPES, key=str)
+
+def test_what_others_may_read_of_the_folder_they_may_read_of_its_files(tmp_path: Path) -> None:
+    """The library would let only the owner read them."""
+    for mode, expected in ((0o755, 0o644), (0o700, 0o600)):
+        tmp_path.chmod(mode)
+        write_tensors(tmp_path / f"{mode}", {"x": torch.ones(2)})
+        assert (tmp_path / f"{mode}").stat().st_mode & 0o777 == expected
 
 
-def test_files_are_safetensors_bit_for_bit_in_every_dtype(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    tensors: dict[str, torch.Tensor] = {}
-    for dtype in DTYPES:
-        noise = torch.randint(0, 2 if dtype is torch.bool else 256, (3, 5, dtype.itemsize), dtype=torch.uint8)
-        tensors[str(dtype)] = noise.view(dtype).reshape(3, 5)
-    tensors["scalar"], tensors["empty"] = torch.tensor(2.5), torch.empty(0, 4)
-    entries = safetensors.in_order(
-        safetensors.Entry(n, safetensors.DTYPES[t.dtype], tuple(t.shape)) for n, t in tensors.items()
-    )
-    writer = safetensors.FileWriter(tmp_path / "a.safetensors", entries, {})
-    places = {e.name: (writer.at, writer.write(safetensors.bytes_of(tensors[e.name]))) for e in entries}
-    facts = writer.close()
+def test_files_and_manifest_are_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    fsync, rename = os.fsync, Path.rename
 
-    assert (tmp_path / "a.safetensors").stat().st_size == facts.bytes
-    found = load_file(tmp_path / "a.safetensors")
-    for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert bytes(safetensors.bytes_of(found[name])) == bytes(safetensors.bytes_of(tensor))
-        into = torch.empty_like(tensor)
-        safetensors.take(tmp_path / "a.safetensors", places[name][0], safetensors.bytes_of(into))
-        assert zlib.crc32(safetensors.bytes_of(into)) == places[name][1]
+    def flushed(descriptor: int) -> None:
+        happened.append(Path(f"/proc/self/fd/{descriptor}").readlink().name.split("-1")[0])
+        fsync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        happened.append("published")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "rename", renamed)
+    assert checkpoint.save(tmp_path, 1, checkpoint.State(nn.Linear(2, 2))).ok
+    file, manifest, partial, *rest = happened
+    assert (file, manifest) == ("rank-00000.safetensors", "manifest.json") and ".partial-" in partial
+    assert rest == ["published", tmp_path.name]
 
 
 def _manifest() -> Manifest:
-    box = StoredBox((0, 0), (2, 3), "rank-00000.safetensors", 80, 7)
+    box = StoredBox((0, 0), (2, 3), "rank-00000.safetensors")
     return Manifest(
         step=3,
         written_by="a test",
         seconds=1.5,
         world=2,
         strategy=None,
-        files={"rank-00000.safetensors": StoredFile(104, 80, 9)},
-        tensors={"model.w": StoredTensor("F32", (2, 3), (box,))},
+        files={"rank-00000.safetensors": StoredFile(104, 9)},
+        tensors={"model.w": StoredTensor(torch.float32, (2, 3), (box,))},
         values={"schedule": {"best": float("inf"), "lr": 0.1 + 0.2}},
     )
 
 
-def _read(text: str) -> Manifest | None:
-    try:
-        return Manifest.from_text(text, Path("nowhere"))
-    except CheckpointError:
-        return None
-
-
 def test_a_manifest_comes_back_as_it_was_and_vouches_for_itself(tmp_path: Path) -> None:
-    text = _manifest().to_text()
-    assert Manifest.from_text(text, tmp_path) == _manifest()
-    body = text.index('"content"') + len('"content"')
-    for position in range(body, len(text) - 3, 7):
-        changed = text[:position] + chr(ord(text[position]) ^ 1) + text[position + 1 :]
-        if _read(changed) != _manifest():  # 0.30000000000000005 is the same number
-            with pytest.raises(CheckpointError, match=r"checksum does not match|not a whole manifest"):
-                Manifest.from_text(changed, tmp_path)
+    write_manifest(tmp_path, _manifest())
+    assert read_manifest(tmp_path) == _manifest()
+    path = tmp_path / "manifest.json"
+    text = path.read_text()
+    for position in range(text.index('"content"') + len('"content"'), len(text) - 3, 7):
+        path.write_text(text[:position] + chr(ord(text[position]) ^ 1) + text[position + 1 :])
+        try:
+            assert read_manifest(tmp_path) == _manifest()  # 0.30000000000000005 is the same number
+        except CheckpointError as error:
+            assert "checksum does not match" in str(error) or "not a whole manifest" in str(error)
     for end in range(0, len(text) - 2, 11):
+        path.write_text(text[:end])
         with pytest.raises(CheckpointError, match="not a whole manifest"):
-            Manifest.from_text(text[:end], tmp_path)
+            read_manifest(tmp_path)
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
@@ -268,8 +225,7 @@ def test_a_manifest_comes_back_as_it_was_and_vouches_for_itself(tmp_path: Path) 
 
 def _publish(root: Path, *steps: int) -> None:
     for step in steps:
-        partial = folders.partial_of(root, step)
-        partial.mkdir(parents=True)
+        partial = folders.new_partial(root, step)
         (partial / "content").write_text(f"{step}, {sum(1 for _ in root.iterdir())}")
         folders.publish(partial, folders.checkpoint_of(root, step))
 
@@ -297,10 +253,8 @@ def test_the_last_ones_stay_and_every_nth_and_later_ones_are_left_alone(tmp_path
 def test_what_dead_runs_left_is_swept_and_what_they_were_replacing_comes_back(tmp_path: Path) -> None:
     _publish(tmp_path, 5, 6)
     (tmp_path / "step-000005").rename(tmp_path / "step-000005.replaced-ab12")  # died between two renames
-    folders.partial_of(tmp_path, 7).mkdir()
-    mine = folders.partial_of(tmp_path, 8)
-    mine.mkdir()
-    folders.mark_in_use(mine)
+    (tmp_path / "step-000007.partial-cd34").mkdir()
+    mine = folders.new_partial(tmp_path, 8)
     (tmp_path / "notes.txt").write_text("kept")
     folders.sweep(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-000005", "step-000006", mine.name]

@@ -22,18 +22,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
 from towpath import checkpoint
-from towpath.checkpoint import State, safe_open
-from towpath.checkpoint.safetensors import INDEX
-from towpath.checkpoint.weights import Safetensors
+from towpath.checkpoint import State
+from towpath.checkpoint.manifest import FORMAT
+from towpath.checkpoint.safe_files import is_plain
+from towpath.checkpoint.weights import INDEX, Safetensors
 from towpath.cli.main import app
 from towpath.errors import CheckpointError
 
-FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
+FILE, STATES, MANIFEST = "rank-00000.safetensors", "rank-00000-optimizer.safetensors", "manifest.json"
 GIB = 1 << 30
 SPARE_BYTES = 1 * GIB  # for the tests themselves, threads' stacks included; hostile sizes are above
 HUGE = 1 << 40
@@ -104,18 +105,18 @@ def _content_of(folder: Path) -> dict[str, Any]:
 def _seal(folder: Path, content: Any) -> None:
     """With the checksum that makes it look as if Towpath had written it."""
     text = json.dumps(content, separators=(",", ":"))
-    whole = {"format": "towpath checkpoint 1", "crc32": zlib.crc32(text.encode()), "content": content}
+    whole = {"format": FORMAT, "crc32": zlib.crc32(text.encode()), "content": content}
     (folder / MANIFEST).write_text(json.dumps(whole))
 
 
 def test_a_manifest_of_another_format_is_refused_as_such(folder: Path) -> None:
-    (folder / MANIFEST).write_text(json.dumps({"format": "towpath checkpoint 2"}))
-    assert "which this version of Towpath reads" in (checkpoint.verify(folder).problem or "")
+    (folder / MANIFEST).write_text(json.dumps({"format": "towpath checkpoint 9"}))
+    assert f"format is 'towpath checkpoint 9'; expected '{FORMAT}'" in (checkpoint.verify(folder) or "")
 
 
 def _everything(folder: Path, out: Path) -> list[str | None]:
     """What verify, load and export say of it; None where they are content."""
-    said: list[str | None] = [checkpoint.verify(folder).problem]
+    said: list[str | None] = [checkpoint.verify(folder)]
     shutil.rmtree(out, ignore_errors=True)
     work: list[Callable[[], object]] = [
         lambda: checkpoint.load(folder, Case().state),
@@ -143,7 +144,6 @@ NAMES: list[Any] = [
     "",
     "a\\b",
     "a\0b",
-    "x" * 300,
     "\ud800",
     MANIFEST,
     7,
@@ -155,11 +155,11 @@ NAMES: list[Any] = [
 def test_a_box_names_no_file_but_those_of_its_folder(folder: Path, name: Any, listed: bool) -> None:
     (folder.parent / "secret").write_bytes((folder / FILE).read_bytes())
     content = _content_of(folder)
-    for tensor in content["tensors"].values():
-        for box in tensor["boxes"]:
+    for _, _, boxes in content["tensors"].values():
+        for box in boxes:
             box[2] = name
     if listed:
-        content["files"] = {str(name): content["files"][FILE]}
+        content["files"] = {str(name): [HUGE, 0]}
     _seal(folder, content)
     for said in _everything(folder, folder.parent / "out"):
         assert said is not None and MANIFEST in said and ("file" in said)
@@ -175,10 +175,10 @@ def _link(path: Path) -> None:
 
 
 SPECIAL: list[tuple[Callable[[Path], None], str]] = [
-    (_pipe, "is a pipe; expected a regular file"),
+    (_pipe, "is a folder, a pipe or a device; expected a regular file"),
     (_link, "is a symbolic link"),
     (lambda path: path.symlink_to("/dev/zero"), "is a symbolic link"),
-    (Path.mkdir, "is a folder; expected a regular file"),
+    (Path.mkdir, "is a folder, a pipe or a device; expected a regular file"),
 ]
 
 
@@ -233,38 +233,23 @@ def test_links_are_followed_where_the_user_named_them_and_in_the_cache_of_the_hu
         Safetensors(snapshot)
     (tmp_path / "latest").symlink_to(folder)
     assert checkpoint.load(tmp_path / "latest", Case().state) is not None
+    assert "is a symbolic link, which is not followed. Name its target." in (
+        checkpoint.verify(tmp_path / "latest") or ""
+    )
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
-TENSOR = "model.0.weight"
-
-
-def _tensor(content: dict[str, Any]) -> dict[str, Any]:
-    return content["tensors"][TENSOR]
+TENSOR = "model.0.weight"  # [dtype, shape, boxes], and a box is [offsets, sizes, file]
 
 
 def _giant(content: dict[str, Any]) -> None:
-    _tensor(content)["shape"] = [HUGE, HUGE]
-    _tensor(content)["boxes"][0][1] = [HUGE, HUGE]
+    content["tensors"][TENSOR][1:] = [[HUGE, HUGE], [[[0, 0], [HUGE, HUGE], FILE]]]
 
 
 def _giant_file(content: dict[str, Any]) -> None:
-    _giant(content)
-    _tensor(content)["shape"] = _tensor(content)["boxes"][0][1] = [HUGE, 1]
+    content["tensors"][TENSOR][1:] = [[HUGE, 1], [[[0, 0], [HUGE, 1], FILE]]]
     content["files"][FILE][0] += HUGE * 4
-
-
-def _overlap(content: dict[str, Any]) -> None:
-    _tensor(content)["boxes"] *= 2
-
-
-def _same_bytes_twice(content: dict[str, Any]) -> None:
-    content["tensors"]["optimizer.0.weight.exp_avg"] = copy.deepcopy(_tensor(content))
-
-
-def _shifted(content: dict[str, Any]) -> None:
-    _tensor(content)["boxes"][0][3] += 4
 
 
 def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
@@ -279,38 +264,34 @@ def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def _of_tensor(*path: Any) -> Callable[[dict[str, Any]], None]:
+    return _set("tensors", TENSOR, *path)
+
+
 MISFITS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
-    (_giant, rf"tensors\['{TENSOR}'\]\.shape .* less than 2\^63 bytes"),
-    (_giant_file, rf"{FILE}.* is truncated|files\['{FILE}'\]"),
-    (_overlap, rf"tensors\['{TENSOR}'\]\.boxes do not hold each element"),
-    (_set("tensors", TENSOR, "boxes", []), rf"tensors\['{TENSOR}'\]\.boxes do not hold each element"),
-    (_same_bytes_twice, rf"files\['{FILE}'\] has .* each of the others once"),
-    (_shifted, rf"files\['{FILE}'\] has"),
-    (_set("tensors", TENSOR, "boxes", 0, 3, -8), r"boxes\[0\]\.start is -8"),
-    (_set("tensors", TENSOR, "boxes", 0, 0, 0, -1), r"boxes\[0\]\.offsets\[0\] is -1"),
-    (_set("tensors", TENSOR, "boxes", 0, 4, True), r"boxes\[0\]\.crc32 is True"),
-    (_set("tensors", TENSOR, "boxes", 0, 4, 2**32), r"boxes\[0\]\.crc32 is 4294967296"),
-    (_set("tensors", TENSOR, "shape", 0, 2.0), r"shape\[0\] is 2\.0"),
-    (_set("tensors", TENSOR, "shape", [1] * 5000), "at most 64 dimensions"),
-    (_set("tensors", TENSOR, "dtype", "F31"), r"dtype is 'F31'; expected one of F64"),
-    (_set("files", FILE, 1, -1), r"files\['rank-00000.safetensors'\]\[1\].* is -1"),
-    (_set("files", FILE, 0, float("nan")), r"\[0\] \(bytes\) is nan"),
-    (_set("seconds", 1e300), r"content\.seconds is 1e\+300"),
-    (_set("world", 0), r"content\.world is 0"),
-    (_set("step", 10**400), r"content\.step is 1"),
-    (_set("strategy", ""), r"content\.strategy is ''"),
-    (_set("values", "optimizer", "states", "0.weight", "like", 0, "gone"), r"states\['0.weight'\]\.like\[0\]"),
-    (_set("values", "optimizer", "groups", 0, "options", "params", []), r"options\.params is no option"),
+    (_giant, f"tensors of {FILE} are larger than the file"),
+    (_giant_file, f"{FILE} is truncated"),
+    (_of_tensor(0, "int32"), f"{TENSOR}@0,0 is not in it as the manifest says"),
+    (_of_tensor(2, []), rf"the boxes of tensors\['{TENSOR}'\] do not hold each element"),
+    (_of_tensor(2, 0, 1, [1, 3]), rf"the boxes of tensors\['{TENSOR}'\] do not hold each element"),
+    (_of_tensor(2, 0, 0, 0, 1), rf"tensors\['{TENSOR}'\] has a box outside its shape"),
+    (_of_tensor(2, 0, 0, 0, -1), r"boxes\[0\] is -1; expected an integer from 0"),
+    (_of_tensor(2, 0, 2, STATES), rf"tensors of {STATES} are larger|{STATES}: {TENSOR}@0,0 is not in it"),
+    (_of_tensor(1, 0, 2.0), r"shape\[0\] is 2\.0"),
+    (_of_tensor(0, "float31"), "has the dtype 'float31'"),
+    (_of_tensor(0, "save"), "has the dtype 'save'"),
+    (_set("files", FILE, 0, float("nan")), r"\[0\] is nan"),
+    (_set("seconds", 1e300), r"seconds is 1e\+300"),
+    (_set("world", 0), r"'world'\] is 0; expected an integer from 1"),
+    (_set("step", 10**400), r"'step'\] is 1"),
+    (_set("values", "optimizer", "states", "0.weight", "like", 0, "gone"), r"optimizer\.0\.weight\.gone is missing"),
     (_set("values", "optimizer", "groups", 0, "options", "lr", "much"), "lr of the optimizer's group is 'much'"),
     (_set("values", "optimizer", "groups", 0, "options", "betas", {"(tuple)": [0.9]}), "betas of the optimizer's"),
-    (
-        _set("values", "data", "order", {"(tensor)": TENSOR}),
-        "'data'.*; expected a tensor of 'data'",
-    ),
-    (_set("values", "data", "at", {"(tuple)": "abc"}), "'data' cannot be what was written .*expected a list"),
-    (_set("values", "data", "key", {"(bytes)": "xyz"}), "'data' cannot be what was written"),
+    (_set("values", "data", "order", {"(tensor)": TENSOR}), "data refers to .*; expected a tensor of 'data'"),
+    (_set("values", "data", "order", {"(tensor)": "data.gone"}), "data refers to .*; expected a tensor of 'data'"),
+    (_set("values", "data", "key", {"(bytes)": "xyz"}), "non-hexadecimal"),
     (_set("values", "data", {"at": 1}), r"'data' \(Loader\) does not take its state \(KeyError"),
-    (_set("values", "model", "aliases", {"a": "gone"}), r"model\.aliases\['a'\] is 'gone'"),
+    (_set("values", "model", {}), r"values\.model\.aliases is missing"),
 ]
 
 
@@ -325,32 +306,40 @@ def test_what_does_not_fit_the_files_is_refused_by_file_and_field_before_memory_
         checkpoint.load(folder, Case().state)
 
 
-def test_numpys_generator_is_never_set_beside_its_state(folder: Path) -> None:
+def _rewrite(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    """Put another tensor into the first file, and seal the manifest anew."""
+    held = {**load_file(folder / FILE), f"{name}@{','.join('0' * tensor.dim())}": tensor}
+    save_file(held, folder / FILE)
     content = _content_of(folder)
-    box = content["tensors"]["rank.0.rng.numpy"]["boxes"][0]
-    data = bytearray((folder / FILE).read_bytes())
-    data[box[3] : box[3] + 8] = struct.pack("<q", 10**6)
-    (folder / FILE).write_bytes(data)
-    box[4] = zlib.crc32(data[box[3] : box[3] + 626 * 8])
+    data = (folder / FILE).read_bytes()
+    content["files"][FILE] = [len(data), zlib.crc32(data)]
+    shape = list(tensor.shape)
+    content["tensors"][name] = [str(tensor.dtype)[6:], shape, [[[0] * tensor.dim(), shape, FILE]]]
     _seal(folder, content)
-    with pytest.raises(CheckpointError, match="NumPy's position is 1000000; expected 0 to 624"):
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "told"),
+    [
+        ("numpy", torch.tensor([10**6, *[0] * 625]), "NumPy's position is 1000000; expected 0 to 624"),
+        ("numpy", torch.zeros(3, dtype=torch.int64), "no state of a generator"),
+        ("python", torch.zeros(3, dtype=torch.int64), "no state of a generator"),
+        ("torch", torch.zeros(3, dtype=torch.uint8), "no state of a generator"),
+    ],
+)
+def test_a_generator_is_never_set_beside_its_state(folder: Path, name: str, state: torch.Tensor, told: str) -> None:
+    _rewrite(folder, f"rank.0.rng.{name}", state)
+    with pytest.raises(CheckpointError, match=told):
         checkpoint.load(folder, Case().state)
 
 
 def test_a_file_of_holes_that_no_memory_holds_is_refused(folder: Path) -> None:
     content = _content_of(folder)
-    data = content["tensors"]["data.order"]
-    data["shape"] = data["boxes"][0][1] = [HUGE // 8]
-    moved = content["files"]["holes"] = [HUGE, 0, 0]
-    content["files"][FILE][0] -= 0
-    old = data["boxes"][0][3]
-    data["boxes"][0][2:4] = ["holes", 0]
+    content["tensors"]["data.order"][1:] = [[HUGE // 8], [[[0], [HUGE // 8], "holes"]]]
+    content["files"]["holes"] = [HUGE, 0]
     with (folder / "holes").open("wb") as file:
         file.truncate(HUGE)
-    # The bytes it had in the first file become another tensor's, so that all files are covered.
-    content["tensors"]["data.rest"] = {"dtype": "I64", "shape": [5], "boxes": [[[0], [5], FILE, old, 0]]}
     _seal(folder, content)
-    assert moved[0] == HUGE
     with pytest.raises(CheckpointError, match=r"data\.order has shape .* for which there is no memory"):
         checkpoint.load(folder, Case().state)
 
@@ -360,9 +349,7 @@ def test_a_file_of_holes_that_no_memory_holds_is_refused(folder: Path) -> None:
 TEXTS = {
     "deep": b"[" * 100_000,
     "deep and whole": b'{"a":' * 5000 + b"1" + b"}" * 5000,
-    "within Python's depth": b"[" * 300 + b"]" * 300,
     "not UTF-8": b'{"format": "\xff\xfe"}',
-    "twice": b'{"format": 1, "format": 2}',
     "a number of 5000 digits": b'{"crc32": ' + b"9" * 5000 + b"}",
     "empty": b"",
     "null": b"null",
@@ -386,25 +373,21 @@ def test_json_that_no_program_wrote_is_refused_wherever_it_is_read(tmp_path: Pat
 def test_what_is_too_long_is_refused_unread(folder: Path, tmp_path: Path) -> None:
     os.truncate(folder / MANIFEST, 2 * GIB)
     assert "manifest.json has 2,147,483,648 bytes; a whole manifest has at most 67,108,864" in (
-        checkpoint.verify(folder).problem or ""
+        checkpoint.verify(folder) or ""
     )
-    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", 2**63 + 5))
-    with pytest.raises(CheckpointError, match=r"\(header\): its length is 9,223,372,036,854,775,813 bytes"):
-        Safetensors(tmp_path / "x.safetensors")
-    os.truncate(tmp_path / "x.safetensors", 2 * GIB)
-    with (tmp_path / "x.safetensors").open("r+b") as file:
-        file.write(struct.pack("<Q", GIB))
-    with pytest.raises(CheckpointError, match=r"its length is 1,073,741,824 bytes"):
-        checkpoint.import_safetensors(tmp_path / "x.safetensors", tmp_path / "new")
+    for length, size in ((2**63 + 5, 8), (GIB, 2 * GIB)):
+        path = tmp_path / "x.safetensors"
+        path.write_bytes(struct.pack("<Q", length))
+        os.truncate(path, size)
+        for read in (Safetensors, lambda source: checkpoint.import_safetensors(source, tmp_path / "new")):
+            with pytest.raises(CheckpointError, match=r"x\.safetensors: not a whole safetensors file"):
+                read(path)
 
 
-def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, deep = Case(), [1]
-    for _ in range(200):
-        deep = [deep]
-    case.data.at = deep  # pyright: ignore[reportAttributeAccessIssue]
-    assert "nested deeper than 100 levels" in (checkpoint.save(tmp_path, 1, case.state).failure or "")
-    monkeypatch.setattr("towpath.checkpoint.manifest.MAX_JSON_BYTES", 1000)
+def test_a_manifest_that_would_be_too_long_to_read_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("towpath.checkpoint.safe_files.MAX_JSON_BYTES", 1000)
     assert "and at most 1,000 are read" in (checkpoint.save(tmp_path, 1, Case().state).failure or "")
     assert list(tmp_path.iterdir()) == []
 
@@ -432,17 +415,17 @@ def test_bad_folders_do_not_stop_the_search_and_one_that_was_named_is_an_error(
     assert loaded is not None and loaded.path == folder
     skipped = [note.split()[0] for note in loaded.notes]
     assert skipped == [f"step-{n:06d}" for n in (102, 101, 100, *range(7 + len(MISFITS), 7, -1))]
-    assert "which the search does not follow" in loaded.notes[0]
+    assert "is a symbolic link" in loaded.notes[0]
     caplog.clear()
     assert checkpoint.latest(root) is not None
-    assert "step-000101 was passed over" in caplog.text and "nested deeper" in caplog.text
-    with pytest.raises(CheckpointError, match="nested deeper"):
+    assert "step-000101 was passed over" in caplog.text and "not a whole manifest" in caplog.text
+    with pytest.raises(CheckpointError, match="not a whole manifest"):
         checkpoint.load(root / "step-000101", Case().state)
     for command in (["export", str(root), str(tmp_path / "out")], ["checkpoint", "show", str(root)]):
         assert CliRunner().invoke(app, command).exit_code == 0
     for command in (["checkpoint", "ls", str(root), "--json"], ["checkpoint", "verify", str(root)]):
         result = CliRunner().invoke(app, command)
-        assert result.exit_code == 1 and "is a pipe" in result.stdout
+        assert result.exit_code == 1 and "a pipe or a device" in result.stdout
 
 
 def test_verify_reads_nothing_outside_the_folder(folder: Path, tmp_path: Path) -> None:
@@ -580,9 +563,9 @@ def test_any_change_of_bytes_is_an_error_or_changes_nothing(
     saved: tuple[Case, Path], folder: Path, data: st.DataObject
 ) -> None:
     case, original = saved
-    for name in (FILE, MANIFEST):
+    for name in (FILE, STATES, MANIFEST):
         (folder / name).write_bytes((original / name).read_bytes())
-    name = data.draw(st.sampled_from([FILE, MANIFEST]))
+    name = data.draw(st.sampled_from([FILE, STATES, MANIFEST]))
     (folder / name).write_bytes(_change((original / name).read_bytes(), data))
     into = Case()
     for parameter in into.model.parameters():
@@ -595,60 +578,8 @@ def test_any_change_of_bytes_is_an_error_or_changes_nothing(
         assert all(torch.equal(a, b) for a, b in zip(into.content(), case.content(), strict=True))
 
 
-@pytest.mark.parametrize("places", [[(0, 8), (0, 8)], [(0, 8), (12, 20)], [(4, 12), (12, 20)], [(0, 8), (8, 16)]])
-def test_tensors_of_a_safetensors_file_hold_each_of_its_bytes_once(
-    tmp_path: Path, places: list[tuple[int, int]]
-) -> None:
-    """Overlapping, with holes, not from the beginning, not to the end."""
-    header = json.dumps({f"{n}": {"dtype": "F32", "shape": [2], "data_offsets": p} for n, p in enumerate(places)})
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\0" * 20)
-    for read in (Safetensors, lambda source: checkpoint.import_safetensors(source, tmp_path / "new")):
-        with pytest.raises(CheckpointError, match=r"x\.safetensors \(header\): data_offsets do not hold each"):
-            read(path)
-
-
-SOURCE = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3, dtype=torch.int64), "c": torch.empty(0, 2)}
-
-
-def _read_source(path: Path) -> dict[str, torch.Tensor]:
-    read = Safetensors(path)
-    return {n: read.values(n, 0, torch.Size(shape).numel()).view(shape) for n, shape in read.shapes.items()}
-
-
-@fuzz(100)
-@given(st.data())
-def test_any_change_of_a_header_of_safetensors_is_an_error_or_within_the_file(
-    tmp_path: Path, data: st.DataObject
-) -> None:
-    path = tmp_path / "x.safetensors"
-    save_file(SOURCE, path)
-    original = path.read_bytes()
-    base = 8 + int.from_bytes(original[:8], "little")
-    if data.draw(st.booleans()):
-        header = json.loads(original[8:base])
-        _mutate(header, data)
-        text = json.dumps(header).encode()
-        length = data.draw(st.sampled_from([len(text), len(text) + 1, 0, 2**63, 2**64 - 1]))
-        path.write_bytes(struct.pack("<Q", length) + text + original[base:])
-    else:
-        path.write_bytes(_change(original[:base], data) + original[base:])
-    imported: list[Path] = []
-    try:
-        found = _read_source(path)
-    except CheckpointError as error:
-        assert "x.safetensors" in str(error)
-        with pytest.raises(CheckpointError):
-            checkpoint.import_safetensors(path, tmp_path / "new")
-    else:
-        assert sum(t.nbytes for t in found.values()) <= len(original)
-        imported.append(checkpoint.import_safetensors(path, tmp_path / "new"))
-        assert checkpoint.verify(imported[0]).ok
-    shutil.rmtree(tmp_path / "new", ignore_errors=True)
-
-
 @given(st.text(max_size=12))
 @settings(derandomize=True, database=None, deadline=None)
 def test_a_plain_name_stays_in_its_folder(name: str) -> None:
-    if safe_open.is_plain(name):
+    if is_plain(name):
         assert os.path.normpath(Path("/a/b") / name) == f"/a/b/{name}" and Path("/a/b", name).parent == Path("/a/b")

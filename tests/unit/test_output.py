@@ -136,6 +136,6 @@ def test_a_training_that_nobody_reads_trains_and_saves_to_its_end(tmp_path: Path
     assert code == 0
     folder = tmp_path / "towpath-run"
     steps = [checkpoint.verify(folder / "checkpoints" / f"step-{step:06}") for step in (2, 3)]
-    assert all(found.ok for found in steps)
+    assert steps == [None, None]
     rows = [json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows == ["start", "train", "train", "train", "validation"]

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from towpath.checkpoint.safetensors import INDEX
-from towpath.checkpoint.weights import Safetensors
+from towpath.checkpoint.weights import INDEX, Safetensors
 from towpath.errors import CheckpointError, ConfigError, TowpathError
 from towpath.train.config import ModelConfig
 from towpath.train.models import bundle
@@ -215,7 +214,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     config = _with(tmp_path, _state())
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    assert "Is the file whole?" in _refused(config, CheckpointError)
+    assert "not a whole safetensors file" in _refused(config, CheckpointError)
 
 
 @pytest.mark.parametrize(

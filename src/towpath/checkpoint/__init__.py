@@ -20,57 +20,49 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from towpath.checkpoint.exporting import export, import_safetensors
-    from towpath.checkpoint.loading import Loaded, load
-    from towpath.checkpoint.manifest import Manifest, read_manifest
-    from towpath.checkpoint.saving import Outcome, Saver, Saving, save
+    from towpath.checkpoint.loading import latest, load, verify
+    from towpath.checkpoint.saving import Saver, save
     from towpath.checkpoint.state import State
     from towpath.checkpoint.state_dicts import (
         get_model_state_dict,
         get_optimizer_state_dict,
-        get_state_dict,
         set_model_state_dict,
         set_optimizer_state_dict,
-        set_state_dict,
     )
-    from towpath.checkpoint.verifying import Verdict, latest, verify
-
-__all__ = [
-    "Loaded",
-    "Manifest",
-    "Outcome",
-    "Saver",
-    "Saving",
-    "State",
-    "Verdict",
-    "export",
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "import_safetensors",
-    "latest",
-    "load",
-    "read_manifest",
-    "save",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-    "verify",
-]
 
 _HOMES = {
     "exporting": ("export", "import_safetensors"),
-    "loading": ("Loaded", "load"),
-    "manifest": ("Manifest", "read_manifest"),
-    "saving": ("Outcome", "Saver", "Saving", "save"),
+    "loading": ("latest", "load", "verify"),
+    "saving": ("Saver", "save"),
     "state": ("State",),
-    "verifying": ("Verdict", "latest", "verify"),
+    "state_dicts": (
+        "get_model_state_dict",
+        "get_optimizer_state_dict",
+        "set_model_state_dict",
+        "set_optimizer_state_dict",
+    ),
 }
+
+__all__ = [
+    "Saver",
+    "State",
+    "export",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "import_safetensors",
+    "latest",
+    "load",
+    "save",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    home = next((module for module, names in _HOMES.items() if name in names), "state_dicts")
+    home = next(module for module, names in _HOMES.items() if name in names)
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

@@ -1,57 +1,55 @@
 """Convert checkpoints to Hugging Face safetensors or a plain state dict, and safetensors to checkpoints.
 
-This needs no ranks, and at most one tensor is in memory at a time.
+This needs no ranks. The tensors of one file are in memory at a time.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
+import sys
+import tempfile
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from towpath.checkpoint import folders
-from towpath.checkpoint.adapters import VALUE as ADAPTERS
-from towpath.checkpoint.folders import claim_of, release
-from towpath.checkpoint.islands import islands_of, view_of
+from towpath.checkpoint.folders import lock_of, release
+from towpath.checkpoint.islands import View, islands_of, view_of
 from towpath.checkpoint.manifest import (
-    TORCH_DTYPES,
     Manifest,
     StoredBox,
     StoredFile,
     StoredTensor,
+    box_in,
     read_manifest,
     write_manifest,
 )
-from towpath.checkpoint.safe_open import hub_file, is_folder, named_file, read_json, reading, shown
-from towpath.checkpoint.safetensors import (
-    DTYPES,
-    INDEX,
-    Entry,
-    FileWriter,
-    bytes_of,
-    check_names,
-    checksum,
-    full_tensor,
-    in_order,
-    read_header,
-    read_index,
+from towpath.checkpoint.safe_files import (
+    DamagedError,
+    empty,
+    hub_file,
+    map_tensors,
+    read_object,
+    write_tensors,
     writing,
 )
+from towpath.checkpoint.weights import INDEX, SINGLE, files_of, tensors_in
 from towpath.errors import CheckpointError
 from towpath.version import __version__
 
+ADAPTERS = "peft"  # the name in a manifest
 _PREFIX = "model."
-_FLOATING = ("F64", "F32", "BF16", "F16")
+_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The files that Transformers keeps next to a tokenizer.json.
 _WITH_TOKENIZERS = (
     "tokenizer_config.json",
@@ -110,19 +108,22 @@ def export(
     manifest.check_sizes(source)
     if island is not None and not 0 <= island < islands_of(manifest):
         raise CheckpointError(f"island {island}: {source} has the islands 0 to {islands_of(manifest) - 1}.")
-    manifest = view_of(manifest, island).manifest
+    view = view_of(manifest, island)
+    manifest = view.manifest
     peft = _adapter(manifest, adapter, source) if adapter is not None else None
-    tensors = _named_tensors(manifest, peft["tensors"] if peft else None, source)
+    names = _names(manifest, peft["tensors"] if peft else None, source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already, and is not empty: export into a new folder.")
-    weights = _Weights(source, tensors, progress, _floating(dtype))
+    weights = _Weights(source, view, names, _floating(dtype), progress)
     to_copy = {} if tokenizer is None else _tokenizer_files(Path(tokenizer))
+    for file in sorted({box.file for name in names for box in weights.stored(name).boxes}):
+        manifest.check_file(source, file)
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         if format == "torch":
             written = [_export_torch(weights, manifest, target)]
         elif peft is not None:
-            written = [_export_file(weights, target / "adapter_model.safetensors", list(tensors))]
+            written = [weights.write(target / "adapter_model.safetensors", list(names))]
             written.append(_write_config(target / "adapter_config.json", peft["config"]))
         else:
             written = _export_safetensors(weights, target, max_shard_bytes)
@@ -139,23 +140,23 @@ def _write_config(path: Path, config: Mapping[str, Any], dtype: str | torch.dtyp
     return path
 
 
-def _named_tensors(manifest: Manifest, only: Mapping[str, str] | None, source: Path) -> dict[str, StoredTensor]:
-    """Return the model's tensors by their names in an export. `only` selects some, and maps their names to PEFT's."""
-    held = {n.removeprefix(_PREFIX): t for n, t in manifest.tensors.items() if n.startswith(_PREFIX)}
+def _names(manifest: Manifest, only: Mapping[str, str] | None, source: Path) -> dict[str, str]:
+    """Return the names of the model's tensors by those in an export. `only` selects some, and gives PEFT's names."""
+    held = [name.removeprefix(_PREFIX) for name in manifest.tensors if name.startswith(_PREFIX)]
     if not held:
         raise CheckpointError(f"{source} holds no model.")
-    names: dict[str, str] = manifest.values.get("names", {})
+    names: Mapping[str, str] = manifest.values.get("names", {})
     if only is not None:
-        if missing := only.keys() - held.keys():
+        if missing := only.keys() - {*held}:
             raise CheckpointError(f"{source}: the adapter's {min(missing)} is not among the model's tensors.")
-        names, held = dict(only), {name: held[name] for name in only}
-    tensors = {names.get(name, name): stored for name, stored in held.items()}
-    if len(tensors) != len(held):
-        twice = next(n for n, count in Counter(names.get(name, name) for name in held).items() if count > 1)
-        raise CheckpointError(
-            f"{source}: two of its tensors would be called {twice!r} by others; see `names` of State."
-        )
-    return tensors
+        names, held = only, list(only)
+    exported = [names.get(name, name) for name in held]
+    for name, count in Counter(exported).items():
+        if count > 1:
+            raise CheckpointError(
+                f"{source}: two of its tensors would be called {name!r} by others; see `names` of State."
+            )
+    return {name: _PREFIX + mine for name, mine in zip(exported, held, strict=True)}
 
 
 def _adapter(manifest: Manifest, name: str, source: Path) -> dict[str, Any]:
@@ -166,18 +167,17 @@ def _adapter(manifest: Manifest, name: str, source: Path) -> dict[str, Any]:
         raise CheckpointError(f"{source}: no adapter {name!r} in the checkpoint; {known}.")
     if problem := there[name].get("problem"):
         raise CheckpointError(f"{source}: the adapter {name!r} needs the model: {problem}. Call its save_pretrained().")
+    if not {"config", "tensors"} <= there[name].keys():
+        raise DamagedError(f"{source}: the adapter {name!r} has no config or no tensors in the manifest.")
     return there[name]
 
 
-def _floating(dtype: str | torch.dtype | None) -> str | None:
-    """Return the name of a dtype in safetensors files, or raise CheckpointError if it is not a floating-point one."""
-    if dtype is None:
-        return None
+def _floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return a floating-point dtype by its name, or raise CheckpointError if it is no such dtype."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    name = DTYPES.get(found) if isinstance(found, torch.dtype) else None
-    if name not in _FLOATING:
+    if dtype is not None and found not in _FLOATING:
         raise CheckpointError(f"dtype: expected float64, float32, bfloat16 or float16; got {dtype}.")
-    return name
+    return found
 
 
 def _tokenizer_files(source: Path) -> dict[str, Path]:
@@ -192,87 +192,83 @@ def _tokenizer_files(source: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The tensors of a checkpoint, converted to a dtype."""
+    """The tensors of a checkpoint by their names in an export, converted to a dtype."""
 
     folder: Path
-    tensors: Mapping[str, StoredTensor]
+    view: View
+    names: Mapping[str, str]  # in the view
+    dtype: torch.dtype | None  # for floating-point tensors; None keeps their own
     progress: Progress | None
-    dtype: str | None  # for floating-point tensors; None keeps their own
+    _mapped: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
 
-    def entry(self, name: str) -> Entry:
-        """Return how the tensor is written."""
-        stored = self.tensors[name]
-        casts = self.dtype is not None and stored.dtype in _FLOATING
-        return Entry(name, self.dtype if casts and self.dtype is not None else stored.dtype, stored.shape)
+    def stored(self, name: str) -> StoredTensor:
+        """Return where the tensor is."""
+        return self.view.manifest.tensors[self.names[name]]
 
-    def read(self, name: str, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Read and convert a tensor, into `into` if given."""
-        stored, dtype = self.tensors[name], TORCH_DTYPES[self.entry(name).dtype]
-        casts = dtype != TORCH_DTYPES[stored.dtype]
-        tensor = full_tensor(self.folder, name, stored, None if casts else into)
-        if casts:
-            converted = tensor.to(dtype)
-            if not torch.equal(converted.isfinite(), tensor.isfinite()):
-                raise CheckpointError(f"{name} has values that {dtype} cannot hold. Export bfloat16 or float32.")
-            tensor = converted if into is None else into.copy_(converted)
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype that the tensor is written in."""
+        own = self.stored(name).dtype
+        return self.dtype if self.dtype is not None and own in _FLOATING else own
+
+    def bytes_of(self, name: str) -> int:
+        """Return the size of the tensor that is written."""
+        return prod(self.stored(name).shape) * self.dtype_of(name).itemsize
+
+    def read(self, name: str) -> Tensor:
+        """Read and convert a tensor."""
+        stored, key = self.stored(name), self.view.stored[self.names[name]]
+        tensor = empty(stored.shape, stored.dtype, name) if len(stored.boxes) > 1 else None
+        for box in stored.boxes:
+            if box.file not in self._mapped:
+                self._mapped[box.file] = map_tensors(self.folder / box.file)
+            part = box_in(self._mapped[box.file], key, stored, box)
+            if tensor is None:
+                tensor = part
+            else:
+                tensor[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] = part
+        assert tensor is not None
+        converted = tensor.to(self.dtype_of(name))
+        if converted.dtype != tensor.dtype and not torch.equal(converted.isfinite(), tensor.isfinite()):
+            raise CheckpointError(f"{name} has values that {self.dtype} cannot hold. Export bfloat16 or float32.")
         if self.progress is not None:
             self.progress(stored.bytes)
-        return tensor
+        return converted
+
+    def write(self, path: Path, names: list[str]) -> Path:
+        """Write a safetensors file with some of the tensors."""
+        write_tensors(path, {name: self.read(name) for name in names}, {"format": "pt"})
+        return path
 
 
 def _export_safetensors(weights: _Weights, target: Path, max_shard_bytes: int) -> list[Path]:
     parts: list[list[str]] = [[]]
-    filled = total = 0
-    for name in weights.tensors:
-        count = weights.entry(name).bytes
+    filled = 0
+    for name in weights.names:
+        count = weights.bytes_of(name)
         if parts[-1] and filled + count > max_shard_bytes:
             parts.append([])
             filled = 0
         parts[-1].append(name)
-        filled, total = filled + count, total + count
+        filled += count
     if len(parts) == 1:
-        return [_export_file(weights, target / "model.safetensors", parts[0])]
+        return [weights.write(target / SINGLE, parts[0])]
     names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
-    written = [_export_file(weights, target / name, part) for name, part in zip(names, parts, strict=True)]
+    written = [weights.write(target / name, part) for name, part in zip(names, parts, strict=True)]
     homes = {n: name for name, part in zip(names, parts, strict=True) for n in part}
+    total = sum(map(weights.bytes_of, weights.names))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
     written.append(target / INDEX)
     written[-1].write_text(json.dumps(index, indent=2) + "\n")
     return written
 
 
-def _export_file(weights: _Weights, path: Path, names: list[str]) -> Path:
-    entries = in_order(weights.entry(name) for name in names)
-    writer = FileWriter(path, entries, {"format": "pt"})
-    try:
-        for entry in entries:
-            writer.write(bytes_of(weights.read(entry.name)))
-        writer.close()
-    finally:
-        writer.abandon()
-    return path
-
-
 def _export_torch(weights: _Weights, manifest: Manifest, target: Path) -> Path:
-    # While torch.save reads the tensors they are in mapped files, which the system may drop from memory at any time.
-    scratch = target / f".parts-{uuid.uuid4().hex[:8]}"
-    scratch.mkdir()
-    try:
-        state: dict[str, torch.Tensor] = {}
-        for number, (name, stored) in enumerate(weights.tensors.items()):
-            dtype, count = TORCH_DTYPES[weights.entry(name).dtype], prod(stored.shape)
-            if count:
-                mapped = torch.from_file(str(scratch / str(number)), shared=True, size=count, dtype=dtype)
-                state[name] = weights.read(name, mapped.view(stored.shape))
-            else:
-                state[name] = torch.empty(stored.shape, dtype=dtype)
-        names: dict[str, str] = manifest.values.get("names", {})
-        tied = {names.get(alias, alias): names.get(first, first) for alias, first in manifest.aliases.items()}
-        state.update({alias: state[first] for alias, first in tied.items() if first in state})
-        path = target / "model.pt"
-        torch.save(state, path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    state = {name: weights.read(name) for name in weights.names}
+    names: dict[str, str] = manifest.values.get("names", {})
+    tied = {names.get(alias, alias): names.get(first, first) for alias, first in manifest.aliases.items()}
+    state.update({alias: state[first] for alias, first in tied.items() if first in state})
+    path = target / "model.pt"
+    torch.save(state, path)
     return path
 
 
@@ -294,89 +290,101 @@ def import_safetensors(
         CheckpointError: The files are damaged, or `root` has a checkpoint of step 0, or another job uses it.
     """
     source, root = Path(source), Path(root)
-    sources = _safetensors_in(source)
-    found = (source if is_folder(source) else source.parent) / "config.json"
-    if config is None and os.path.lexists(found):
-        config = read_config(hub_file(found))
-    final = folders.checkpoint_of(root, 0)
-    if final.exists():
-        raise CheckpointError(f"{final} is there already: import into a new folder.")
-    partial = folders.partial_of(root, 0)
-    claim = claim_of(root)
-    try:
-        with writing(root):
-            claim.hold()
-            partial.mkdir()
-        files: dict[str, StoredFile] = {}
-        tensors: dict[str, StoredTensor] = {}
-        for number, (path, names) in enumerate(sources.items()):
-            name = f"rank-{number:05d}.safetensors"
-            files[name], held = _copy_file(path, names, partial / name, progress)
-            twice = next((n for n in held if n in tensors), None)
-            if twice is not None:
-                raise CheckpointError(f"{twice.removeprefix(_PREFIX)} is in {path} and in a file before it.")
-            tensors.update(held)
-        manifest = Manifest(
-            step=0,
-            written_by=f"towpath {__version__}, imported from {source.name}",
-            seconds=time.time(),
-            world=1,
-            strategy=None,
-            files=files,
-            tensors=dict(sorted(tensors.items())),
-            values={"model": {"aliases": {}}, **({"config": config} if config is not None else {})},
-        )
-        with writing(root):
-            write_manifest(partial, manifest)
-            folders.publish(partial, final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        release(claim)
-    return final
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the configuration in a model's config.json, or raise CheckpointError."""
-    config: Any = read_json(path)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds {shown(config)}; expected an object, as a model's config.json is.")
-    return cast(dict[str, Any], config)
-
-
-def _safetensors_in(source: Path) -> dict[Path, list[str]]:
-    """Return the files, and for each the tensors that an index says are in it."""
-    if not is_folder(source) and os.path.lexists(source):
-        return {named_file(source): []}
-    if os.path.lexists(source / INDEX):
-        return {source / file: names for file, names in sorted(read_index(source).items())}
-    found = sorted(source.glob("*.safetensors"))
-    if not found:
+    sources = files_of(source)
+    if not sources:
         raise CheckpointError(
             f"{source}: expected a .safetensors file, or a folder with some; found none. Check the path."
         )
-    return {path: [] for path in found}
+    found = (source if source.is_dir() else source.parent) / "config.json"
+    if config is None and os.path.lexists(found):
+        config = read_object(hub_file(found), "a model's configuration")
+    final = folders.checkpoint_of(root, 0)
+    if final.exists():
+        raise CheckpointError(f"{final} is there already: import into a new folder.")
+    partial, lock = None, lock_of(root)
+    try:
+        with writing(root):
+            lock.hold()
+            partial = folders.new_partial(root, 0)
+            files: dict[str, StoredFile] = {}
+            tensors: dict[str, StoredTensor] = {}
+            for number, (path, names) in enumerate(sources.items()):
+                _copy_file(path, names, partial / f"rank-{number:05d}.safetensors", files, tensors)
+                if progress is not None:
+                    progress(path.stat().st_size)
+            manifest = Manifest(
+                step=0,
+                written_by=f"towpath {__version__}, imported from {source.name}",
+                seconds=time.time(),
+                world=1,
+                strategy=None,
+                files=files,
+                tensors=dict(sorted(tensors.items())),
+                values={"model": {"aliases": {}}, **({"config": dict(config)} if config is not None else {})},
+            )
+            write_manifest(partial, manifest)
+            folders.publish(partial, final)
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        release(lock)
+    return final
 
 
 def _copy_file(
-    path: Path, names: list[str], target: Path, progress: Progress | None
-) -> tuple[StoredFile, dict[str, StoredTensor]]:
-    """Copy one file, with the names that a checkpoint gives to tensors. `names` must be in it."""
-    held: dict[str, StoredTensor] = {}
-    real = hub_file(path)
-    with reading(real) as file:
-        there = read_header(file, path)
-    check_names(names, there, path)
-    entries = in_order(Entry(f"{_PREFIX}{name}", t.dtype, t.shape) for name, t in there.items())
-    with writing(target):
-        writer = FileWriter(target, entries, {})
-        try:
-            for entry in entries:
-                at, source = writer.at, there[entry.name.removeprefix(_PREFIX)]
-                crc = checksum(real, source.start, source.bytes, writer.write)
-                box = StoredBox((0,) * len(entry.sizes), entry.sizes, target.name, at, crc)
-                held[entry.name] = StoredTensor(entry.dtype, entry.sizes, (box,))
-                if progress is not None:
-                    progress(entry.bytes)
-            return writer.close(), held
-        finally:
-            writer.abandon()
+    path: Path, names: list[str], target: Path, files: dict[str, StoredFile], tensors: dict[str, StoredTensor]
+) -> None:
+    """Copy one file, with the names that a checkpoint gives to tensors, and add what it holds."""
+    copied: dict[str, Tensor] = {}
+    for name, tensor in tensors_in(path, names).items():
+        if _PREFIX + name in tensors:
+            raise CheckpointError(f"{name} is in {path} and in a file before it.")
+        box = StoredBox((0,) * tensor.dim(), tuple(tensor.shape), target.name)
+        tensors[_PREFIX + name] = StoredTensor(tensor.dtype, box.sizes, (box,))
+        copied[box.key(_PREFIX + name)] = tensor
+    files[target.name] = StoredFile(*write_tensors(target, copied))
+
+
+# --- adapters of PEFT -------------------------------------------------------------------------------------------------
+#
+# A checkpoint has their names and configurations, so that an export needs no model. PEFT is called with placeholders
+# instead of tensors. It returns those that it would save, by its own names.
+
+
+def adapters_of(model: Any) -> dict[str, dict[str, Any]]:
+    """Return the adapters of a model by name. The result is empty for a model without adapters.
+
+    Each has its `config`, as PEFT writes it, and PEFT's names of its `tensors` by the model's names. If PEFT computes
+    other tensors from those of the model, an adapter has the `problem` instead.
+    """
+    if "peft" not in sys.modules or not isinstance(model, nn.Module):
+        return {}
+    from peft import PeftModel
+
+    for prefix, module in model.named_modules():
+        if isinstance(module, PeftModel):
+            path = f"{prefix}." if prefix else ""
+            return {adapter: _described(module, path, adapter) for adapter in module.peft_config}
+    return {}
+
+
+def _described(model: Any, prefix: str, adapter: str) -> dict[str, Any]:
+    from peft import get_peft_model_state_dict
+
+    placeholders = {name: torch.empty(0, device="meta") for name in model.state_dict()}
+    ours = {id(tensor): prefix + name for name, tensor in placeholders.items()}
+    try:
+        found = get_peft_model_state_dict(model, placeholders, adapter, save_embedding_layers=False)
+        tensors = {ours[id(tensor)]: name for name, tensor in found.items()}
+        return {"config": _config(model, adapter), "tensors": tensors}
+    except Exception as error:  # some adapters compute with the tensors, and fail with placeholders
+        return {"problem": f"{model.peft_config[adapter].peft_type} makes its files out of values ({error!r})"}
+
+
+def _config(model: Any, adapter: str) -> dict[str, Any]:
+    """Return the configuration as PEFT's `save_pretrained` writes it."""
+    config = copy.deepcopy(model.peft_config[adapter])
+    config.inference_mode = True
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8"))

@@ -1,23 +1,14 @@
-"""The folder of a run: its checkpoints, and the job that may write there.
+"""The folder of a run: its checkpoints, and the lock of the job that may write there.
 
-    step-000120                        a checkpoint, complete when it got this name
-    step-000120.partial-1f3a…          being written, or left by a run that died
-    step-000120.replaced-1f3a…         the previous one, while another takes its name
-    claim-000001.json                  names the job that holds the folder; the highest number counts
-
-One job at a time holds a folder:
-
-- A job creates the claim with the next number. The file system lets only one job do that (O_EXCL).
-- While a job holds the folder, a thread of it raises a counter in its claim.
-- A job of this machine is dead if its process has ended. The start time tells a process from a later one with the same
-  number. A job of another machine is dead if its counter has not changed for `DEAD_SECONDS`, by the clock of this
-  machine. After a restart by torchrun, the earlier ranks of the job are dead.
-- A job that was stopped or disconnected may be taken for dead. It then finds a claim with a higher number, or its own
-  claim removed, and must not write there any more.
+step-000120                        a checkpoint, complete when it got this name
+step-000120.partial-1f3a…          being written, or left by a run that died
+step-000120.replaced-1f3a…         the previous one, while another takes its name
+lock.json                          names the job that writes here
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -27,39 +18,22 @@ import threading
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from towpath.checkpoint.manifest import NAME
-from towpath.checkpoint.safe_open import (
-    MAX_INT,
-    DamagedError,
-    WrongFieldError,
-    integer,
-    is_folder,
-    read_json,
-    record,
-    text,
-    visible,
-)
+from towpath.checkpoint.safe_files import DamagedError, opened, read_object, visible
 from towpath.errors import CheckpointError
 from towpath.files import sync_folder
 from towpath.logs import logger
-from towpath.topology.groups import launcher_run
 
 IN_RUN = "checkpoints"  # where `towpath train` keeps them, in the folder of a run
-
-BEAT_SECONDS = 10.0
-# NFS, and buckets mounted as folders, may show a file as it was a minute ago.
-DEAD_SECONDS = 90.0
-PAUSE_SECONDS = 1.0  # between two looks at a claim of another machine
+LOCK = "lock.json"
 
 _LOG = logger("checkpoint")
 _CHECKPOINT = re.compile(r"step-([0-9]+)")
 _PARTIAL = re.compile(r"step-[0-9]+\.partial-\w+")
 _REPLACED = re.compile(r"(step-[0-9]+)\.replaced-\w+")
-_CLAIM = re.compile(r"claim-([0-9]{6,})\.json")
-_BEAT = '{"beat": "%010d"'  # the start of a claim, which always has the same length
 
 _IN_USE: set[Path] = set()  # partial checkpoints that this process writes
 
@@ -72,14 +46,12 @@ def checkpoint_of(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
-def partial_of(root: Path, step: int) -> Path:
-    """Return a new path for a checkpoint that is being written."""
-    return root / f"step-{step:06d}.partial-{uuid.uuid4().hex[:8]}"
-
-
-def mark_in_use(partial: Path) -> None:
-    """Keep `sweep` of this process from removing `partial`."""
+def new_partial(root: Path, step: int) -> Path:
+    """Create a folder for a checkpoint that is being written. `sweep` of this process leaves it."""
+    partial = root / f"step-{step:06d}.partial-{uuid.uuid4().hex[:8]}"
     _IN_USE.add(partial.absolute())
+    partial.mkdir()
+    return partial
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -94,9 +66,9 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Return the checkpoints in `root`, newest first."""
+    """Return the checkpoints in `root`, newest first. Links are among them, and reading their manifests fails."""
     try:
-        found = [p for p in root.iterdir() if _CHECKPOINT.fullmatch(p.name) and is_folder(p)]
+        found = [path for path in root.iterdir() if _CHECKPOINT.fullmatch(path.name) and _is_folder(path)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
@@ -104,12 +76,8 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def refuse_link(checkpoint: Path) -> None:
-    """Raise DamagedError if a checkpoint that a search found, and no user named, is a link to somewhere else."""
-    if checkpoint.is_symlink():
-        raise DamagedError(
-            f"{checkpoint} is a symbolic link, which the search does not follow. Name it, or its target."
-        )
+def _is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 (Path.is_dir raises where it may not look)
 
 
 def refuse_others(where: Path) -> None:
@@ -126,7 +94,7 @@ def refuse_others(where: Path) -> None:
 def search_folder(where: Path) -> Path:
     """Return the folder to search: `where`, or its folder of checkpoints if `where` is the folder of a run."""
     inside = where / IN_RUN
-    return inside if is_folder(inside) and not checkpoints(where) else where
+    return inside if _is_folder(inside) and not inside.is_symlink() and not checkpoints(where) else where
 
 
 def publish(partial: Path, final: Path) -> None:
@@ -162,265 +130,118 @@ def remove_old(root: Path, step: int, keep_last: int | None, keep_every: int | N
     if keep_last is None:
         return
     before = [p for p in checkpoints(root) if step_of(p) <= step]
-    for path in before[max(keep_last, 1) :]:
+    for path in before[keep_last:]:
         if keep_every and step_of(path) % keep_every == 0:
             continue
         # It is renamed first, because a half-removed folder must not look like a checkpoint.
-        doomed = partial_of(root, step_of(path))
+        doomed = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex[:8]}")
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-# --- claims -----------------------------------------------------------------------------------------------------------
+# --- the lock ---------------------------------------------------------------------------------------------------------
 
 
-class FolderInUseError(CheckpointError):
-    """Another job writes its checkpoints to the folder."""
+class RefusedError(CheckpointError):
+    """The folder is another job's, or ranks have passed different arguments. Every rank raises it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """The process that writes a job's manifests: its rank 0."""
+class Lock:
+    """The right of a job to write to a folder, which the job's rank 0 holds. `lock_of` returns it.
 
-    host: str
-    pid: int
-    since: str  # for people
-    job: str
-    launcher: str  # the same after a restart; empty if no launcher tells
-    machine: str  # where `pid` identifies a process; empty if unknown
-    started: int  # when the process began, in ticks since the machine started
-
-    @staticmethod
-    def here() -> Holder:
-        """Return this process, as the holder of a new job."""
-        started = _started(os.getpid())
-        return Holder(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            job=uuid.uuid4().hex,
-            launcher=launcher_run(),
-            machine=_machine() if started else "",
-            started=started or 0,
-        )
-
-    def __str__(self) -> str:
-        return visible(f"the job of process {self.pid} on host {self.host} (since {self.since})")
-
-
-class Claim:
-    """This process's claim on a folder, held or not. `claim_of` returns it, and `release` gives it back."""
+    `lock.json` is created exclusively (O_EXCL), so one of several jobs gets it. It names the job's process. If that has
+    ended on this machine, as its number and start time tell, the next job takes the lock over.
+    """
 
     def __init__(self, root: Path) -> None:
-        self._root, self._me = root, Holder.here()
-        self._held: Path | None = None
-        self._beats = 0
-        self._lost = ""
-        # The claim of another job that may be dead: its content, and since when the content has been like that.
-        self._watched: tuple[object, float] | None = None
-        self._taking = threading.Lock()
+        self._root, self._path = root, root / LOCK
+        self._me = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": _started(os.getpid()),  # tells the process from a later one with the same number
+            "machine": _machine(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "job": uuid.uuid4().hex,
+        }
+        self._is_held = False
         self.users = 0
 
     def hold(self) -> None:
-        """Return when this job holds the folder. Raise FolderInUseError if another one does."""
-        while not self.take():
-            time.sleep(PAUSE_SECONDS)
-
-    def take(self) -> bool:
-        """Take the folder if it is free or its holder is dead. Return False if that is not known yet: try again."""
-        with self._taking:
-            return self._take()
-
-    def _take(self) -> bool:
-        if self._lost:
-            raise FolderInUseError(self._lost)
-        if self._held is not None and self._still_held():
-            return True
+        """Take the lock, or check that this job still holds it. Raise RefusedError if another job does."""
+        if self._is_held and self._root.exists():
+            if (holder := self._holder()).get("job") != self._me["job"]:
+                raise RefusedError(
+                    f"{self._path} was removed or replaced while this job held it{_named(holder)}. It saves no more "
+                    "there: two jobs would overwrite each other's checkpoints. End one of them, or start this one anew "
+                    "with another folder."
+                )
+            return
         self._root.mkdir(parents=True, exist_ok=True)
-        before = _claims(self._root)
-        number, judged = 1, None
-        if before:
-            judged = _content(before[-1])
-            if not self._is_dead(before[-1], judged):
-                return False
-            number += _number(before[-1])
-        path = self._root / f"claim-{number:06d}.json"
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._write(self._path)
         except FileExistsError:
-            return False  # another job was faster
-        with suppress(OSError):
-            os.fchmod(descriptor, 0o644)  # other users' jobs must be able to read it, whatever the umask
-        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
-            file.write(_BEAT % 0 + ", " + json.dumps(asdict(self._me))[1:] + "\n")
-        # A claim that appeared meanwhile, or one that changed since it was judged, belongs to a job that does the same
-        # or was there first. This job withdraws and looks again.
-        others = [other for other in _claims(self._root) if other != path]
-        if not {*others} <= {*before} or any(other == before[-1] and _content(other) != judged for other in others):
-            path.unlink(missing_ok=True)
-            return False
-        self._held, self._watched = path, None
-        for other in before:
-            other.unlink(missing_ok=True)
-        _keep_beating()
-        return True
+            self._take_over()
+        self._is_held = True
 
-    def _still_held(self) -> bool:
-        """Return False if the folder itself was removed: then no other job can have claimed it."""
-        if not self._root.exists():
-            self._held = None
+    def _write(self, path: Path) -> None:
+        with path.open("x", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o644)  # jobs of other users must be able to read it, whatever the umask
+            file.write(json.dumps(self._me) + "\n")
+
+    def _take_over(self) -> None:
+        """Replace the lock of a dead process. Of several jobs that try, one has it while the others wait and see."""
+        try:
+            with opened(self._path) as file:
+                fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+                holder = self._holder()
+                is_same = os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+                if not is_same or not self._is_dead(holder):
+                    raise RefusedError(
+                        f"{self._root} is in use{_named(holder)}: two jobs would overwrite each other's checkpoints. "
+                        "Expected a folder of this job's own (towpath train: log.folder, or checkpoint.folder). Name "
+                        f"another one, or end that job first. If it cannot be alive, remove {self._path}."
+                    )
+                mine = self._path.with_name(f"{LOCK}.{uuid.uuid4().hex[:8]}")
+                self._write(mine)
+                mine.replace(self._path)
+        except (DamagedError, FileNotFoundError) as error:
+            raise RefusedError(f"{self._root} may be in use: {error} Name a folder of this job's own.") from None
+
+    def _holder(self) -> dict[str, Any]:
+        """Return what the lock says. It says nothing if it cannot be read, perhaps because it is being written."""
+        try:
+            return read_object(self._path, "a lock")
+        except DamagedError:
+            return {}
+
+    def _is_dead(self, holder: dict[str, Any]) -> bool:
+        pid = holder.get("pid")
+        if not self._me["machine"] or holder.get("machine") != self._me["machine"] or type(pid) is not int or pid < 1:
             return False
-        claims = _claims(self._root)
-        now = _holder(_content(claims[-1])) if claims else None
-        if now is not None and now.job == self._me.job:
+        if pid == os.getpid():  # of a saver that could not remove it, or of a process before with the same number
             return True
-        self._held = None
-        whom = now if now is not None else "another job, which has ended,"
-        self._lost = (
-            f"{self._root} was taken over by {whom} while this job (process {self._me.pid} on host {self._me.host}) "
-            "gave no sign of life, or somebody removed its claim. It saves no more there: two jobs would overwrite "
-            "each other's checkpoints. End one of them, or start this one anew with another folder."
-        )
-        raise FolderInUseError(self._lost)
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError):  # OverflowError: no process can have this number
+            return True
+        except PermissionError:  # another user's process
+            pass
+        return _started(pid) not in (None, holder.get("started"))
 
-    def _is_dead(self, path: Path, content: object) -> bool:
-        """Return whether the job of a claim is known to be dead. Raise FolderInUseError if it is alive."""
-        holder = _holder(content)
-        if holder is not None:
-            if holder.machine and holder.machine == self._me.machine:
-                # A claim of this process that could not be removed is no obstacle.
-                if holder.pid != self._me.pid and _is_alive(holder):
-                    raise FolderInUseError(self._in_use(path, holder))
-                return True
-            if holder.launcher and holder.launcher == self._me.launcher:
-                return True
-        now = time.monotonic()
-        if self._watched is not None:
-            before, since = self._watched
-            if content == before:
-                return now - since >= DEAD_SECONDS
-            known = _holder(before)
-            if holder is not None and known is not None and known.job == holder.job:  # its counter has changed
-                raise FolderInUseError(self._in_use(path, holder))
-        self._watched = content, now
-        _LOG.warning(
-            "%s is claimed by %s: waiting up to %g s to see whether that is alive.",
-            self._root,
-            holder or "a job whose claim cannot be understood",
-            DEAD_SECONDS,
-        )
-        return False
-
-    def _in_use(self, path: Path, holder: Holder) -> str:
-        return (
-            f"{self._root} is in use: {holder} saves its checkpoints there, and two jobs would overwrite each other's. "
-            f"Expected a folder of this job's own (towpath train: log.folder, or checkpoint.folder). Name another one, "
-            f"or end that job first. If it cannot be alive, remove {path}."
-        )
-
-    def beat(self) -> None:
-        """Show other machines that this job is alive."""
-        held = self._held
-        if held is None:
-            return
-        self._beats += 1
-        with suppress(OSError):  # a save will report whether the folder can be written to
-            descriptor = os.open(held, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                os.pwrite(descriptor, (_BEAT % self._beats).encode(), 0)
-            finally:
-                os.close(descriptor)
-
-    def give_back(self) -> None:
-        """Remove the claim's file if this job holds the folder."""
-        held, self._held = self._held, None
-        if held is None or os.getpid() != self._me.pid:  # a fork inherits its parent's claim
-            return
-        with suppress(OSError):
-            now = _holder(_content(held))
-            if now is not None and now.job == self._me.job:
-                held.unlink(missing_ok=True)
+    def release(self) -> None:
+        """Remove the lock if this job holds it. A fork inherits its parent's lock, and leaves it."""
+        is_mine = self._is_held and os.getpid() == self._me["pid"] and self._holder().get("job") == self._me["job"]
+        self._is_held = False
+        if is_mine:
+            with suppress(OSError):
+                self._path.unlink()
 
 
-_CLAIMS: dict[Path, Claim] = {}  # the claims of this process, by folder
-_LOCK = threading.Lock()
-_beating: threading.Thread | None = None
-
-
-def claim_of(root: Path) -> Claim:
-    """Return this process's claim on `root`. Call `release` once for each call."""
-    with _LOCK:
-        folder = root.resolve()
-        claim = _CLAIMS[folder] if folder in _CLAIMS else _CLAIMS.setdefault(folder, Claim(root))
-        claim.users += 1
-        return claim
-
-
-def release(claim: Claim) -> None:
-    """Give the claim back if this was its last user."""
-    with _LOCK:
-        claim.users -= 1
-        if claim.users:
-            return
-        for root in [root for root, known in _CLAIMS.items() if known is claim]:
-            del _CLAIMS[root]
-    claim.give_back()
-
-
-def _keep_beating() -> None:
-    global _beating
-    with _LOCK:
-        if _beating is None or not _beating.is_alive():
-            _beating = threading.Thread(target=_beat, name="towpath claims", daemon=True)
-            _beating.start()
-
-
-def _beat() -> None:
-    global _beating
-    while True:
-        time.sleep(BEAT_SECONDS)
-        with _LOCK:
-            claims = list(_CLAIMS.values())
-            if not claims:
-                _beating = None
-                return
-        for claim in claims:
-            claim.beat()
-
-
-def _claims(root: Path) -> list[Path]:
-    """Return the claims in `root`. The last one counts."""
-    return sorted((path for path in root.iterdir() if _CLAIM.fullmatch(path.name)), key=_number)
-
-
-def _number(path: Path) -> int:
-    match = _CLAIM.fullmatch(path.name)
-    assert match is not None, path
-    return int(match[1])
-
-
-def _content(path: Path) -> object:
-    """Return the content of a claim, or None if it cannot be read, perhaps because it is not yet complete."""
-    try:
-        return read_json(path, "a claim")
-    except DamagedError as error:
-        if isinstance(error.__cause__, PermissionError):
-            raise FolderInUseError(
-                f"{path.parent} may be in use by another user's job: {error} Name a folder of this job's own, or let "
-                "this user read that file."
-            ) from None
-        return None
-
-
-def _holder(content: object) -> Holder | None:
-    checks = {f.name: integer(high=MAX_INT) if f.type == "int" else text for f in fields(Holder)}
-    try:
-        return Holder(**record(**checks)(content))
-    except WrongFieldError:
-        return None
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
+def _named(holder: dict[str, Any]) -> str:
+    if not holder:
+        return ""
+    facts = {key: visible(str(holder.get(key))) for key in ("pid", "host", "job", "since")}
+    return " by process {pid} on host {host} (job {job}, since {since})".format(**facts)
 
 
 def _machine() -> str:
@@ -428,19 +249,8 @@ def _machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:  # not Linux
+    except OSError:  # not Linux: the lock of a dead job must be removed by hand
         return ""
-
-
-def _is_alive(holder: Holder) -> bool:
-    try:
-        os.kill(holder.pid, 0)
-    except (ProcessLookupError, OverflowError):  # OverflowError: no process can have this number
-        return False
-    except PermissionError:  # another user's process
-        pass
-    started = _started(holder.pid)
-    return started is None or started == holder.started
 
 
 def _started(pid: int) -> int | None:
@@ -451,3 +261,26 @@ def _started(pid: int) -> int | None:
     except OSError:
         return None
     return 0 if values[0] in ("Z", "X") else int(values[19])
+
+
+_LOCKS: dict[Path, Lock] = {}  # of this process, by folder
+_GUARD = threading.Lock()
+
+
+def lock_of(root: Path) -> Lock:
+    """Return this process's lock on `root`, not yet held. Call `release` once for each call."""
+    with _GUARD:
+        lock = _LOCKS.setdefault(root.resolve(), Lock(root))
+        lock.users += 1
+        return lock
+
+
+def release(lock: Lock) -> None:
+    """Release the lock if this was its last user."""
+    with _GUARD:
+        lock.users -= 1
+        if lock.users:
+            return
+        for root in [root for root, known in _LOCKS.items() if known is lock]:
+            del _LOCKS[root]
+    lock.release()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from towpath.checkpoint.manifest import Manifest, StoredTensor
-from towpath.checkpoint.safe_open import DamagedError
+from towpath.checkpoint.safe_files import DamagedError
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
@@ -101,12 +101,12 @@ class IslandContents:
         mine = {id(parameter) for parameter, _ in self.outer.slow_weights()}
         return {n: t for n, t in tensors.items() if id(t) in mine or not isinstance(t, ShardTensor)}
 
-    def renamed(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what this rank writes of its island, under the island's names."""
-        prefix = prefix_of(self.island)
-        out = {f"{prefix}{name}": value for name, value in found.items()}
-        if self.island == 0:  # tools read these without looking at islands
-            out |= {name: value for name, value in found.items() if name in _OF_MODEL}
+    def renamed(self, values: Mapping[str, Any], rank: int) -> dict[str, Any]:
+        """Return the values of this rank of its island, under the island's names, and those of the whole job."""
+        out = {f"{prefix_of(self.island)}{name}": value for name, value in values.items()}
+        if self.island == 0 and rank == 0:  # tools read these without looking at islands
+            out |= {name: value for name, value in values.items() if name in _OF_MODEL}
+            out[VALUE] = self.values()
         return out
 
     def values(self) -> dict[str, Any]:

@@ -1,28 +1,22 @@
-"""Load the newest usable checkpoint, under any strategy and on any number of ranks.
+"""Load the newest usable checkpoint, under any strategy and on any number of ranks, and verify checkpoints.
 
 Rank 0 chooses a checkpoint. If any rank finds it damaged, every rank learns that before the next one is tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from towpath.checkpoint import dcp, folders
-from towpath.checkpoint.dcp import FolderReader
-from towpath.checkpoint.manifest import Manifest, read_manifest
-from towpath.checkpoint.rank_contents import ControlGroup, described
-from towpath.checkpoint.safe_open import DamagedError
+from towpath.checkpoint import folders, storage
+from towpath.checkpoint.manifest import read_manifest
+from towpath.checkpoint.rank_contents import ControlGroup
+from towpath.checkpoint.safe_files import DamagedError, Progress
 from towpath.checkpoint.state import Restore, State
-from towpath.checkpoint.verifying import check_ranges
-from towpath.errors import CheckpointError, TowpathError
+from towpath.errors import CheckpointError
 from towpath.logs import logger
 
 _LOG = logger("checkpoint")
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +60,13 @@ def load(where: str | Path, state: State) -> Loaded | None:
         named = folders.is_checkpoint(path)
         if not named:
             folders.refuse_others(path)
-        return named, [path] if named else folders.checkpoints(folders.search_folder(path))
+        return named, [path.resolve()] if named else folders.checkpoints(folders.search_folder(path))
 
-    named, paths = _on_rank_0(control, candidates, CheckpointError)
+    named, paths = control.first(candidates)
     notes: list[str] = []
     for path in paths:
         try:
-            loaded = _load(path, state, control, named=named)
+            loaded = _load(path, state, control)
         except DamagedError as error:
             if named:
                 raise CheckpointError(str(error)) from None
@@ -86,66 +80,63 @@ def load(where: str | Path, state: State) -> Loaded | None:
     return None
 
 
-def _load(path: Path, state: State, control: ControlGroup, *, named: bool) -> Loaded:
-    def opened() -> Manifest:
-        if not named:
-            folders.refuse_link(path)
-        return read_manifest(path)
-
-    manifest = _on_rank_0(control, opened, DamagedError)
-    _on_all_ranks(control, lambda: manifest.check_sizes(path))
+def _load(path: Path, state: State, control: ControlGroup) -> Loaded:
+    manifest = control.first(lambda: read_manifest(path))
+    control.each(lambda: manifest.check_sizes(path))
     view = state.view(manifest)
-    _on_all_ranks(control, lambda: state.check(view.manifest))
-    restore = _on_all_ranks(control, lambda: Restore(state, view.manifest))
-    reader = FolderReader(path, manifest, state.contents.nodes, control.group)
-    try:
-        targets = {view.stored[name]: target for name, target in restore.targets.items()}
-        dcp.read(targets, reader, control.group)
-    except CheckpointError as error:
-        raise DamagedError(str(error)) from None
-    ranges = control.collect(reader.ranges)
-    problem = control.first(lambda: check_ranges(path, manifest, ranges or []))
-    if problem is not None:
-        raise DamagedError(problem)
-    _on_all_ranks(control, restore.check)
-    notes = _on_all_ranks(control, restore.finish)
-    return Loaded(manifest.step, path, tuple(notes))
+    control.each(lambda: state.check(view.manifest))
+    restore = control.each(lambda: Restore(state, view.manifest))
+    targets = {view.stored[name]: target for name, target in restore.targets.items()}
+    storage.read(targets, path, manifest, control)
+    control.each(restore.check)
+    return Loaded(manifest.step, path, tuple(control.each(restore.finish)))
 
 
-def _on_rank_0(control: ControlGroup, work: Callable[[], Found], kind: type[CheckpointError]) -> Found:
-    """Return the result of `work` on rank 0. If it fails there, raise on every rank: `kind` for a CheckpointError."""
-
-    def attempted() -> tuple[Found | None, str | None, bool]:
-        try:
-            return work(), None, True
-        except Exception as error:  # any error, because the other ranks wait for an answer
-            expected = isinstance(error, CheckpointError)
-            return None, str(error) if expected else f"{type(error).__name__}: {error}", expected
-
-    found, problem, expected = control.first(attempted)
-    if problem is not None:
-        raise (kind if expected else CheckpointError)(problem)
-    return found  # pyright: ignore[reportReturnType]
+# --- without ranks ----------------------------------------------------------------------------------------------------
 
 
-def _on_all_ranks(control: ControlGroup, work: Callable[[], Found]) -> Found:
-    """Return the result of `work`, or raise on every rank if it raises on one.
+def latest(root: str | Path, *, quiet: bool = False) -> Path | None:
+    """Return the newest checkpoint in a folder whose manifest is valid and whose files are complete.
 
-    The error is a DamagedError only if no rank has found anything worse, because then an older checkpoint is tried.
+    It reads only manifests and sizes. Use `verify` to read the files.
+
+    Args:
+        root: The folder of checkpoints, or of a `towpath train` run.
+        quiet: Do not log which checkpoints are damaged.
+
+    Returns:
+        The folder of the checkpoint, or None if there is none.
+
+    Raises:
+        CheckpointError: The folder cannot be searched.
     """
-    found: Found | None = None
-    problem: Exception | None = None
+    for path in folders.checkpoints(folders.search_folder(Path(root))):
+        try:
+            read_manifest(path).check_sizes(path)
+        except DamagedError as error:
+            if not quiet:
+                _LOG.warning("%s was passed over: %s", path.name, error)
+            continue
+        return path
+    return None
+
+
+def verify(path: str | Path, progress: Progress | None = None) -> str | None:
+    """Read every byte of a checkpoint and compare each file with its checksum.
+
+    Args:
+        path: The folder of the checkpoint.
+        progress: Called with the number of bytes in each part that was read.
+
+    Returns:
+        What is damaged, or None if every byte is what was written.
+    """
+    folder = Path(path)
     try:
-        found = work()
-    except Exception as error:
-        problem = error
-    damaged = isinstance(problem, DamagedError)
-    answers = control.all(None if problem is None else (damaged, described(problem)))
-    if problem is not None and not isinstance(problem, TowpathError):
-        raise problem
-    problems = [(answer[0], rank, answer[1]) for rank, answer in enumerate(answers) if answer is not None]
-    if problems:
-        damaged, rank, text = min(problems)
-        same = len(set(answers)) == 1
-        raise (DamagedError if damaged else CheckpointError)(text if same else f"rank {rank}: {text}")
-    return found  # pyright: ignore[reportReturnType]
+        manifest = read_manifest(folder)
+        manifest.check_sizes(folder)
+        for name in manifest.files:
+            manifest.check_file(folder, name, progress)
+    except DamagedError as error:
+        return str(error)
+    return None

@@ -3,14 +3,12 @@
     format, crc32        of the content, so that the manifest detects its own changes
     content
       step, written_by, seconds, world, strategy
-      files              name → bytes in all, bytes of the header, CRC-32 of the header
-      tensors            name → dtype (as in safetensors files), shape, boxes
-                                each box: offsets, sizes, file, first byte in it, CRC-32
+      files              name → bytes, CRC-32 of the whole file
+      tensors            name → dtype, shape, boxes; each box: offsets, sizes, file
       values             name → everything that is not a tensor (`to_json`)
 
-The files are safetensors files, one for each rank that wrote. A box is called `name@offsets` in its file. The boxes of
-a tensor cover each element once, and the boxes in a file cover each byte after its header once. So no tensor is larger
-than the files, and no byte belongs to two tensors.
+The files are safetensors files. Each rank writes the states of the optimizer into one and everything else into another,
+so that nobody computes the checksums of states to load weights. A box is called `name@offsets` in its file.
 """
 
 from __future__ import annotations
@@ -19,79 +17,32 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from towpath.checkpoint.json_state import from_json
-from towpath.checkpoint.safe_open import (
-    MAX_INT,
-    MAX_JSON_BYTES,
-    Check,
-    DamagedError,
-    WrongFieldError,
-    integer,
-    integers,
-    is_plain,
-    list_of,
-    map_of,
-    one_of,
-    parse_json,
-    read_json,
-    reading,
-    record,
-    row,
-    shown,
-    size_of,
-    table,
-    text,
-    within,
-    wrong,
-)
+from towpath.checkpoint import safe_files
+from towpath.checkpoint.safe_files import DamagedError, Progress, checksum, is_plain, opened, read_object, shown
 from towpath.errors import CheckpointError
 from towpath.files import sync_folder
 
 NAME = "manifest.json"
-FORMAT = "towpath checkpoint 1"
-_WHAT = "a whole manifest"
-
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-}
-
-_MOST_COMPARED = 300_000  # pairs of boxes of one tensor: half a second
-
-
-# --- contents ---------------------------------------------------------------------------------------------------------
+FORMAT = "towpath checkpoint 2"
+_YEAR_10000 = 253_000_000_000  # the last year that Python's dates can have is 9999
+_PART = re.compile(r"(island\.\d+\.|)(.*)", re.DOTALL)  # the values of an island, and those of the job
+_WITHOUT_TENSORS = ("model", "names", "config", "peft")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A safetensors file of a checkpoint."""
+    """The size and the checksum of a safetensors file."""
 
     bytes: int
-    header_bytes: int
-    header_crc32: int
+    crc32: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,43 +52,24 @@ class StoredBox:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
-    start: int  # its first byte in the file
-    crc32: int
 
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return prod(self.sizes)
+    def key(self, name: str) -> str:
+        """Return the name of the box in its file."""
+        return f"{name}@{','.join(map(str, self.offsets))}"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a checkpoint, and the boxes that it is stored in."""
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
     boxes: tuple[StoredBox, ...]
 
     @property
-    def itemsize(self) -> int:
-        """The size of an element in bytes."""
-        return TORCH_DTYPES[self.dtype].itemsize
-
-    @property
     def bytes(self) -> int:
         """The size of the tensor in bytes."""
-        return prod(self.shape) * self.itemsize
-
-    def first_element(self, box: StoredBox) -> int | None:
-        """Return the index of the box's first element in the flattened tensor, or None if the box has gaps there."""
-        # A box without gaps has sizes of one, then a range, then complete dimensions.
-        position, ranged = 0, False
-        for offset, size, length in zip(box.offsets, box.sizes, self.shape, strict=True):
-            if ranged and size != length:
-                return None
-            ranged = ranged or size != 1
-            position = position * length + offset
-        return position
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,61 +106,58 @@ class Manifest:
         """The other names of tied parameters, each with the name that the tensor is stored under."""
         return self.values.get("model", {"aliases": {}})["aliases"]
 
-    def to_text(self) -> str:
-        """Return the text of the manifest's file."""
-        content: dict[str, Any] = {
-            "step": self.step,
-            "written_by": self.written_by,
-            "seconds": self.seconds,
-            "world": self.world,
-            "strategy": self.strategy,
-            "files": {n: [f.bytes, f.header_bytes, f.header_crc32] for n, f in self.files.items()},
-            "tensors": {
-                name: {
-                    "dtype": t.dtype,
-                    "shape": list(t.shape),
-                    "boxes": [[list(b.offsets), list(b.sizes), b.file, b.start, b.crc32] for b in t.boxes],
-                }
-                for name, t in self.tensors.items()
-            },
-            "values": self.values,
-        }
-        text = _canonical(content)
-        head = json.dumps({"format": FORMAT, "crc32": zlib.crc32(text.encode())})
-        return f'{head[:-1]},\n"content": {text}}}\n'
-
-    @staticmethod
-    def from_text(text: str | bytes | bytearray, where: Path) -> Manifest:
-        """Return the manifest of a file's text. `where` is the file, for errors."""
-        data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-        return Manifest.from_json(parse_json(data, str(where), _WHAT), where)
-
-    @staticmethod
-    def from_json(whole: Any, where: Path) -> Manifest:
-        """Return the manifest of parsed JSON, or raise DamagedError with the field that is wrong."""
-        try:
-            record(format=_format)(whole)  # first, because other formats may have other members
-            head = record(crc32=lambda value: value, content=table)(whole)
-            if zlib.crc32(_canonical(head["content"]).encode()) != head["crc32"]:
-                raise DamagedError(f"{where}: its checksum does not match its content: the file was changed.")
-            return Manifest(**within("content", _content, head["content"]))
-        except WrongFieldError as error:
-            raise error.of(str(where)) from None
+    def tensor(self, name: str) -> StoredTensor:
+        """Return a tensor that another part of the checkpoint names."""
+        if name not in self.tensors:
+            raise DamagedError(f"{name} is missing, which other parts of the checkpoint name.")
+        return self.tensors[name]
 
     def check_sizes(self, folder: Path) -> None:
         """Raise DamagedError unless every file is in `folder` with its size. This reads no file, so it is quick."""
         for name, file in self.files.items():
-            path = folder / name
-            with reading(path) as opened:
-                found = size_of(opened)
-            if found != file.bytes:
-                what = "truncated" if found < file.bytes else "longer than it was"
-                raise DamagedError(f"{path} is {what}: {found:,} bytes, expected {file.bytes:,}.")
+            with opened(folder / name) as found:
+                size = os.fstat(found.fileno()).st_size
+            if size != file.bytes:
+                what = "truncated" if size < file.bytes else "longer than it was"
+                raise DamagedError(f"{folder / name} is {what}: {size:,} bytes, expected {file.bytes:,}.")
+
+    def check_file(self, folder: Path, name: str, progress: Progress | None = None) -> None:
+        """Raise DamagedError unless every byte of a file is what was written."""
+        if checksum(folder / name, progress) != (self.files[name].bytes, self.files[name].crc32):
+            raise DamagedError(f"{folder / name} is corrupted: its checksum is not that of what was written.")
 
 
-def _canonical(content: Any) -> str:
-    """Return the text that the checksum is of. JSON keeps the order of keys, and floats bit for bit."""
-    return json.dumps(content, separators=(",", ":"))
+# --- reading and writing ----------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest into `folder`, and wait until it is on the disk."""
+    content: dict[str, Any] = {
+        **{name: getattr(manifest, name) for name in ("step", "written_by", "seconds", "world", "strategy")},
+        "files": {n: [f.bytes, f.crc32] for n, f in manifest.files.items()},
+        "tensors": {
+            name: [str(t.dtype).removeprefix("torch."), t.shape, [[b.offsets, b.sizes, b.file] for b in t.boxes]]
+            for name, t in manifest.tensors.items()
+        },
+        "values": manifest.values,
+    }
+    whole = {"format": FORMAT, "crc32": zlib.crc32(_canonical(content)), "content": content}
+    data, path = json.dumps(whole).encode(), folder / NAME
+    if len(data) > safe_files.MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{path} would have {len(data):,} bytes, and at most {safe_files.MAX_JSON_BYTES:,} are read. Are there "
+            "long lists in the state of an extra? Give them as tensors."
+        )
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _canonical(content: Any) -> bytes:
+    """Return the bytes that the checksum is of. JSON keeps the order of keys, and floats bit for bit."""
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -244,293 +173,190 @@ def read_manifest(folder: str | Path) -> Manifest:
         CheckpointError: The manifest is missing or damaged.
     """
     path = Path(folder) / NAME
-    return Manifest.from_json(read_json(path, _WHAT), path)
+    if path.parent.is_symlink():
+        raise DamagedError(f"{path.parent} is a symbolic link, which is not followed. Name its target.")
+    whole = read_object(path, "a whole manifest")
+    if whole.get("format") != FORMAT:
+        raise DamagedError(f"{path}: format is {shown(whole.get('format'))}; expected {FORMAT!r}.")
+    content = whole.get("content")
+    try:
+        intact = zlib.crc32(_canonical(content)) == whole.get("crc32")
+        if intact:
+            _check(content, _CONTENT, "content")
+            return _parsed(cast(dict[str, Any], content))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedError(f"{path}: {error}") from None
+    raise DamagedError(f"{path}: its checksum does not match its content: the file was changed.")
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into `folder`, or raise CheckpointError if it could not be read again."""
-    path, data = folder / NAME, manifest.to_text().encode()
-    if len(data) > MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"{path} would have {len(data):,} bytes, and at most {MAX_JSON_BYTES:,} are read. Are there long lists in "
-            "the state of an extra? Give them as tensors."
-        )
-    Manifest.from_text(data, path)
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(folder)
-
-
-def _content(value: object) -> dict[str, Any]:
-    found = record(**_CONTENT)(value)
-    _check_files(found["files"], found["tensors"])
-    shapes = {name: stored.shape for name, stored in found["tensors"].items()}
-    within("values", lambda values: _check_islands(values, shapes), found["values"])
-    return found
-
-
-# --- the schema -------------------------------------------------------------------------------------------------------
-
-
-def _format(value: object) -> object:
-    if value != FORMAT:
-        raise wrong("", value, f"{FORMAT!r}, which this version of Towpath reads")
-    return value
-
-
-def _visible_text(value: object) -> str:
-    if not text(value).strip():
-        raise wrong("", value, "a text that says something")
-    return text(value)
-
-
-def _seconds(value: object) -> float:
-    """Check for a time up to the year 9999, the last that Python's dates can have."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 253_000_000_000:
-        raise wrong("", value, "a time, in seconds since 1970")
-    return value
-
-
-def _file_name(value: object) -> str:
-    if not isinstance(value, str):
-        raise wrong("", value, "the name of a file")
-    return value
-
-
-def _file(name: str) -> Check:
-    if not is_plain(name) or name == NAME:
-        raise WrongFieldError("", f"is no file of this folder: expected a plain name, other than {NAME}.")
-
-    def check(value: object) -> StoredFile:
-        file = StoredFile(*_FILE(value))
-        if file.header_bytes > file.bytes:
-            raise wrong("[1] (bytes of its header)", file.header_bytes, f"an integer from 0 to {file.bytes}")
-        return file
-
-    return check
-
-
-@cache
-def _box(dims: int) -> Check:
-    return row(offsets=integers(dims), sizes=integers(dims), file=_file_name, start=integer(), crc32=_CRC)
-
-
-def _tensor(value: object) -> StoredTensor:
-    found = _TENSOR(value)
-    boxes = record(boxes=list_of(_box(len(found["shape"]))))(value)["boxes"]
-    stored = StoredTensor(found["dtype"], found["shape"], tuple(StoredBox(*box) for box in boxes))
-    check_boxes(stored)
-    return stored
-
-
-# The schema. Relations between fields are checked by the functions above, and by `_check_files` and `_check_values`.
-_CRC = integer(high=0xFFFFFFFF)
-_FILE = row(
-    **{"[0] (bytes)": integer(), "[1] (bytes of its header)": integer(), "[2] (CRC-32 of its header)": _CRC},
-)
-_TENSOR = record(dtype=one_of(TORCH_DTYPES), shape=integers())
-_CONTENT: dict[str, Check] = {
-    "files": map_of(_file),
-    "tensors": map_of(lambda _: _tensor),
-    "values": table,  # see `_check_values`, which needs the shapes of the tensors
-    "strategy": lambda value: value if value is None else _visible_text(value),
-    "step": integer(),
-    "written_by": _visible_text,
-    "seconds": _seconds,
-    "world": integer(low=1),
+# What the parts of a manifest look like: a type, a list or a dict of members, or one form for all keys.
+_COUNT, _POSITIVE = "an integer from 0 to 2^63 - 1", "an integer from 1 to 2^63 - 1"
+_CONTENT: dict[Any, Any] = {
+    "step": _COUNT,
+    "written_by": str,
+    "seconds": float,
+    "world": _POSITIVE,
+    "files": {str: [_COUNT]},
+    "tensors": {str: list},
+    "values": {str: object},
+}
+_VALUES: dict[Any, Any] = {
+    "model": {"aliases": {str: str}},
+    "optimizer": {
+        "kind": str,
+        "states": {str: {"like": [str], "rest": dict}},
+        "groups": [{"names": [str], "options": {str: object}}],
+    },
+    "engine": {"step": _COUNT, "fingerprint": str},
+    "rng": {"seed": object},
+    "names": {str: str},
+    "config": dict,
+    "peft": {str: dict},
+    "islands": {
+        "count": _POSITIVE,
+        "every": _POSITIVE,
+        "fragments": _POSITIVE,
+        "done": _COUNT,
+        "delay": _COUNT,
+        "under_way": {str: _COUNT},
+    },
 }
 
 
-class _References:
-    """The tensors that the values in a manifest refer to, by name.
-
-    Each reference must be to a tensor of the part of the checkpoint that contains it, and each tensor has at most one
-    reference. So no part of a checkpoint reaches into another part.
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-        self._referred: set[str] = set()
-
-    def _tensor(self, path: Any, part: str) -> str:
-        if not isinstance(path, str) or path not in self._shapes or not f"{path}.".startswith(f"{part}."):
-            raise wrong("", path, f"a tensor of {shown(part)} that the checkpoint holds")
-        if path in self._referred:
-            raise wrong("", path, "each tensor once")
-        self._referred.add(path)
-        return path
-
-    def tree(self, part: str) -> Check:
-        """Return a check for what `to_json` makes of a part."""
-
-        def check(value: Any) -> Any:
-            paths: list[Any] = []
-            try:
-                made = from_json(value, lambda path: paths.append(path) or object())
-            except (ValueError, TypeError) as error:
-                raise WrongFieldError("", f"cannot be what was written ({error}).") from None
-            for path in paths:
-                self._tensor(path, part)
-            return made
-
-        return check
-
-    def alias(self, name: str) -> Check:
-        """Return a check for the name that a tied parameter is stored under."""
-
-        def check(value: object) -> None:
-            if f"model.{text(value)}" not in self._shapes:
-                raise wrong("", value, "a tensor of the model")
-            if f"model.{name}" in self._shapes:
-                raise WrongFieldError("", "is a tensor of its own, too.")
-
-        return check
-
-    def optimizer_state(self, name: str) -> Check:
-        """Return a check for the optimizer states of a parameter."""
-        shape = self._shapes.get(f"model.{name}")
-        if shape is None:
-            raise WrongFieldError("", "is the state of no parameter in the checkpoint.")
-
-        def like(value: object) -> None:
-            path = self._tensor(f"optimizer.{name}.{text(value)}", "optimizer")
-            if self._shapes[path] != shape:
-                raise WrongFieldError("", f"has shape {list(self._shapes[path])}; its parameter has {list(shape)}.")
-
-        def rest(value: object) -> None:
-            if not isinstance(self.tree("optimizer")(value), dict):
-                raise wrong("", value, "an object")
-
-        return record(like=list_of(like), rest=rest)
-
-    def options(self, value: object) -> None:
-        """Check the options of a group of an optimizer."""
-        if "params" in table(value):
-            raise WrongFieldError("params", "is no option.")
-        map_of(lambda _: self.tree("optimizer"))(value)
+def _check(value: Any, form: Any, where: str) -> None:
+    """Raise ValueError unless a value has a form."""
+    if isinstance(form, dict):
+        _check(value, dict, where)
+        forms = cast(dict[Any, Any], form)
+        for key in value if str in forms else forms:
+            if key not in value:
+                raise ValueError(f"{where}.{key} is missing.")
+            _check(value[key], forms[str] if str in forms else forms[key], f"{where}[{shown(key)}]")
+    elif isinstance(form, list):
+        _check(value, list, where)
+        for number, member in enumerate(value):
+            _check(member, form[0], f"{where}[{number}]")
+    elif isinstance(form, str):
+        if type(value) is not int or not (form == _POSITIVE) <= value < 2**63:
+            raise ValueError(f"{where} is {shown(value)}; expected {form}.")
+    elif not isinstance(value, form):
+        raise ValueError(f"{where} is {shown(value)}; expected {form.__name__}.")
 
 
-def _adapter(value: object) -> None:
-    if "problem" in table(value):
-        record(problem=text)(value)
-    else:
-        record(config=table, tensors=map_of(lambda _: text))(value)
+def _parsed(content: dict[str, Any]) -> Manifest:
+    """Return the manifest, or raise ValueError or TypeError for the first thing in it that does not fit the rest."""
+    if any(not is_plain(name) or name == NAME for name in content["files"]):
+        raise ValueError(f"files are {shown(list(content['files']))}; expected plain names, other than {NAME}.")
+    files = {name: StoredFile(*facts) for name, facts in content["files"].items()}
+    tensors = {name: _tensor(name, *facts) for name, facts in content["tensors"].items()}
+    room = {name: file.bytes for name, file in files.items()}
+    for name, tensor in tensors.items():
+        for box in tensor.boxes:
+            if box.file not in room:
+                raise ValueError(f"tensors[{shown(name)}] names the file {shown(box.file)}; expected one of its files.")
+            room[box.file] -= prod(box.sizes) * tensor.dtype.itemsize
+    if over := [name for name, left in room.items() if left < 0]:  # so nobody allocates more than the files have
+        raise ValueError(f"tensors of {over[0]} are larger than the file.")
+    for name, value in content["values"].items():
+        prefix, plain = cast(re.Match[str], _PART.fullmatch(name)).groups()
+        _check(value, _VALUES.get(plain, object), f"values.{plain}")
+        for path in () if plain in _WITHOUT_TENSORS else tensors_in(value):
+            if not f"{path}.".startswith(f"{plain}.") or not {path, prefix + path} & tensors.keys():
+                raise ValueError(f"values.{plain} refers to {shown(path)}; expected a tensor of {shown(plain)}.")
+    if not 0 <= content["seconds"] < _YEAR_10000:
+        raise ValueError(f"seconds is {shown(content['seconds'])}; expected a time since 1970.")
+    strategy = content.get("strategy")
+    if strategy is not None:
+        _check(strategy, str, "strategy")
+    facts: dict[str, Any] = {name: content[name] for name in ("step", "written_by", "seconds", "world", "values")}
+    return Manifest(strategy=strategy, files=files, tensors=tensors, **facts)
 
 
-def _check_islands(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check everything that is not a tensor: that of the job, and that of each island by itself."""
-    island = re.compile(r"(island\.\d+\.)(.+)", re.DOTALL)
-    parts: dict[str, dict[str, Any]] = {"": {}}
-    for name, value in values.items():
-        found = island.fullmatch(name)
-        prefix, plain = (found[1], found[2]) if found else ("", name)
-        parts.setdefault(prefix, {})[plain] = value
-    for prefix, mine in parts.items():
-        own = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
-        check = partial(_check_values, shapes={**shapes, **own})
-        within(prefix.rstrip("."), check, mine) if prefix else check(mine)
-
-
-def _check_values(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check everything that is not a tensor. `shapes` are those of the checkpoint's tensors, by name."""
-    references = _References(shapes)
-    group = record(names=list_of(text), options=references.options)
-    checks: dict[str, Check] = {
-        "model": record(aliases=map_of(references.alias)),
-        "optimizer": record(kind=text, states=map_of(references.optimizer_state), groups=list_of(group)),
-        "engine": record(step=integer(), fingerprint=text),
-        "rng": record(seed=integer(low=-(2**63), high=2**64 - 1)),
-        "names": map_of(lambda _: text),
-        "config": table,
-        "peft": map_of(lambda _: _adapter),
-        "islands": record(
-            count=integer(low=1),
-            done=integer(),
-            under_way=map_of(lambda _: integer()),
-            every=integer(low=1),
-            fragments=integer(low=1),
-            delay=integer(),
-        ),
-    }
-    for name, value in values.items():
-        within(name if name in checks else shown(name), checks.get(name) or references.tree(name), value)
-
-
-# --- boxes and files that fit together --------------------------------------------------------------------------------
-
-
-def check_shape(shape: tuple[int, ...], itemsize: int) -> None:
-    """Raise WrongFieldError if PyTorch cannot have a tensor of this shape. Its strides count even if it is empty."""
-    if prod(max(length, 1) for length in shape) * itemsize > MAX_INT:
-        raise wrong("shape", list(shape), "a tensor of less than 2^63 bytes")
-
-
-def check_boxes(stored: StoredTensor) -> None:
-    """Raise WrongFieldError unless the boxes of a tensor cover each of its elements once."""
-    check_shape(stored.shape, stored.itemsize)
-    for number, box in enumerate(stored.boxes):
+def _tensor(name: str, dtype: Any, shape: Any, boxes: Any) -> StoredTensor:
+    where, found = f"tensors[{shown(name)}]", getattr(torch, str(dtype), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{where} has the dtype {shown(dtype)}; expected one of PyTorch, such as float32.")
+    _check(shape, [_COUNT], f"{where}.shape")
+    stored = StoredTensor(found, tuple(shape), tuple(StoredBox(tuple(o), tuple(n), file) for o, n, file in boxes))
+    for box in stored.boxes:
+        _check([*box.offsets, *box.sizes], [_COUNT], f"{where}.boxes")
         if not all(o + n <= length for o, n, length in zip(box.offsets, box.sizes, stored.shape, strict=True)):
-            place = [list(box.offsets), list(box.sizes)]
-            raise wrong(f"boxes[{number}]", place, f"elements of {list(stored.shape)}")
-    firsts = [stored.first_element(box) for box in stored.boxes]
-    ranges = [(at, at + box.numel) for at, box in zip(firsts, stored.boxes, strict=True) if at is not None]
-    if len(ranges) < len(firsts):
-        _check_rectangles(stored)
-        return
-    at = gap(ranges, 0, prod(stored.shape))
-    if at is not None or not ranges:
-        raise WrongFieldError("boxes", f"do not hold each element of {list(stored.shape)} once: see element {at or 0}.")
+            raise ValueError(f"{where} has a box outside its shape {list(shape)}.")
+    if sum(prod(box.sizes) for box in stored.boxes) != prod(shape) or not stored.boxes:
+        raise ValueError(f"the boxes of {where} do not hold each element of {list(shape)} once.")
+    return stored
 
 
-def _check_rectangles(stored: StoredTensor) -> None:
-    """Raise WrongFieldError if boxes with gaps have too few elements together, or if two of them overlap."""
-    if sum(box.numel for box in stored.boxes) != prod(stored.shape):
-        raise WrongFieldError("boxes", f"do not hold each element of {list(stored.shape)} once.")
-    in_same_rows: list[StoredBox] = []
-    compared = 0
-    for box in sorted((box for box in stored.boxes if box.numel), key=lambda box: box.offsets[0]):
-        in_same_rows = [other for other in in_same_rows if other.offsets[0] + other.sizes[0] > box.offsets[0]]
-        compared += len(in_same_rows)
-        if compared > _MOST_COMPARED:
-            raise wrong("boxes", len(stored.boxes), "fewer that lie beside each other")
-        for other in in_same_rows:
-            if _overlap(box, other):
-                both = " and ".join(str([list(each.offsets), list(each.sizes)]) for each in (other, box))
-                raise WrongFieldError("boxes", f"hold elements of {list(stored.shape)} twice: see {both}.")
-        in_same_rows.append(box)
+def box_in(held: Mapping[str, torch.Tensor], name: str, stored: StoredTensor, box: StoredBox) -> torch.Tensor:
+    """Return a box of a tensor from those that its file holds."""
+    found = held.get(box.key(name))
+    if found is None or tuple(found.shape) != box.sizes or found.dtype != stored.dtype:
+        raise DamagedError(f"{box.file}: {box.key(name)} is not in it as the manifest says.")
+    return found
 
 
-def _overlap(one: StoredBox, other: StoredBox) -> bool:
-    places = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + n and b < a + m for a, m, b, n in places)
+# --- values -----------------------------------------------------------------------------------------------------------
+#
+# Values are JSON, which runs no code, unlike a pickle. Tuples stay tuples, and keys that are not strings keep their
+# type.
+
+_TUPLE, _ITEMS, _TENSOR_AT, _BYTES = "(tuple)", "(items)", "(tensor)", "(bytes)"
+_TAGS = (_TUPLE, _ITEMS, _TENSOR_AT, _BYTES)
 
 
-def _check_files(files: Mapping[str, StoredFile], tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise WrongFieldError unless the boxes in each file cover each byte after its header once."""
-    places: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
-    for name, stored in tensors.items():
-        for number, box in enumerate(stored.boxes):
-            if box.file not in files:
-                expected = "one of the manifest's files"
-                raise wrong(f"tensors[{shown(name)}].boxes[{number}].file", box.file, expected)
-            places[box.file].append((box.start, box.start + box.numel * stored.itemsize))
-    for name, file in files.items():
-        at = gap(places[name], file.header_bytes, file.bytes)
-        if at is not None:
-            raise WrongFieldError(
-                f"files[{shown(name)}]",
-                f"has {file.bytes:,} bytes, {file.header_bytes:,} of them its header; expected boxes that hold each of "
-                f"the others once: see byte {at:,}.",
-            )
+def to_json(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
+    """Return `value` as JSON, without its tensors. `keep` receives each tensor and the path that refers to it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            raise CheckpointError(f"{path} is a tensor on the meta device, which has no values to save.")
+        keep(path, value)
+        return {_TENSOR_AT: path}
+    if isinstance(value, bytes):
+        return {_BYTES: value.hex()}
+    if isinstance(value, (list, tuple)):
+        items = [to_json(v, f"{path}.{i}", keep) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if isinstance(value, Mapping):
+        pairs = [(k, to_json(v, f"{path}.{k}", keep)) for k, v in value.items()]
+        if all(isinstance(k, str) for k, _ in pairs) and not any(k in _TAGS for k, _ in pairs):
+            return dict(pairs)
+        return {_ITEMS: [[to_json(k, f"{path} (key)", keep), v] for k, v in pairs]}
+    if hasattr(value, "item") and hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0:
+        return value.item()  # a NumPy scalar
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: expected tensors, None, numbers, "
+        "strings, bytes, and lists, tuples and dicts of them. Let its state_dict() return such."
+    )
 
 
-def gap(ranges: Iterable[tuple[int, int]], start: int, end: int) -> int | None:
-    """Return the first place where the sorted ranges do not join from `start` to `end`, or None if they do."""
-    at = start
-    for first, last in sorted(ranges):
-        if first != at:
-            return min(first, at)
-        at = last
-    return None if at == end else min(at, end)
+def from_json(value: Any, tensors: Callable[[str], Any]) -> Any:
+    """Return what `to_json` was given. `tensors` returns the tensor of a path.
+
+    Raises:
+        ValueError: `to_json` cannot have made the value.
+        TypeError: `to_json` cannot have made the value.
+    """
+    if isinstance(value, list):
+        return [from_json(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        [(tag, inside)] = value.items()
+        if tag == _TENSOR_AT:
+            return tensors(inside)
+        if tag == _BYTES:
+            return bytes.fromhex(inside)
+        if tag == _TUPLE:
+            return tuple(from_json(v, tensors) for v in inside)
+        if tag == _ITEMS:
+            return {from_json(k, tensors): from_json(v, tensors) for k, v in inside}
+    return {k: from_json(v, tensors) for k, v in value.items()}
+
+
+def tensors_in(value: Any) -> list[str]:
+    """Return the paths of the tensors that belong into a value from `to_json`."""
+    found: list[str] = []
+    from_json(value, lambda path: found.append(path) or object())
+    return found

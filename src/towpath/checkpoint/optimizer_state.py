@@ -17,11 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from towpath.checkpoint.json_state import from_json, tensors_in, to_json
-from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest
+from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
 from towpath.checkpoint.rank_contents import NamedTensors
-from towpath.checkpoint.safe_open import DamagedError, shown
-from towpath.checkpoint.safetensors import empty
+from towpath.checkpoint.safe_files import DamagedError, empty, shown
 from towpath.engine.checks.optimizers import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -181,7 +179,7 @@ class OptimizerRestore:
         if path in self.targets:
             self._untied.append((parameter, key, path))
             return
-        dtype = TORCH_DTYPES[self._manifest.tensors[path].dtype]
+        dtype = self._manifest.tensor(path).dtype
         there = self._optimizer.state[parameter].get(key) if parameter in self._optimizer.state else None
         if isinstance(there, torch.Tensor) and there.dtype == dtype:
             self.targets[path] = there
@@ -189,8 +187,8 @@ class OptimizerRestore:
             self.targets[path] = self._empty_like(parameter, dtype)
 
     def _add(self, path: str, device: torch.device | str) -> None:
-        stored = self._manifest.tensors[path]
-        self.targets[path] = empty(stored.shape, TORCH_DTYPES[stored.dtype], path, device)
+        stored = self._manifest.tensor(path)
+        self.targets[path] = empty(stored.shape, stored.dtype, path, device)
 
     def finish(self, targets: dict[str, torch.Tensor]) -> list[str]:
         """Give the optimizer its states and its groups their options. Return notes for the user."""

@@ -5,15 +5,22 @@ A rank has a complete model, its shards, or some stages of a pipeline.
 
 from __future__ import annotations
 
+import hashlib
+import math
+import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from towpath.checkpoint.folders import RefusedError
 from towpath.checkpoint.islands import IslandContents
+from towpath.checkpoint.safe_files import DamagedError
 from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
 from towpath.engine.executor import Engine
 from towpath.engine.outer import OuterSync
@@ -23,6 +30,7 @@ from towpath.topology.groups import Groups
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
 
 Value = TypeVar("Value")
+Found = TypeVar("Found")
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -93,58 +101,36 @@ def _as_built(name: str) -> str:
 # --- contents ---------------------------------------------------------------------------------------------------------
 
 
-class RankState(Protocol):
-    """State that a rank carries from step to step: the rounding errors of codecs, and the seeds they draw from."""
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the state by name. The tensors are those in use, except seeds."""
-        ...
-
-    def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take over the values after the tensors in use were filled."""
-        ...
-
-    def restart(self) -> None:
-        """Start with a new state."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class EngineState:
-    """The state of an engine's codecs."""
+class RankState:
+    """State that a rank carries from step to step: the rounding errors of codecs, and the seeds they draw from.
 
-    engine: Engine
+    Attributes:
+        state: Returns the state by name. The tensors are those in use, except seeds.
+        restart: Starts with a new state.
+        load: Takes over the values after the tensors in use were filled.
+    """
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the state by name."""
-        return codec_state(self.engine)
-
-    def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take over the values."""
-        load_codec_state(self.engine, values)
-
-    def restart(self) -> None:
-        """Start with a new state."""
-        reset_codec_state(self.engine)
+    state: Callable[[], dict[str, torch.Tensor]]
+    restart: Callable[[], None]
+    load: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None
 
 
-@dataclass(frozen=True, slots=True)
-class OuterState:
-    """The error feedback of exchanges between islands."""
+def engine_state(engine: Engine) -> RankState:
+    """Return the state of an engine's codecs."""
+    return RankState(
+        partial(codec_state, engine), partial(reset_codec_state, engine), partial(load_codec_state, engine)
+    )
 
-    outer: OuterSync
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the state by name."""
-        return self.outer.feedback()
+def _outer_state(outer: OuterSync) -> RankState:
+    """Return the error feedback of exchanges between islands."""
 
-    def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: the tensors in use were filled."""
-
-    def restart(self) -> None:
-        """Start without errors."""
-        for kept in self.outer.feedback().values():
+    def restart() -> None:
+        for kept in outer.feedback().values():
             kept.zero_()
+
+    return RankState(outer.feedback, restart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +142,6 @@ class RankContents:
         job: The ranks of the whole job. None if it has no islands.
         islands: What the islands of a run with outer steps share. None without them.
         named: Returns this rank's tensors.
-        nodes: The node of each rank.
         writes_copies: Whether this rank writes tensors of which other ranks have copies.
         engines: The engines that hold this rank's shards.
         states: The state that this rank carries, by the prefix of its names.
@@ -171,7 +156,6 @@ class RankContents:
     job: Groups | None = None
     islands: IslandContents | None = None
     named: Callable[[], NamedTensors]
-    nodes: list[int]
     writes_copies: bool
     engines: tuple[Engine, ...] = ()
     states: Mapping[str, RankState]
@@ -235,34 +219,86 @@ def contents_of(model: Any) -> RankContents:
             f"the model is on {engine.comm.job.world} data-parallel × {mesh_size} tensor-parallel ranks, and the "
             f"job has {job.world}: a checkpoint is of a whole job."
         )
-    # Without a topology, as on a mesh, every rank reads for itself.
-    nodes = list(range(job.world))
-    if engine is not None and mesh_size == 1:
-        nodes = [engine.strategy.job.node_of(rank) for rank in range(job.world)]
     islands, groups = None, job
+    states = {} if engine is None else {"": engine_state(engine)}
     if engine is not None and engine.outer is not None:
         if mesh_size > 1:
             raise CheckpointError("outer steps on a tensor-parallel mesh: checkpoints are not supported yet.")
-        groups = engine.comm.groups
+        groups, states["outer."] = engine.comm.groups, _outer_state(engine.outer)
         islands = IslandContents(engine.outer, job.rank // groups.world, engine.strategy.islands)
     return RankContents(
         groups=groups,
         job=job,
         islands=islands,
         named=lambda: named_tensors(model),
-        nodes=nodes,
         writes_copies=groups.rank == 0,
         engines=() if engine is None else (engine,),
-        states=_states_of(engine),
+        states=states,
         fingerprint="" if engine is None else fingerprint(engine),
     )
 
 
-def _states_of(engine: Engine | None) -> dict[str, RankState]:
-    if engine is None:
-        return {}
-    outer: dict[str, RankState] = {} if engine.outer is None else {"outer.": OuterState(engine.outer)}
-    return {"": EngineState(engine)} | outer
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+_NUMPY_WORDS = 624  # in the state of its generator, a Mersenne twister
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """Return the state of this process's generators by name."""
+    version, words, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor([version, *words], dtype=torch.int64),
+        "python_gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        legacy: Any = np.random.get_state(legacy=False)
+        inside = legacy["state"]
+        words = [inside["pos"], legacy["has_gauss"], *inside["key"].tolist()]
+        state["numpy"] = torch.tensor(words, dtype=torch.int64)
+        state["numpy_gauss"] = torch.tensor(legacy["gauss"], dtype=torch.float64)
+    return state
+
+
+def set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Set this process's generators to a state from `rng_state`, or raise DamagedError if it is not possible."""
+    try:
+        version, *words = state["python"].tolist()
+        gauss = state["python_gauss"].item()
+        random.setstate((version, tuple(words), None if math.isnan(gauss) else gauss))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        if "numpy" in state:
+            import numpy as np
+
+            position, has_gauss, *key = state["numpy"].tolist()
+            if not 0 <= position <= _NUMPY_WORDS:  # NumPy does not check this, and would read outside its state
+                raise ValueError(f"NumPy's position is {position}; expected 0 to {_NUMPY_WORDS}")
+            inside = {"key": np.array(key, dtype=np.uint32), "pos": position}
+            legacy = {"bit_generator": "MT19937", "state": inside, "has_gauss": has_gauss}
+            np.random.set_state({**legacy, "gauss": state["numpy_gauss"].item()})
+    except (KeyError, IndexError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise DamagedError(f"the random numbers are no state of a generator ({error}).") from error
+
+
+def seed_anew(seed: int, step: int, rank: int) -> None:
+    """Seed the generators of a rank that did not exist when the checkpoint was written.
+
+    Each rank gets its own seed, and the same one each time the checkpoint is resumed.
+    """
+    digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    mine = int.from_bytes(digest[:8], "little") >> 1
+    torch.manual_seed(mine)
+    random.seed(mine)
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        np.random.seed(mine & 0xFFFFFFFF)
 
 
 # --- agreement --------------------------------------------------------------------------------------------------------
@@ -287,12 +323,8 @@ def gather_or_raise(groups: Groups, what: str, mine: Callable[[], Value]) -> lis
     return [value for value, _ in answers]
 
 
-class RanksDifferError(CheckpointError):
-    """Ranks pass different arguments, or have different extras. Every rank raises it."""
-
-
 def check_same(given: Sequence[Mapping[str, object]], ranks: Sequence[int] | None = None) -> None:
-    """Raise RanksDifferError if ranks have passed different arguments.
+    """Raise RefusedError if ranks have passed different arguments.
 
     Args:
         given: The arguments of each rank, by name.
@@ -303,7 +335,7 @@ def check_same(given: Sequence[Mapping[str, object]], ranks: Sequence[int] | Non
         for what in {**given[0], **mine}:
             first, here = given[0].get(what), mine.get(what)
             if first != here:
-                raise RanksDifferError(
+                raise RefusedError(
                     f"{what} is {first} on rank {numbers[0]} and {here} on rank {rank}. Pass the same on every rank."
                 )
 
@@ -327,25 +359,59 @@ class ControlGroup:
         if group is not None:
             self._groups.leave(group)
 
-    def all(self, mine: Value) -> list[Value]:
-        """Return the value of every rank, by rank."""
-        if self.group is None:
-            return [mine]
-        values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, mine, group=self.group)
-        return values
+    def together(self, work: Callable[[], Value], then: Callable[[list[Value]], Found]) -> Found:
+        """Call `work` on every rank, and `then` on rank 0 with all results. Return the result of `then` on every rank.
 
-    def first(self, mine: Callable[[], Value]) -> Value:
-        """Return the result of `mine` on rank 0. The other ranks do not call it."""
-        found: list[Any] = [mine() if self.rank == 0 else None]
+        Raises:
+            CheckpointError: A call failed on some rank. Every rank raises the same error. It is a DamagedError or a
+                RefusedError if no rank has found anything else.
+        """
+        answers: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        mine = _attempt(work)
+        if self.group is None:
+            answers = [mine]
+        else:
+            dist.gather_object(mine, answers, group=self.group, group_dst=0)
+        outcome: list[Any] = [None]
+        if answers is not None:
+            failed = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
+            outcome = [
+                (None, _merged(failed, self.world)) if failed else _attempt(lambda: then([v for v, _ in answers]))
+            ]
         if self.group is not None:
-            dist.broadcast_object_list(found, group=self.group, group_src=0)
+            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        found, error = outcome[0]
+        if error is not None:
+            kind, text = error
+            raise kind(text)
+        return found
+
+    def each(self, work: Callable[[], Value]) -> Value:
+        """Return the result of `work` on this rank. Raise on every rank if it fails on one."""
+        found: list[Value] = []
+        self.together(lambda: found.append(work()), lambda _: None)
         return found[0]
 
-    def collect(self, mine: Value) -> list[Value] | None:
-        """Return the value of every rank on rank 0, and None on the others."""
-        if self.group is None:
-            return [mine]
-        values: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(mine, values, group=self.group, group_dst=0)
-        return values
+    def first(self, work: Callable[[], Value]) -> Value:
+        """Return the result of `work` on rank 0. Raise on every rank if it fails there."""
+        return self.together(lambda: None, lambda _: work())
+
+
+def _attempt(work: Callable[[], Value]) -> tuple[Value | None, tuple[type[CheckpointError], str] | None]:
+    """Return the result of `work`, or its error in a form that other ranks can raise."""
+    try:
+        return work(), None
+    except Exception as error:  # any error: the other ranks wait for an answer
+        kind = next((k for k in (DamagedError, RefusedError) if isinstance(error, k)), CheckpointError)
+        return None, (kind, described(error))
+
+
+def _merged(
+    failed: list[tuple[int, tuple[type[CheckpointError], str]]], world: int
+) -> tuple[type[CheckpointError], str]:
+    """Return one error for those of several ranks. The one that is worse than damage comes first."""
+    rank, (kind, text) = min(failed, key=lambda each: (each[1][0] is DamagedError, each[0]))
+    if len(failed) == world and len({error for _, error in failed}) == 1:
+        return kind, text
+    more = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+    return kind, f"rank {rank}: {text}{more}"

@@ -1,7 +1,7 @@
 """Save checkpoints, in the background while the training continues, or at once.
 
 In the background, a thread copies what this rank writes into memory of its own, and writes the copy during the next
-steps. The ranks agree over a process group that nothing else uses.
+steps. The ranks agree over a process group that nothing else uses. Several savers write one after another.
 
 Parameters and optimizer states change only in the optimizer's step. So they are copied during the next forward and
 backward pass, and the optimizer's step waits until the copy is complete. Everything else is copied at once.
@@ -12,24 +12,23 @@ stay as they are.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from towpath.checkpoint import dcp, folders
-from towpath.checkpoint.dcp import FolderWriter, JsonSavePlanner, Pieces
-from towpath.checkpoint.folders import Claim, FolderInUseError, claim_of, release
-from towpath.checkpoint.rank_contents import ControlGroup, RanksDifferError, check_same, described
-from towpath.checkpoint.safe_open import shown
+from towpath.checkpoint import folders, storage
+from towpath.checkpoint.folders import RefusedError, lock_of, release
+from towpath.checkpoint.rank_contents import ControlGroup, check_same, described
+from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
+from towpath.checkpoint.storage import Contents, Pieces
 from towpath.errors import CheckpointError
 from towpath.logs import logger
 
@@ -48,23 +47,20 @@ class HostMemory:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.made = 0
 
-    def snapshot(self, found: Mapping[str, Any], version: Callable[[], int]) -> tuple[dict[str, Any], Snapshot]:
+    def snapshot(self, found: Mapping[str, Pieces], version: Callable[[], int]) -> tuple[dict[str, Pieces], Snapshot]:
         """Return `found` in this memory, and the snapshot that copies what need not be copied at once.
 
         `version` returns a number that rises whenever a parameter is written.
         """
-        boxes = [box for pieces in found.values() if isinstance(pieces, Pieces) for box in pieces.boxes.values()]
+        boxes = [box for pieces in found.values() for box in pieces.boxes.values()]
         device = next((box.device for box in boxes if box.device.type == "cuda"), None)
         needed = sum(_aligned(box.nbytes) for box in boxes)
         if needed > self._memory.numel():
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device is not None)
             self.made += 1
-        at, out = 0, dict[str, Any]()
+        at, out = 0, dict[str, Pieces]()
         late: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, pieces in found.items():
-            if not isinstance(pieces, Pieces):
-                out[name] = pieces
-                continue
             copies: dict[tuple[int, ...], torch.Tensor] = {}
             for offsets, box in pieces.boxes.items():
                 copies[offsets] = self._memory[at : at + box.nbytes].view(box.dtype).view(box.shape)
@@ -194,6 +190,20 @@ class Saving:
         return replace(self.ended, held_seconds=self.held_seconds + later)
 
 
+@dataclass(slots=True)
+class _Writing:
+    """What the savers of a job share: their ranks agree over one process group, in which one save follows another."""
+
+    control: ControlGroup
+    last: threading.Thread | None = None
+
+    def wait_for_all(self) -> ControlGroup:
+        """Return the group when nothing is being saved."""
+        if self.last is not None:
+            self.last.join()
+        return self.control
+
+
 class Saver:
     """Saves a state into a folder, one checkpoint per step.
 
@@ -240,54 +250,33 @@ class Saver:
         self._memory = HostMemory()
         self._under_way: Saving | None = None
         self._hook: RemovableHandle | None = None
-        self._lost: FolderInUseError | RanksDifferError | None = None
+        self._refused: RefusedError | None = None  # by the last save, for the next one to raise
         self._open()
         state.savers.add(self)
 
     def _open(self) -> None:
-        """Claim the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
-        lanes: dict[int, Path] = self.state.everyone.shared("lanes of savers", dict)
-        folder = self.root.resolve()
-        keep_last, keep_every = self._keep
-        given = {
-            "root": str(self.root),
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "background": self._background,
-        }
-        is_taken = folder in lanes.values() and not self._shares_folder
-        answers = self.state.everyone.gather_objects((given, is_taken, list(lanes)))
-        check_same([given for given, _, _ in answers])
-        if any(taken for _, taken, _ in answers):
-            raise FolderInUseError(
-                f"{self.root} is in use: another Saver of this job has it open. Use that one, or close() it first."
-            )
-        # The threads of two savers would mix their messages in one process group. Each has its own therefore, a "lane",
-        # which the next saver reuses. A rank may forget a saver later than others, so the lane must be free on all.
-        lane = next(n for n in itertools.count() if not any(n in used for _, _, used in answers))
-        self._control = ControlGroup(self.state.everyone, f"checkpoint {lane}")
-        lanes[lane] = folder
+        """Lock the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
+        everyone, (keep_last, keep_every) = self.state.everyone, self._keep
+        given = {"root": str(self.root), "keep_last": keep_last, "keep_every": keep_every}
+        check_same(everyone.gather_objects({**given, "background": self._background}))
+        self._writing = everyone.shared("checkpoints", lambda: _Writing(ControlGroup(everyone, "checkpoints")))
+        self._lock = lock_of(self.root)
+        self._release = weakref.finalize(self, release, self._lock)
 
-        def claimed() -> str | None:
-            """Return "" if this job has the folder, why it has not, or None if that is not known yet."""
-            try:
-                if not self._claim.take():
-                    time.sleep(folders.PAUSE_SECONDS)
-                    return None
+        def lock() -> None:
+            if self._lock.users > 1 and not self._shares_folder:
+                raise RefusedError(
+                    f"{self.root} is in use: another Saver of this job has it open. Use that one, or close() it first."
+                )
+            with suppress(OSError):  # a folder that cannot be written to: each save tries again, and reports it
+                self._lock.hold()
                 folders.sweep(self.root)
-            except FolderInUseError as error:
-                return str(error)
-            except OSError:  # a folder that cannot be written to: each save tries again, and reports it
-                return ""
-            return ""
 
-        self._claim = claim_of(self.root)
-        self._release = weakref.finalize(self, _give_back, self._claim, self._control, lanes, lane)
-        while (problem := self._control.first(claimed)) is None:
-            pass
-        if problem:
+        try:
+            self._writing.wait_for_all().first(lock)
+        except RefusedError:
             self._release()
-            raise FolderInUseError(problem)
+            raise
 
     def save(self, step: int) -> Saving:
         """Save the state after `step`. If the previous checkpoint is still being written, wait for it first.
@@ -308,44 +297,49 @@ class Saver:
         _check_step(step)
         began = time.perf_counter()
         self.wait()
-        before = self._lost
-        if before is not None:  # on every rank
-            raise type(before)(str(before))
+        self._raise_refusal()
         if not self._release.alive:  # it was closed
             self._open()
         if self._background and self._hook is None and self.state.optimizer is not None:
             self._hook = self.state.optimizer.register_step_pre_hook(_settling(weakref.ref(self)))
         saving = self._under_way = Saving()
-        problem: str | None = None
-        found: dict[str, Any] = {}
-        same: dict[str, str] = {}
+        contents: Contents | str
         try:
-            found, same = self.state.collect()
+            contents = self.state.collect()
             if self._background:
-                contents = self.state.contents
-                found, saving.snapshot = self._memory.snapshot(found, lambda: contents.writes)
-        except Exception as error:  # the planner gives it to all ranks, which would otherwise wait for this one
-            problem, found = described(error), {}
+                ours = self.state.contents
+                pieces, saving.snapshot = self._memory.snapshot(contents.pieces, lambda: ours.writes)
+                contents = replace(contents, pieces=pieces)
+        except Exception as error:  # all ranks get it, which would otherwise wait for this one
+            contents = described(error)
+
+        before = self._writing.last
 
         def work() -> None:
-            failure = problem
+            nonlocal contents
             try:
-                if failure is None and saving.snapshot is not None:
+                if saving.snapshot is not None:
                     saving.snapshot.take()
             except Exception as error:
-                failure = described(error)
-            saving.ended = self._write(step, found, same, failure, began)
+                contents = described(error)
+            if before is not None:
+                before.join()
+            saving.ended = self._write(step, contents, began)
 
         if self._background:
             saving.thread = threading.Thread(target=work, name=f"towpath checkpoint {step}", daemon=True)
+            self._writing.last = saving.thread
             saving.thread.start()
         else:
             work()
-            if isinstance(self._lost, RanksDifferError):
-                lost, self._lost = self._lost, None
-                raise lost
+            self._raise_refusal()
         saving.held_seconds = time.perf_counter() - began
         return saving
+
+    def _raise_refusal(self) -> None:
+        refused, self._refused = self._refused, None
+        if refused is not None:  # on every rank
+            raise refused
 
     def settle(self) -> None:
         """Return when everything that is being saved has been copied.
@@ -374,29 +368,23 @@ class Saver:
             self._hook = None
         return outcome
 
-    def _write(
-        self, step: int, found: dict[str, Any], same: dict[str, str], problem: str | None, began: float
-    ) -> Outcome:
-        contents = self.state.contents
-        island = contents.islands.island if contents.islands is not None else 0
-        writer = FolderWriter(self.root, step, self._claim, contents.strategy, same, island)
-        failure: str | None = None
+    def _write(self, step: int, contents: Contents | str, began: float) -> Outcome:
+        failure, control = None, self._writing.control
         try:
-            if self._control.lost:
+            if control.lost:
                 raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
-            dcp.write(found, writer, JsonSavePlanner(problem), self._control.group)
+            storage.write(self.root, step, contents, self._lock, control)
         except CheckpointError as error:  # the same on every rank
             failure = str(error)
-            self._lost = error if isinstance(error, (FolderInUseError, RanksDifferError)) else None
+            self._refused = RefusedError(failure) if isinstance(error, RefusedError) else None
         except Exception as error:
             failure = described(error)
-            self._control.leave()
+            control.leave()
         path = folders.checkpoint_of(self.root, step)
-        if self._control.rank == 0 and failure is not None:
+        if control.rank == 0 and failure is not None:
             after = " The training goes on." if self._background else ""
             _LOG.error("CHECKPOINT OF STEP %d NOT SAVED: %s%s", step, failure, after)
-            writer.clear()
-        elif self._control.rank == 0:
+        elif control.rank == 0:
             try:
                 folders.remove_old(self.root, step, *self._keep)
             except OSError as error:
@@ -422,14 +410,8 @@ def _is_count(value: object, low: int) -> bool:
     return type(value) is int and value >= low
 
 
-def _give_back(claim: Claim, control: ControlGroup, lanes: dict[int, Path], lane: int) -> None:
-    release(claim)
-    if not control.lost:  # other ranks may still have a group that this rank has left
-        del lanes[lane]
-
-
 def _settling(saver: weakref.ref[Saver]) -> Callable[..., None]:
-    """Return a hook for an optimizer's step. It keeps neither the saver nor its claim on the folder alive."""
+    """Return a hook for an optimizer's step. It keeps neither the saver nor its lock on the folder alive."""
 
     def before_step(*_: object) -> None:
         found = saver()

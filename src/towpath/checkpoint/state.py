@@ -21,20 +21,26 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from towpath.checkpoint import adapters, optimizer_state
-from towpath.checkpoint.dcp import Pieces
-from towpath.checkpoint.islands import VALUE, IslandContents, IslandRestore, View, islands_of, view_of
-from towpath.checkpoint.json_state import from_json, tensors_in, to_json
-from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest
-from towpath.checkpoint.rank_contents import NamedTensors, RankContents, contents_of, gather_or_raise
-from towpath.checkpoint.rng import check_rng_shapes, rng_state, seed_anew, set_rng_state
-from towpath.checkpoint.safe_open import DamagedError
-from towpath.checkpoint.safetensors import empty
+from towpath.checkpoint import optimizer_state
+from towpath.checkpoint.exporting import ADAPTERS, adapters_of
+from towpath.checkpoint.islands import VALUE, IslandContents, IslandRestore, View, islands_of, prefix_of, view_of
+from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
+from towpath.checkpoint.rank_contents import (
+    NamedTensors,
+    RankContents,
+    contents_of,
+    gather_or_raise,
+    rng_state,
+    seed_anew,
+    set_rng_state,
+)
+from towpath.checkpoint.safe_files import DamagedError, empty
+from towpath.checkpoint.storage import Contents, Pieces
 from towpath.core.formats import shape_text
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 
-_TAKEN = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", adapters.VALUE)
+_TAKEN = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
 _NAMED_DIFFERENCES = 4
 _SHOWN = 200  # characters of an extra's state in an error
@@ -98,11 +104,8 @@ class State:
 
     # --- saving
 
-    def collect(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return what this rank writes, and the texts that must be the same on every rank.
-
-        A rank writes pieces of the tensors in use. Rank 0 also writes all values that are not tensors.
-        """
+    def collect(self) -> Contents:
+        """Return what this rank writes: pieces of the tensors in use, and on rank 0 values that are not tensors."""
         model, islands = self.named(), self.contents.islands
         if islands is not None:
             islands.outer.wait()  # an exchange under way changes what is kept of rounding errors
@@ -110,8 +113,7 @@ class State:
         tensors = model.all()
         if islands is not None:  # the other tensors are equal on all islands, which share one copy
             tensors = islands.trained(tensors)
-        found: dict[str, Any] = {}
-        found.update(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
+        found = dict(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
         own = {f"rank.{self.rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
         own |= {f"rank.{self.rank}.codec.{name}": tensor for name, tensor in self.contents.state().items()}
         found.update(self._mine(own, True))
@@ -142,15 +144,19 @@ class State:
                 ) from error
         if self.names:
             values["names"] = self.names
-        if self.rank == 0 and (found_adapters := adapters.adapters_of(self.model)):
-            values[adapters.VALUE] = found_adapters
-        if self.rank == 0:
-            found.update(values)
+        if self.rank == 0 and (adapters := adapters_of(self.model)):
+            values[ADAPTERS] = adapters
+        values = values if self.rank == 0 else {}
         if islands is not None:
-            found = {**islands.renamed(found), **self._shared_by_islands(islands, model)}
-        return found, same
+            found = {f"{prefix_of(islands.island)}{name}": pieces for name, pieces in found.items()}
+            found |= self._shared_by_islands(islands, model)
+            values = islands.renamed(values, self.rank)
+        strategy = self.contents.strategy
+        return Contents(
+            pieces=found, values=values, same=same, island=0 if islands is None else islands.island, strategy=strategy
+        )
 
-    def _shared_by_islands(self, islands: IslandContents, model: NamedTensors) -> dict[str, Any]:
+    def _shared_by_islands(self, islands: IslandContents, model: NamedTensors) -> dict[str, Pieces]:
         """Return what island 0 writes for all islands."""
         if islands.island > 0:
             return {}
@@ -158,8 +164,7 @@ class State:
         trained = islands.trained(model.all())
         equal = {f"model.{name}": t for name, t in model.all().items() if name not in trained}
         found = dict(self._mine(equal, self.contents.writes_copies))
-        found.update(self._mine(dict(islands.tensors(names)), False, steady=False))
-        return found | ({VALUE: islands.values()} if self.rank == 0 else {})
+        return found | dict(self._mine(dict(islands.tensors(names)), False, steady=False))
 
     def named(self) -> NamedTensors:
         """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
@@ -306,11 +311,9 @@ class Restore:
             self.targets.update(self._optimizer.targets)
         if self._same_world:
             prefix = f"rank.{state.rank}.rng."
-            found = {n.removeprefix(prefix): t for n, t in manifest.tensors.items() if n.startswith(prefix)}
-            if found:
-                check_rng_shapes({name: (stored.dtype, stored.shape) for name, stored in found.items()})
-            for name in found:
-                self._add_new(f"{prefix}{name}")
+            for name in manifest.tensors:
+                if name.startswith(prefix):
+                    self._add_new(name)
         for name in state.extras:
             for path in tensors_in(manifest.values.get(name)):
                 self._add_new(path)
@@ -331,8 +334,8 @@ class Restore:
             if isinstance(tensor, ShardTensor) and tensor.rests_in is not None:
                 self.targets[key] = torch.empty_like(tensor.detach())
                 self._encoded.append((tensor, self.targets[key]))
-            here, there = str(tensor.dtype).removeprefix("torch."), self._manifest.tensors[key].dtype
-            if TORCH_DTYPES[there] != tensor.dtype:
+            here, there = (_short(dtype) for dtype in (tensor.dtype, self._manifest.tensor(key).dtype))
+            if there != here:
                 rounded.add(f"saved as {there}, loaded as {here}")
         for alias, first in self._model.aliases.items():
             both = alias in held and first in held  # tied in this model, and not in the checkpoint
@@ -359,8 +362,8 @@ class Restore:
             )
 
     def _add_new(self, path: str) -> None:
-        stored = self._manifest.tensors[path]
-        self.targets[path] = empty(stored.shape, TORCH_DTYPES[stored.dtype], path)
+        stored = self._manifest.tensor(path)
+        self.targets[path] = empty(stored.shape, stored.dtype, path)
 
     def check(self) -> None:
         """Raise CheckpointError if parameters that are tied in the model differ in the filled targets."""
@@ -441,11 +444,13 @@ def _ranks(of_an_island: int, islands: int) -> str:
 
 def _check_target(manifest: Manifest, name: str, target: torch.Tensor) -> None:
     """Raise CheckpointError unless the checkpoint has a tensor of the target's shape that its dtype can represent."""
-    stored = manifest.tensors.get(name)
-    if stored is None:
-        raise DamagedError(f"{name} is missing, which other parts of the checkpoint name.")
+    stored = manifest.tensor(name)
     if stored.shape != tuple(target.shape):
         raise DamagedError(f"{name} is {shape_text(stored.shape)} in it; expected {shape_text(tuple(target.shape))}.")
-    if not torch.can_cast(TORCH_DTYPES[stored.dtype], target.dtype):
-        here = str(target.dtype).removeprefix("torch.")
-        raise CheckpointError(f"{name} is {stored.dtype} in the checkpoint, which cannot be cast to {here}.")
+    if not torch.can_cast(stored.dtype, target.dtype):
+        here, there = _short(target.dtype), _short(stored.dtype)
+        raise CheckpointError(f"{name} is {there} in the checkpoint, which cannot be cast to {here}.")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

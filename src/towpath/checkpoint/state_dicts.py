@@ -1,4 +1,4 @@
-"""State dicts in memory: the functions of torch.distributed.checkpoint.state_dict, for sharded models.
+"""State dicts in memory: four functions of torch.distributed.checkpoint.state_dict, for sharded models.
 
 PyTorch's functions gather only DTensors. These have the same names, arguments and results, and also gather
 ShardTensors, one unit at a time. They call PyTorch's functions for unsharded models and for `full_state_dict=False`,
@@ -117,28 +117,6 @@ def get_optimizer_state_dict(
     return _flattened(gathered) if options.flatten_optimizer_state_dict and gathered else gathered
 
 
-def get_state_dict(
-    model: nn.Module,
-    optimizers: Optimizers,
-    *,
-    submodules: set[nn.Module] | None = None,
-    options: StateDictOptions | None = None,
-) -> tuple[StateDict, StateDict]:
-    """Return the results of `get_model_state_dict` and `get_optimizer_state_dict`. Every rank must call it.
-
-    Args:
-        model: The model, sharded or not.
-        optimizers: The model's optimizer, or several.
-        submodules: Return only the model's tensors of these modules.
-        options: PyTorch's options, for both.
-
-    Returns:
-        The state dict of the model and that of the optimizers.
-    """
-    model_state = get_model_state_dict(model, submodules=submodules, options=options)
-    return model_state, get_optimizer_state_dict(model, optimizers, options=options)
-
-
 def set_model_state_dict(
     model: nn.Module, model_state_dict: StateDict, *, options: StateDictOptions | None = None
 ) -> Any:
@@ -226,30 +204,6 @@ def set_optimizer_state_dict(
             for parameter in group["params"]:
                 optimizer.state[parameter] = {}
     pytorchs.set_optimizer_state_dict(model, others, given, options=_without_gathering(options))
-
-
-def set_state_dict(
-    model: nn.Module,
-    optimizers: Optimizers,
-    *,
-    model_state_dict: StateDict,
-    optim_state_dict: StateDict,
-    options: StateDictOptions | None = None,
-) -> Any:
-    """Call `set_optimizer_state_dict` and `set_model_state_dict`. Every rank must call it.
-
-    Args:
-        model: The model, sharded or not.
-        optimizers: The model's optimizer, or several.
-        model_state_dict: The tensors of the model by name.
-        optim_state_dict: The states of the optimizers.
-        options: PyTorch's options, for both.
-
-    Returns:
-        The missing and the unexpected keys of the model.
-    """
-    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
-    return set_model_state_dict(model, model_state_dict, options=options)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -2,70 +2,78 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from towpath.checkpoint.manifest import TORCH_DTYPES
-from towpath.checkpoint.safe_open import hub_file, is_folder, named_file, reading
-from towpath.checkpoint.safetensors import INDEX, HeaderEntry, check_names, read_header, read_index
+from towpath.checkpoint.safe_files import DamagedError, hub_file, is_plain, map_tensors, read_object, shown
 from towpath.core.formats import shape_text
 from towpath.errors import ConfigError
 
-SINGLE = "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def files_of(path: Path) -> dict[Path, list[str]]:
+    """Return the safetensors files at a path, each with the names that an index lists for it, if there is one."""
+    if path.name != INDEX and os.path.lexists(path) and not path.is_dir():
+        return {path.resolve(): []}  # the user named it, so a link may be followed
+    folder = path.parent if path.name == INDEX else path
+    if not os.path.lexists(folder / INDEX):
+        single = folder / SINGLE
+        return {file: [] for file in ([single] if os.path.lexists(single) else sorted(folder.glob("*.safetensors")))}
+    path, found = folder / INDEX, dict[Path, list[str]]()
+    named = read_object(hub_file(path), "an index of safetensors").get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise DamagedError(f"{path} is not an index of safetensors: expected a weight_map, got {shown(named)}.")
+    for name, file in cast(dict[str, Any], named).items():
+        if not is_plain(file):
+            raise DamagedError(
+                f"{path} (weight_map[{shown(name)}]) names the file {shown(file)}; expected the plain name of one in "
+                "its folder."
+            )
+        found.setdefault(folder / file, []).append(name)
+    return dict(sorted(found.items()))
+
+
+def tensors_in(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, as views of it. It must have the `names` that an index lists."""
+    held = map_tensors(hub_file(file))
+    if missing := sorted({*names} - held.keys()):
+        raise DamagedError(f"{file.parent / INDEX}: {missing[0]} is to be in {file.name}, which does not hold it.")
+    return held
 
 
 class Safetensors:
-    """The tensors of a safetensors file, or of a folder with `model.safetensors` or an index of several files.
+    """The tensors of a safetensors file, or of a folder with such files, as `files_of` finds them.
 
-    The files are mapped into memory, and only the requested elements are read. The slices of the safetensors library
-    are rows, so flat ranges are read here. A damaged file is a `CheckpointError`; weights of another model are a
-    `ConfigError`.
+    The files are mapped into memory, and only the requested elements are read. A damaged file is a `CheckpointError`;
+    weights of another model are a `ConfigError`.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._tensors: dict[str, tuple[mmap.mmap, HeaderEntry]] = {}
-        for file, names in self._files().items():
-            with reading(hub_file(file)) as opened:
-                held = read_header(opened, file)
-                check_names(names, held, file)
-                # A private mapping, though nothing writes: torch warns of memory that is read-only.
-                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._tensors |= {name: (mapped, held[name]) for name in names or held}
-
-    def _files(self) -> Mapping[Path, Sequence[str]]:
-        """Return the files, and the names to take from each. No names mean all."""
-        path = self.path
-        if path.name != INDEX and not is_folder(path) and os.path.lexists(path):
-            return {named_file(path): ()}
-        folder = path.parent if path.name == INDEX else path
-        if os.path.lexists(folder / INDEX):
-            return {folder / file: names for file, names in read_index(folder).items()}
-        if os.path.lexists(folder / SINGLE):
-            return {folder / SINGLE: ()}
-        raise ConfigError(f"no safetensors at {path}: expected a file, or a folder with {SINGLE} or {INDEX}.")
+        self._tensors: dict[str, Tensor] = {}
+        for file, names in files_of(self.path).items():
+            held = tensors_in(file, names)
+            self._tensors |= {name: held[name] for name in names or held}
+        if not self._tensors:
+            raise ConfigError(f"no safetensors at {path}: expected a file, or a folder with {SINGLE} or {INDEX}.")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors by name."""
-        return {name: held.shape for name, (_, held) in self._tensors.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def values(self, name: str, start: int, end: int) -> Tensor:
         """Return the elements [start, end) of a tensor in row-major order, as a view of the file in its dtype."""
-        mapped, held = self._tensors[name]
-        count, dtype = prod(held.shape), TORCH_DTYPES[held.dtype]
-        if not 0 <= start <= end <= count:
-            raise ConfigError(f"{self.path}: {name} has {count} elements; [{start}, {end}) was asked for.")
-        if start == end:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(mapped, dtype=dtype, count=end - start, offset=held.start + start * dtype.itemsize)
+        tensor = self._tensors[name]
+        if not 0 <= start <= end <= tensor.numel():
+            raise ConfigError(f"{self.path}: {name} has {tensor.numel()} elements; [{start}, {end}) was asked for.")
+        return tensor.view(-1)[start:end]
 
     def check(
         self, expected: Mapping[tuple[str, ...], tuple[int, ...]], ignored: re.Pattern[str] | None = None
@@ -96,6 +104,5 @@ class Safetensors:
             raise ConfigError(f"{self.path} holds {_few(more)}, which the model has not. Is it of another model?")
 
 
-def _few(names: Iterable[str]) -> str:
-    names = list(names)
+def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

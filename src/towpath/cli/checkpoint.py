@@ -42,15 +42,13 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
     Exit code: 0, or 1 if a checkpoint is damaged, or 2 if there is none.
     """
     load_torch()
-    from towpath.checkpoint import folders, read_manifest
+    from towpath.checkpoint.manifest import read_manifest
 
     rows: list[dict[str, Any]] = []
     for path in _checkpoints(folder):
         row: dict[str, Any] = {"name": path.name}
         rows.append(row)
         try:
-            if path != folder:
-                folders.refuse_link(path)
             manifest = read_manifest(path)
             row |= {"step": manifest.step, "seconds": manifest.seconds, "ranks": manifest.world}
             row |= {"bytes": manifest.bytes, "tensors": len(manifest.tensors), "problem": None}
@@ -73,8 +71,8 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
     _exit(any(row["problem"] for row in rows))
 
 
-@app.command()
-def verify(folder: Folder, as_json: AsJson = False) -> None:
+@app.command("verify")
+def verify_(folder: Folder, as_json: AsJson = False) -> None:
     """Read every byte of a checkpoint, or of all in a folder, and compare it with its checksum.
 
     Example: `towpath checkpoint verify runs/a/step-000120`
@@ -82,26 +80,17 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
     Exit code: 0, or 1 if a checkpoint is damaged, or 2 if there is none.
     """
     load_torch()
-    from towpath import checkpoint
-    from towpath.checkpoint import folders
-
-    def verdict_of(path: Path) -> checkpoint.Verdict:
-        try:
-            if path != folder:
-                folders.refuse_link(path)
-        except CheckpointError as error:
-            return checkpoint.Verdict(path, str(error))
-        return checkpoint.verify(path, progress)
+    from towpath.checkpoint import verify
 
     paths = _checkpoints(folder)
     with counting_bar("Verifying", sum(map(_bytes, paths))) as progress:
-        verdicts = list(map(verdict_of, paths))
+        problems = {path.name: verify(path, progress) for path in paths}
     if as_json:
-        print(json.dumps([{"name": v.path.name, "problem": v.problem} for v in verdicts], indent=2))
+        print(json.dumps([{"name": name, "problem": problem} for name, problem in problems.items()], indent=2))
     else:
-        for verdict in verdicts:
-            print(f"{verdict.path.name}: {verdict.problem or 'every byte is what was written'}")
-    _exit(not all(verdict.ok for verdict in verdicts))
+        for name, problem in problems.items():
+            print(f"{name}: {problem or 'every byte is what was written'}")
+    _exit(any(problems.values()))
 
 
 @app.command()
@@ -113,15 +102,16 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     Exit code: 0, or 2 if the checkpoint cannot be read.
     """
     load_torch()
-    from towpath.checkpoint import latest, read_manifest
-    from towpath.checkpoint.safe_open import visible
+    from towpath.checkpoint import latest
+    from towpath.checkpoint.manifest import read_manifest
+    from towpath.checkpoint.safe_files import visible
 
     found = _checkpoints(folder)
-    path = found[0] if found == [folder] else latest(folder) or found[0]
+    path = found[0] if len(found) == 1 else latest(folder) or found[0]
     manifest = read_manifest(path)
     tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rank.")}
     if as_json:
-        listed = {n: {"dtype": t.dtype, "shape": t.shape, "boxes": len(t.boxes)} for n, t in tensors.items()}
+        listed = {n: {"dtype": _dtype(t.dtype), "shape": t.shape, "boxes": len(t.boxes)} for n, t in tensors.items()}
         facts: dict[str, Any] = {"step": manifest.step, "ranks": manifest.world, "written_by": manifest.written_by}
         facts |= {"strategy": manifest.strategy, "tensors": listed, "values": manifest.values}
         print(json.dumps(facts, indent=2))
@@ -134,7 +124,8 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     out.print(f"holds {visible(', '.join(manifest.values))}")
     table = _table("tensor", "shape", "dtype", "boxes", "size")
     for name, tensor in tensors.items():
-        table.add_row(visible(name), shape_text(tensor.shape), tensor.dtype, str(len(tensor.boxes)), size(tensor.bytes))
+        row = shape_text(tensor.shape), _dtype(tensor.dtype), str(len(tensor.boxes)), size(tensor.bytes)
+        table.add_row(visible(name), *row)
     out.print(table)
 
 
@@ -143,19 +134,23 @@ def _checkpoints(folder: Path) -> list[Path]:
     from towpath.checkpoint import folders
 
     one = folders.is_checkpoint(folder) and folder.is_dir()
-    found = [folder] if one else folders.checkpoints(folders.search_folder(folder))
+    found = [folder.resolve()] if one else folders.checkpoints(folders.search_folder(folder))
     if not found:
         raise CheckpointError(f"{folder}: there is no checkpoint (a folder named step-000120, say). Check the path.")
     return found
 
 
 def _bytes(path: Path) -> int:
-    from towpath.checkpoint import read_manifest
+    from towpath.checkpoint.manifest import read_manifest
 
     try:
         return read_manifest(path).bytes
     except CheckpointError:
         return 0
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _console() -> Console:
@@ -226,19 +221,20 @@ def export(
 
     Example: `towpath export runs/a exported/ --dtype bfloat16 --tokenizer tokenizer.json`
 
-    It starts no ranks, and reads checkpoints of any strategy and number of ranks. It holds one tensor in memory at a
-    time.
+    It starts no ranks, and reads checkpoints of any strategy and number of ranks. It holds the tensors of one file in
+    memory at a time, and with --format torch all of them.
 
     Exit code: 0, or 2 if the checkpoint or the folder cannot be used.
     """
     load_torch()
     from towpath import checkpoint as checkpoints
     from towpath.checkpoint import folders
+    from towpath.checkpoint.manifest import read_manifest
 
-    source = checkpoint if folders.is_checkpoint(checkpoint) else checkpoints.latest(checkpoint)
+    source = checkpoint.resolve() if folders.is_checkpoint(checkpoint) else checkpoints.latest(checkpoint)
     if source is None:
         raise CheckpointError(f"{checkpoint}: there is no checkpoint in it that could be exported. Check the path.")
-    manifest = checkpoints.read_manifest(source)
+    manifest = read_manifest(source)
     only = manifest.values.get("peft", {}).get(adapter, {}).get("tensors", {})
     total = sum(
         stored.bytes
@@ -285,10 +281,9 @@ def import_(
 def _config(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    from towpath.checkpoint.exporting import read_config
-    from towpath.checkpoint.safe_open import named_file
+    from towpath.checkpoint.safe_files import read_object
 
-    return read_config(named_file(path))
+    return read_object(path.resolve(), "a model's configuration")
 
 
 def _print_files(written: list[Path], step: int, as_json: bool) -> None:

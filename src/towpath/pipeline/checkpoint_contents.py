@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from towpath.checkpoint.rank_contents import (
-    EngineState,
     NamedTensors,
     RankContents,
     RankState,
+    engine_state,
     gather_or_raise,
     named_tensors,
 )
@@ -40,24 +40,18 @@ def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.Proce
     return ["" if unique else f"{index}." for index in range(stages)]
 
 
-@dataclass(frozen=True, slots=True)
-class _SenderState:
-    """The state that a stage's senders carry from one message to the next."""
+def _sender_state(stage: TowpathStage) -> RankState:
+    """Return the state that a stage's senders carry from one message to the next, by the name of the sender."""
 
-    stage: TowpathStage
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors, by the name of their sender."""
-        found = self.stage.senders.items()
+    def state() -> dict[str, torch.Tensor]:
+        found = stage.senders.items()
         return {f"{name}/{i}": kept for name, sender in found for i, kept in enumerate(sender.state)}
 
-    def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing: the values were written to the tensors of `state`, which are in use."""
-
-    def restart(self) -> None:
-        """Reset the state."""
-        for sender in self.stage.senders.values():
+    def restart() -> None:
+        for sender in stage.senders.values():
             sender.restart()
+
+    return RankState(state, restart)
 
 
 def _named_in(stages: Sequence[TowpathStage], prefixes: Sequence[str], twin: Mapping[str, str]) -> NamedTensors:
@@ -95,8 +89,8 @@ def contents_of(
     engines = [(f"stage {s.stage_index}/", s.engine) for s in stages]
     if tied is not None and tied.module is not None:
         engines.append(("tied/", engine_of(tied.module)))
-    states: dict[str, RankState] = {prefix: EngineState(engine) for prefix, engine in engines}
-    states |= {f"messages of stage {s.stage_index}/": _SenderState(s) for s in stages}
+    states: dict[str, RankState] = {prefix: engine_state(engine) for prefix, engine in engines}
+    states |= {f"messages of stage {s.stage_index}/": _sender_state(s) for s in stages}
 
     def of_this_rank() -> tuple[dict[int, list[str]], dict[str, str], list[str]]:
         tensors = [(s.stage_index, _named_in([s], prefixes, twin)) for s in stages]
@@ -119,7 +113,6 @@ def contents_of(
     return RankContents(
         groups=groups,
         named=lambda: replace(_named_in(stages, prefixes, twin), aliases=aliases),
-        nodes=list(range(groups.world)),
         writes_copies=not any(mesh.get_local_rank(name) for name in others),
         engines=tuple(engine for _, engine in engines),
         states=states,

@@ -1,0 +1,244 @@
+"""The files of a checkpoint: what each rank writes, and what each rank reads.
+
+Write: each rank writes its files into a partial folder. When all ranks have finished, rank 0 adds the manifest and
+gives the folder its final name. After a failure nothing is published.
+
+Read: the planner of torch.distributed.checkpoint (DCP) says which parts of which boxes a rank needs, and the rank reads
+only these. Meanwhile the ranks together compute the checksum of each file that any of them reads, once.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from towpath.checkpoint import folders
+from towpath.checkpoint.folders import Lock
+from towpath.checkpoint.manifest import (
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    box_in,
+    read_manifest,
+    write_manifest,
+)
+from towpath.checkpoint.rank_contents import ControlGroup, check_same
+from towpath.checkpoint.safe_files import map_tensors, write_tensors, writing
+from towpath.errors import CheckpointError
+from towpath.version import __version__
+
+_OF_OPTIMIZER = re.compile(r"(island\.\d+\.)?optimizer\.")
+_MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what the file system itself needs
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The part of a tensor that one rank writes: contiguous boxes, by their offsets in the tensor.
+
+    `steady` says that only an optimizer's step writes to the boxes.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    boxes: Mapping[tuple[int, ...], Tensor]
+    steady: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What a rank writes into a checkpoint.
+
+    Attributes:
+        pieces: Its part of the tensors, by name.
+        values: JSON values, by name. Most are only on rank 0.
+        same: Texts that must be the same on every rank of the island.
+        island: The number of the rank's island.
+        strategy: The strategy in TOML.
+    """
+
+    pieces: Mapping[str, Pieces]
+    values: Mapping[str, Any]
+    same: Mapping[str, str]
+    island: int = 0
+    strategy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a rank has written: its files, and its boxes of each tensor."""
+
+    files: dict[str, StoredFile]
+    tensors: dict[str, StoredTensor]
+    values: Mapping[str, Any]
+
+
+def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: ControlGroup) -> None:
+    """Write a checkpoint into `root`. Every rank of `control` must call it.
+
+    Args:
+        root: The folder of checkpoints.
+        step: The step, which names the checkpoint.
+        contents: What this rank writes, or why it has nothing to write.
+        lock: The lock on the folder, which rank 0 holds.
+        control: The ranks that write.
+
+    Raises:
+        CheckpointError: A rank failed. All ranks raise the same error.
+    """
+    partial: Path | None = None
+
+    def announce() -> tuple[int, Mapping[str, object], int, Mapping[str, str]]:
+        if isinstance(contents, str):
+            raise CheckpointError(contents)
+        needed = sum(box.nbytes for pieces in contents.pieces.values() for box in pieces.boxes.values())
+        return needed, {"step": step}, contents.island, contents.same
+
+    def prepare(ranks: list[tuple[int, Mapping[str, object], int, Mapping[str, str]]]) -> Path:
+        check_same([given for _, given, _, _ in ranks])
+        for island in {island for _, _, island, _ in ranks}:
+            members = {rank: same for rank, (_, _, theirs, same) in enumerate(ranks) if theirs == island}
+            check_same([*members.values()], [*members])
+        with writing(root):
+            lock.hold()
+            needed, free = sum(needed for needed, *_ in ranks) + _MARGIN_BYTES, free_bytes(root)
+            if needed > free:
+                raise CheckpointError(
+                    f"{root}: {free:,} bytes are free, and a checkpoint of step {step} takes {needed:,}. Make room, or "
+                    "keep fewer."
+                )
+            return folders.new_partial(root, step)
+
+    def publish(ranks: list[_Written]) -> None:
+        assert partial is not None and isinstance(contents, Contents)
+        tensors: dict[str, StoredTensor] = {}
+        for name, part in sorted((item for each in ranks for item in each.tensors.items()), key=lambda item: item[0]):
+            boxes = (*tensors[name].boxes, *part.boxes) if name in tensors else part.boxes
+            tensors[name] = StoredTensor(part.dtype, part.shape, boxes)
+        manifest = Manifest(
+            step=step,
+            written_by=f"towpath {__version__}, torch {torch.__version__}",
+            seconds=time.time(),
+            world=control.world,
+            strategy=contents.strategy,
+            files={name: file for each in ranks for name, file in each.files.items()},
+            tensors=tensors,
+            values={name: value for each in ranks for name, value in each.values.items()},
+        )
+        with writing(partial):
+            write_manifest(partial, manifest)
+            read_manifest(partial)  # it must be possible, and the boxes must be all of each tensor
+            lock.hold()  # somebody may have removed it meanwhile
+            folders.publish(partial, folders.checkpoint_of(root, step))
+
+    try:
+        partial = control.together(announce, prepare)
+        stem = partial / f"rank-{control.rank:05d}"
+        control.together(lambda: write_files(stem, contents), publish)
+    finally:
+        if partial is not None and control.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # it is there only after a failure
+
+
+def write_files(stem: Path, contents: Contents | str) -> _Written:
+    """Write this rank's files: one for the states of the optimizer, and one for everything else."""
+    assert isinstance(contents, Contents)
+    if not stem.parent.is_dir():
+        raise CheckpointError(
+            f"{stem.parent}, made by rank 0, is not there. The folder of checkpoints must be one that all nodes share, "
+            "and must not be removed meanwhile."
+        )
+    files: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for name, pieces in contents.pieces.items():
+        file = f"{stem.name}{'-optimizer' if _OF_OPTIMIZER.match(name) else ''}.safetensors"
+        boxes = {StoredBox(at, tuple(data.shape), file): data for at, data in pieces.boxes.items()}
+        tensors[name] = StoredTensor(pieces.dtype, tuple(pieces.shape), tuple(boxes))
+        files.setdefault(file, {}).update({box.key(name): data.contiguous().cpu() for box, data in boxes.items()})
+    written: dict[str, StoredFile] = {}
+    for file, held in files.items():
+        with writing(stem.parent / file):
+            written[file] = StoredFile(*write_tensors(stem.parent / file, held))
+    return _Written(written, tensors, contents.values)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space of the disk that `folder` is on."""
+    return shutil.disk_usage(folder).free
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, control: ControlGroup) -> None:
+    """Fill `targets` from a checkpoint. Every rank of `control` must call it.
+
+    Raises:
+        CheckpointError: A rank failed. All ranks raise the same error.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    metadata: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            TensorProperties(tensor.dtype),
+            torch.Size(tensor.shape),
+            [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in tensor.boxes],
+        )
+        for name, tensor in manifest.tensors.items()
+    }
+    planner.set_up_planner(dict(targets), Metadata(metadata), control.rank == 0)
+    items: list[Any] = []
+
+    def plan() -> set[str]:
+        """Return the names of the files that this rank reads."""
+        items.extend(planner.create_local_plan().items)
+        return {box_of(item).file for item in items}
+
+    def box_of(item: Any) -> StoredBox:
+        return manifest.tensors[item.storage_index.fqn].boxes[item.storage_index.index]
+
+    def share(ranks: list[set[str]]) -> list[list[str]]:
+        """Return the files whose checksum each rank computes. The next largest one goes to the rank with the least."""
+        checked, load = [list[str]() for _ in ranks], [0] * len(ranks)
+        for file in sorted(set[str]().union(*ranks), key=lambda name: (-manifest.files[name].bytes, name)):
+            rank = load.index(min(load))
+            checked[rank].append(file)
+            load[rank] += manifest.files[file].bytes
+        return checked
+
+    def check(files: Iterable[str]) -> None:
+        for file in files:
+            manifest.check_file(folder, file)
+
+    def fill() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            checking = pool.submit(check, checked[control.rank])
+            files = {name: map_tensors(folder / name) for name in {box_of(item).file for item in items}}
+            for item in items:
+                name, box = item.storage_index.fqn, box_of(item)
+                stored = box_in(files[box.file], name, manifest.tensors[name], box)
+                where = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                planner.resolve_tensor(item).detach().copy_(stored[where])
+            checking.result()
+
+    checked = control.together(plan, share)
+    control.each(fill)
