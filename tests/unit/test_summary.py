@@ -53,33 +53,6 @@ def test_a_cell_has_the_median_the_range_and_the_count() -> None:
     assert row["4"] == ""
 
 
-def test_a_family_counts_its_fastest_member_once() -> None:
-    row = cells([line("2x2-ratio4-micro1", **{"paro-igg": 1.0, "paro-ngg": 2.0, "fsdp2": 3.0})], "PaRO")
-    assert row["4"] == "3.00, n = 1" and row["lossless"] == "yes"
-
-
-def test_micro_steps_have_their_own_rows_lossless_first() -> None:
-    lines = [line(f"2x2-ratio4-micro{steps}", **{"zero++": 1.0, "mics": 1.5, "fsdp2": 3.0}) for steps in (4, 1)]
-    kinds = [row[:3] for row in report.rows(lines)]
-    assert kinds == [("1", "MiCS", "yes"), ("1", "ZeRO++", "no"), ("4", "MiCS", "yes"), ("4", "ZeRO++", "no")]
-
-
-@pytest.mark.parametrize(
-    ("candidate", "family"),
-    [
-        ("mics", "MiCS"),
-        ("mics gradients=int4:64", "int4 gradients"),
-        ("ddp gradients=low-rank:4", "low-rank gradients"),
-        ("paro-iig", "PaRO"),
-        ("zero++", "ZeRO++"),
-        ("zero3", "DDP, ZeRO"),
-        ("lins", "lins"),
-    ],
-)
-def test_the_family_of_a_candidate(candidate: str, family: str) -> None:
-    assert report.family_of(candidate) == family
-
-
 @pytest.mark.parametrize(
     "name",
     ["2x2-200mbit-micro1", "2x2-ratio4-micro1-fp32", "2x2-ratio4-micro1-width192", "2x2-cluster-micro1"],
