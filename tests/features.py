@@ -90,7 +90,7 @@ OTHER = _files(
         """,
     unit="""
             api_reference bench benchmarks commands config data data_prepare docs extending features
-            metrics output package plots public session stopping summary train_command
+            metrics output package plots public session stopping train_command
             train_models typing
         """,
 )
