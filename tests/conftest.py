@@ -1,4 +1,4 @@
-"""What every session of tests does: it measures, requires, and tells what was skipped. The parts: tests/session/."""
+"""What every session of tests does: it measures, requires, and records. The parts: tests/session/."""
 
 from __future__ import annotations
 
@@ -9,27 +9,23 @@ import pytest
 from tests.session import record, required
 from tests.session.collector import rarely_collect
 from tests.session.order import Scheduling, longest_first
-from tests.session.skips import Skips
-from tests.session.spent import Ledger, Meter
+from tests.session.spent import Ledger
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("towpath")
     group.addoption("--require", default="", help="native,lab,triton: end at once where one is missing (CI=true: all)")
     group.addoption("--may-miss", default="", help="what of these may be missing all the same")
-    group.addoption("--spent-to", type=Path, help="append what each test took to this file, a line of JSON each")
     group.addoption(
         "--record-to", type=Path, help="at the end, write commit, date, counts by file and duration to this file"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Meter())
     if hasattr(config, "workerinput"):
         return  # of pytest-xdist: another process reports
     config.pluginmanager.register(Scheduling())
-    config.pluginmanager.register(Skips())
-    ledger = Ledger(config.getoption("--spent-to"))
+    ledger = Ledger()
     config.pluginmanager.register(ledger)
     if config.getoption("--record-to"):
         config.pluginmanager.register(record.Recorder(config.getoption("--record-to"), ledger.load))

@@ -89,8 +89,8 @@ OTHER = _files(
             train_command train_models
         """,
     unit="""
-            api_reference bench benchmarks budget commands config data data_prepare docs extending features
-            help metrics output package plots progress public session stopping summary train_command
+            api_reference bench benchmarks commands config data data_prepare docs extending features
+            metrics output package plots public session stopping train_command
             train_models typing
         """,
 )

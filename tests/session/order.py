@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-# By what the end of a run says of their processor seconds.
+# By what the end of a run says.
 LONGEST = ("test_pipeline", "test_resume", "test_checkpoint", "test_train", "test_parity", "test_every_model")
 FOLDERS = ("ranks", "order", "lab", "unit", "gpu")
 

@@ -6,7 +6,6 @@ import pytest
 
 from towpath import bench
 from towpath.bench import Comparison, Sample
-from towpath.cli import bench as command
 from towpath.cli.main import app
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
@@ -14,12 +13,6 @@ from towpath.topology.cluster import Topology
 SQUARE = Topology(2, 2)
 KINDS = {"mics": "ours", "zero++": "ours, lossy", "fsdp2": "peer", "hsdp": "peer"}
 SECONDS = {"mics": 1.0, "zero++": 0.5, "fsdp2": 4.0, "hsdp": 2.0}
-
-
-def measured(rounds: int) -> Comparison:
-    found = Comparison(KINDS)
-    found.run(rounds, lambda number, name: Sample(SECONDS[name], memory_bytes=2_000_000), lambda text: None)
-    return found
 
 
 class TestComparison:
@@ -43,19 +36,6 @@ class TestComparison:
         found.run(6, lambda number, name: Sample(2.0 if name != "mics" else next(seconds)), lambda text: None)
         ratio, interval = found.speedup("mics", "hsdp")
         assert ratio == pytest.approx(1.0) and interval.low < 1 < interval.high and interval.coverage > 0.95
-
-    def test_the_table_fits_a_terminal_and_says_if_it_is_not_conclusive(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        command.show(measured(6))
-        shown = capsys.readouterr().out
-        assert max(map(len, shown.splitlines())) <= 100
-        rows = [line.split() for line in shown.splitlines()[1:5]]
-        assert [row[0] for row in rows] == ["zero++", "mics", "hsdp", "fsdp2"]
-        assert rows[0][1:5] == ["+~", "0.5", "s", "4.00"] and rows[1][1:5] == ["+", "1", "s", "2.00"]
-        assert "97% intervals" in shown and "--rounds" not in shown
-        command.show(measured(3))
-        assert "75% intervals. Not conclusive: use --rounds 6 or more." in capsys.readouterr().out
 
 
 class TestCandidates:

@@ -12,7 +12,6 @@ import pytest
 from tests.ranks.strategies import seldom
 from tools.docs import generate, papers
 from tools.docs.draw_routes import CARRIED, DRAWN, bars, plan_of, simulate, taken, transfer_of
-from tools.docs.papers.lines import is_near
 from towpath.core.routes import Op
 from towpath.topology.cluster import Topology
 
@@ -43,26 +42,6 @@ def test_regenerating_the_slow_lines_changes_nothing() -> None:
     assert generate.PAPERS.read_text(encoding="utf-8") == generate.text_of(generate.PAPERS, papers.Writer(slow=True)), (
         "python -m tools.docs.generate"
     )
-
-
-@pytest.mark.parametrize(
-    ("found", "printed", "near"), [(1.00, 1.15, False), (1.12, 1.15, True), (2.6, 2.2, False), (2.5, 2.2, True)]
-)
-def test_a_match_is_judged_by_the_gain(found: float, printed: float, near: bool) -> None:
-    assert is_near(found, printed) is near
-
-
-def test_rows_without_one_printed_figure_do_not_count() -> None:
-    lines = [
-        "| a | 2.00 | 2.10 ✓ | 3.00 | 1 |",
-        "| b | 2.00 | 1.20 | 2.60 | 1 |",
-        "| c | 1.3 to 1.4 ² | 1.30 | 1.4 | 1 |",
-    ]
-    table = "\n".join(
-        ["| what | printed | overlapped | one after the other | by blocks |", "|---|---|---|---|---|", *lines]
-    )
-    page = "".join(f"<!-- figures: papers-{name} -->\n{table}\n<!-- end" for name in ("lins", "mics", "zeropp", "paro"))
-    assert papers.counts(page).splitlines()[-1] == "| all | 8 | 4 | 0 | 8 |"
 
 
 @pytest.mark.parametrize("route", DRAWN)

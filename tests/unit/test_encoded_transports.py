@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import towpath
-from towpath.collectives import rank_transfer
 from towpath.core.presets import parse_strategy
-from towpath.core.routes import Grid, Op
+from towpath.core.routes import Op
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology
@@ -177,12 +174,3 @@ def test_weights_without_a_copy_are_gathered_for_backward_as_they_were_for_forwa
         t.transport for t in root.transfers(TransferKind.GATHER)
     }
     assert {t.transport.encoding for t in block.transfers(TransferKind.BACKWARD_GATHER)} == {None}
-
-
-def test_an_encoded_reduction_on_a_route_without_hops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = towpath.schedule(towpath.strategy("zero2", TWO, gradients="int8"), [1 << 18], 1)
-    transfer = next(t for t in made.transfers if t.kind is TransferKind.REDUCE)
-    members: Any = SimpleNamespace(grid=Grid(2, 2))
-    monkeypatch.setattr(rank_transfer, "hops_of", lambda route, grid: ())
-    with pytest.raises(ConfigError, match="hops_of"):
-        rank_transfer.select(transfer, members, torch.device("cpu"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,21 +10,14 @@ import pytest
 from tests.profiles import made_profile
 from tests.unit.test_planner import SMALL, priced_of, small_cluster
 from towpath.core.exact import DIFFERENCES, VALUES
-from towpath.core.formats import Precision
-from towpath.core.presets import strategy
 from towpath.core.routes import Op
-from towpath.core.schedule import schedule
 from towpath.core.strategy import GRADIENTS, Strategy
-from towpath.core.units import BucketSpec, UnitSpec
-from towpath.errors import ConfigError
 from towpath.planner import tables
 from towpath.planner.cluster import Cluster
 from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.prediction import Prediction, Ranking
 from towpath.planner.request import BF16, Request
 from towpath.planner.solver import Solver
-from towpath.topology.cluster import Topology
-from towpath.train.config import Config
 
 SPEED = 1e9  # elements a second that a rank codes exactly
 
@@ -153,36 +145,3 @@ def test_a_profile_has_the_speed_of_exact_codecs_and_older_ones_an_estimate() ->
 
 
 # --- tables and options -----------------------------------------------------------------------------------------------
-
-
-def test_a_schedule_has_the_expected_bytes_next_to_the_upper_bound() -> None:
-    topology, units = Topology(2, 2), (UnitSpec("", (BucketSpec((1 << 20,)),)),)
-    made = [
-        schedule(strategy("paro-iig", topology, exact=exact), units, 1, Precision("bf16", "bf16"))
-        for exact in (False, True)
-    ]
-
-    plain, exact = (str(each).splitlines() for each in made)
-
-    assert "expected" not in plain[1] and plain[0] == exact[0]
-    assert exact[1].split()[-2:] == ["between nodes", "expected"] or exact[1].endswith("expected")
-    for kind, share in (("grad_sync", 11.5 / 16), ("param_sync", 5 / 16), ("gather", 1.0)):
-        *_, most, expected = next(line for line in exact if line.split()[0] == kind).replace(",", "").split()
-        assert int(expected) == round(share * int(most))
-    assert exact[-1] == (
-        "  expected on paper: differences of bfloat16 take 5 of 16 bits, values of bfloat16 take 11.5 of 16 bits"
-    )
-
-
-def test_configurations_take_true_false_or_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    for text, value in (("exact = true", True), ("exact = false", False), ("", None), ('exact = ""', None)):
-        for name in ("auto", "paro-iig"):
-            file.write_text(f'[strategy]\nname = "{name}"\n{text}\n')
-            config = Config.load(file, [])
-            assert config.strategy.exact is value
-            file.write_text(str(config))
-            assert Config.load(file, []) == config
-        assert config.strategy.build(Topology(2, 2)).is_exact is (value is True)
-    with pytest.raises(ConfigError, match=r'strategy\.exact = "often": expected true or false'):
-        Config.load(file, ["strategy.exact=often"])

@@ -82,14 +82,6 @@ def test_launching_bounds_a_step_of_short_computation(name: str) -> None:
     assert replayed(name, times(COSTS, 3), 1e-6).seconds == pytest.approx(3 * found.seconds, rel=0.02)
 
 
-def test_the_thread_runs_ahead_over_micro_steps() -> None:
-    """A unit that computes long lets the thread launch what follows, so only the sums count."""
-    each = replayed("zero3", COSTS, 1e-6).launching
-    more = replayed("zero3", COSTS, 1e-6, micro_steps=3)
-    assert more.seconds == pytest.approx(more.launching, rel=0.02)
-    assert more.launching > 2 * each
-
-
 def test_the_thread_waits_for_agreed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device encodes first, and the parameter syncs come after the agreement."""
     monkeypatch.setattr(exact, "SMALLEST_BYTES", 1)
@@ -183,16 +175,6 @@ def test_a_plan_that_launches_longer_than_it_computes_ranks_last() -> None:
     told = tables.launches(found.ranked)
     assert told[0].startswith(f"{sum(late)} of {len(late)}, ranked last, launch for longer than they compute")
     assert len(told) <= 2
-
-
-def test_if_all_plans_launch_too_long_the_fastest_comes_first() -> None:
-    made = solver(1000.0)
-    found = made.solve(best=3, most=30)
-    assert isinstance(found, Ranking)
-    assert all(step.launches_too_long for step in found.ranked)
-    seconds = [step.seconds for step in found.ranked]
-    assert seconds == sorted(seconds)
-    assert tables.as_json(found.ranked[0], made)["launching_seconds"] == found.ranked[0].launching
 
 
 def test_many_micro_steps_launch_as_much_as_each_of_them() -> None:

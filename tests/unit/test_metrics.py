@@ -26,9 +26,7 @@ from towpath.train.metrics import (
     WeightsAndBiases,
     memory_bytes,
     open_writers,
-    progress_line,
     stated_flops,
-    summary,
     times,
 )
 
@@ -90,12 +88,6 @@ def test_a_resumed_run_appends_also_after_half_a_line(tmp_path: Path) -> None:
         writer.close()
     lines = path.read_text().splitlines()
     assert lines[1] == '{"kind": "tra' and [json.loads(line)["step"] for line in lines[2:]] == [2, 3]
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot write .*metrics\.jsonl"):
-        JsonLines(tmp_path / "taken" / "metrics.jsonl")
 
 
 def test_a_run_does_not_begin_where_its_first_row_cannot_be_written(tmp_path: Path) -> None:
@@ -201,14 +193,6 @@ def test_memory_is_what_is_resident() -> None:
 # --- what a person sees ----------------------------------------------------------------------------------------------
 
 
-def test_a_line_tells_all_and_fits_a_hundred_columns() -> None:
-    line = progress_line(50_000, 100_000, ROW | {"loss": 12.34567, "mfu": 0.412}, 50_000 * 0.5)
-    expected = "loss 12.346  8,192 tok/s  MFU 41%  inter 48.2 MB  exposed 12%  mem 1.52 GB  ETA 6h56"
-    assert line == f" 50000/100000  {expected}" and len(line) <= 100
-    ends = [progress_line(1, 2, ROW, seconds).split()[-1] for seconds in (0.4, 59.6, 61, 3600, 90_061)]
-    assert ends == ["0:00", "1:00", "1:01", "1h00", "25h01"]
-
-
 def _stats(calls: int = 10) -> Stats:
     """Of `calls` steps under zero++."""
     topology = towpath.Topology(2, 2)
@@ -238,16 +222,3 @@ def test_the_times_add_up_to_the_run() -> None:
     assert found["the engine's own work"] == pytest.approx(0.4)
     assert found["the rest"] == pytest.approx(1.0)
     assert found["compute"] == pytest.approx(15.0 - done.seconds_exposed + 1.5 - 0.4)
-
-
-def test_the_summary_reads_well_in_a_file() -> None:
-    done = _stats(10)
-    text = summary(done, times(done, StepTimers(passes=15.0, optimizer=1.0), 20.0, Sums()), 10)
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 100
-    assert lines[0] == "Where the time went (10 steps, 20.0 s)"
-    (optimizer,) = [line for line in lines if "the optimizer" in line]
-    assert optimizer.split()[2:] == ["1.00", "s", "100.0", "ms", "a", "step", "5.0%"]
-    (gather,) = [line for line in lines if line.startswith("gather")]
-    mine = [t for t in done.transfers if t.transfer.kind is TransferKind.GATHER]
-    assert f"{sum(t.inter_bytes for t in mine):,}" in gather

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -10,19 +9,18 @@ import torch
 
 import towpath
 from tests.ranks.strategies import seldom
-from tests.unit.test_plan_command import told, told_wide
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.core import unit_plan
 from towpath.core.routes import Form
 from towpath.core.schedule import schedule
 from towpath.core.step import StepMachine
-from towpath.core.step_state import ParamVersion, Submit, Wait
+from towpath.core.step_state import Submit
 from towpath.core.strategy import Offload, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.parameters.gradients import OptimizerMemory
 from towpath.errors import ConfigError
-from towpath.planner.catalog import describe_model, load_cluster, shipped_clusters
+from towpath.planner.catalog import describe_model, load_cluster
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 
@@ -113,34 +111,6 @@ def test_parameters_are_synced_when_their_unit_is_gathered() -> None:
             assert machine.param_sync() and not machine.param_sync()  # all that is left
 
 
-def test_the_host_waits_for_what_it_reads() -> None:
-    for on_host in (True, False):
-        made = towpath.strategy("paro-iig", SHAPE, offload="optimizer" if on_host else None)
-        units = [UnitSpec(name, (BucketSpec((NUMEL,)),), kept=not name) for name in ("", "a")]
-        machine = StepMachine([plan_unit(made, unit, MIXED) for unit in units])
-        machine.forward_begins(0, comes_back=True)
-        passed = machine.graph_made(0)
-        machine.forward_ends(0, graph_follows=True)
-        machine.backward_begins(passed)
-        machine.gradient_arrives(0)
-        waits = [
-            a for a in machine.backward_pass_ended() if isinstance(a, Wait) and a.task.kind is TransferKind.GRAD_SYNC
-        ]
-        assert len(waits) == 2 and all(wait.on_host is on_host for wait in waits)
-
-
-def test_a_write_waits_once_for_the_copy_that_reads() -> None:
-    waits: list[str] = []
-    model = ParamVersion()
-    version = ParamVersion(model)
-    version.before_write()
-    version.read_until(lambda: waits.append("first"))
-    version.read_until(lambda: waits.append("last"))  # of one stream, which keeps its order
-    version.before_write()
-    version.before_write()
-    assert waits == ["last"] and version.count == model.count == 0
-
-
 def _solver(offload: Offload | None, memory: int = 80 << 30) -> Solver:
     return Solver(
         describe_model("llama-7b", 2048), load_cluster("ethernet-25g", 4), Request(64, memory, offload=offload)
@@ -213,19 +183,3 @@ def test_a_cluster_without_its_host_is_refused() -> None:
     solver = Solver(describe_model("llama-7b", 2048), unknown, Request(64, 80 << 30, offload="optimizer"))
     with pytest.raises(ConfigError, match=r"says nothing of the host's memory. Describe it under \[host\]"):
         solver.predict(solver.strategy(next(solver.candidates())), Batching(1, 4, True))
-
-
-def test_every_shipped_cluster_describes_its_host() -> None:
-    for name in shipped_clusters():
-        assert load_cluster(name).hardware.offloading.copy_rate > 0, name
-
-
-def test_the_command_tells_what_lies_on_the_host() -> None:
-    sides = ("plan", "llama-7b", "--cluster", "ethernet-25g", "--batch", "32", "--micro-batch", "1", "--checkpointing")
-    sides += ("--strategy", "zero3", "--strategy", "paro-iig")
-    assert "GiB of the host" not in told(*sides)
-    assert "GiB of the host, for a rank" in told(*sides, "--offload", "optimizer")
-    found = json.loads(told_wide(*sides, "--offload", "optimizer", "--json"))
-    for side in found["strategies"]:
-        assert side["host_memory_bytes"]["optimizer"] > 0 and side["host_copy_bytes"] > 0
-        assert towpath.Strategy.from_toml(side["toml"]).offload == "optimizer"

@@ -9,7 +9,7 @@ import pytest
 import towpath
 from towpath import Outer, Strategy, Topology, Transport
 from towpath.core import formats
-from towpath.core.outer_plan import OuterPlan, plan_outer
+from towpath.core.outer_plan import OuterPlan
 from towpath.core.outer_steps import OuterSteps
 from towpath.core.schedule import schedule
 from towpath.core.step_state import ApplyOuter, Submit, Wait
@@ -216,14 +216,3 @@ def test_codecs_cannot_take_the_slow_weights_of_float64() -> None:
     strategy = towpath.strategy("zero3", Topology(2, 2), outer=outer)
     with pytest.raises(ConfigError, match="float64"):
         schedule(strategy, units_from_numels({"": 10, "a": 100}, "float64"), 1)
-
-
-def test_a_plan_without_outer_steps_is_none() -> None:
-    strategy = towpath.strategy("zero3", Topology(2, 2))
-    assert plan_outer(strategy, schedule(strategy, UNITS, 1).plans) is None
-
-
-@pytest.mark.parametrize("outer", [4, {"every": 4}, "every 4"], ids=str)
-def test_outer_steps_of_another_type_are_refused(outer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"outer is a towpath.Outer, such as towpath.Outer\(every=32\); got"):
-        towpath.strategy("zero1", Topology(2, 2), outer=outer)

@@ -15,10 +15,8 @@ from towpath.core.pipeline import (
     Message,
     Order,
     PassKind,
-    StagePass,
     asked_of_micro_batches,
     encoded_gradients,
-    gpipe,
     messages,
     one_forward_one_backward,
 )
@@ -46,23 +44,6 @@ def test_every_pass_is_there_once_and_every_neighbour_is_sent_something(name: st
         found = [(m.source, m.target, m.micro_batch) for m in messages(order)]
         links = [(s, s + 1) for s in range(count - 1)] + [(s + 1, s) for s in range(count - 1)]
         assert sorted(found) == sorted((s, t, j) for s, t in links for j in range(micro_batches))
-
-
-def test_of_1f1b_the_epilogue_is_exposed() -> None:
-    """Optimus-CC: micro-batch j of stage s, where j ≥ M − (P − s)."""
-    for ranks, micro_batches in SIZES:
-        found = {
-            (m.source, m.micro_batch) for m in messages(one_forward_one_backward(ranks, micro_batches)) if m.exposed
-        }
-        assert found == {
-            (s, j) for s in range(1, ranks) for j in range(micro_batches) if j >= micro_batches - (ranks - s)
-        }
-    assert exposed(one_forward_one_backward(4, 8)).total() == 6
-
-
-def test_of_gpipe_all_gradients_are_exposed() -> None:
-    for ranks, micro_batches in SIZES:
-        assert exposed(gpipe(ranks, micro_batches)).total() == (ranks - 1) * micro_batches
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -95,29 +76,6 @@ def planned(name: str, ranks: int, micro_batches: int) -> Order | None:
         return order_of(kind, SCHEDULES[name] * ranks, ranks, micro_batches)
     except ShardError:
         return None
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (4, 8), (8, 8), (8, 32)])
-def test_every_schedule_comes_to_its_end(name: str, ranks: int, micro_batches: int) -> None:
-    """Each rank in its order, a pass as soon as what it needs has been computed."""
-    order = planned(name, ranks, micro_batches)
-    assert order is not None
-    last = max(p.stage for passes in order.values() for p in passes)
-    left, done = {rank: list(passes) for rank, passes in order.items()}, set[tuple[int, PassKind, int]]()
-
-    def ready(p: StagePass) -> bool:
-        if p.kind is PassKind.FORWARD:
-            return p.stage == 0 or (p.stage - 1, p.kind, p.micro_batch) in done
-        own = (p.stage, PassKind.FORWARD, p.micro_batch)
-        return own in done and (p.stage == last or (p.stage + 1, p.kind, p.micro_batch) in done)
-
-    while any(left.values()):
-        able = [rank for rank, passes in left.items() if passes and ready(passes[0])]
-        assert able, left
-        for rank in able:
-            p = left[rank].pop(0)
-            done.add((p.stage, p.kind, p.micro_batch))
 
 
 def test_outputs_are_never_exposed_and_neighbours_on_one_rank_send_nothing() -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.profiles import BUSY_LATENCY, host_points, line, made_profile
+from tests.profiles import host_points, line, made_profile
 from tests.ranks.strategies import seldom
 from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
@@ -66,14 +64,6 @@ def solver(cluster: Cluster, batch: int = 16, **options: Any) -> Solver:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name, billions",
-    [("llama-7b", 6.74), ("llama-13b", 13.02), ("llama-30b", 32.53), ("llama-65b", 65.29), ("gpt-8.3b", 8.3)],
-)
-def test_models_of_the_papers_have_the_parameters_they_are_known_for(name: str, billions: float) -> None:
-    assert describe_model(name).parameters == pytest.approx(billions * 1e9, rel=0.01)
-
-
 def test_every_name_gives_a_model_near_its_size() -> None:
     for name in named_models():
         size = float(re.findall(r"-([\d.]+)b", name)[0]) * 1e9
@@ -83,24 +73,13 @@ def test_every_name_gives_a_model_near_its_size() -> None:
 @pytest.mark.parametrize(
     "name, parameters",
     [
-        ("llama-2-7b", 6_738_415_616),
-        ("llama-2-13b", 13_015_864_320),
+        ("llama-7b", 6_738_415_616),
         ("llama-2-70b", 68_976_648_192),
         ("llama-3.2-1b", 1_235_814_400),
-        ("llama-3.2-3b", 3_212_749_824),
-        ("llama-3-8b", 8_030_261_248),
         ("llama-3.1-8b", 8_030_261_248),
-        ("llama-3-70b", 70_553_706_496),
-        ("llama-3.1-70b", 70_553_706_496),
-        ("llama-3.3-70b", 70_553_706_496),
         ("llama-3.1-405b", 405_853_388_800),
         ("qwen3-0.6b", 596_049_920),
-        ("qwen3-1.7b", 1_720_574_976),
-        ("qwen3-4b", 4_022_468_096),
-        ("qwen3-8b", 8_190_735_360),
-        ("qwen3-14b", 14_768_307_200),
         ("qwen3-32b", 32_762_123_264),
-        ("mistral-7b", 7_241_732_096),
         ("mistral-7b-v0.3", 7_248_023_552),
     ],
 )
@@ -113,15 +92,10 @@ def test_published_models_have_the_parameters_that_were_published(name: str, par
     "spelling, name",
     [
         ("llama3-8b", "llama-3-8b"),
-        ("Llama-3.1-8B", "llama-3.1-8b"),
-        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
         ("meta-llama/Meta-Llama-3-70B-Instruct", "llama-3-70b"),
-        ("meta-llama/Llama-2-13b-chat-hf", "llama-2-13b"),
         ("llama_3.2_1b", "llama-3.2-1b"),
         ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
-        ("qwen-3-0.6b", "qwen3-0.6b"),
         ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
-        ("LLaMA-7B", "llama-7b"),
     ],
 )
 def test_a_name_may_be_spelled_in_several_ways(spelling: str, name: str) -> None:
@@ -132,10 +106,7 @@ def test_a_name_may_be_spelled_in_several_ways(spelling: str, name: str) -> None
     "name, family",
     [
         ("mixtral-8x7b", "Mixtral"),
-        ("openai/gpt-oss-120b", "GPT-OSS"),
-        ("deepseek-ai/DeepSeek-V3", "DeepSeek-V3"),
         ("Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B"),
-        ("qwen3-235b-a22b", "Qwen3-235B-A22B"),
         ("meta-llama/Llama-4-Scout-17B-16E", "Llama 4"),
     ],
 )
@@ -148,8 +119,6 @@ def test_a_mixture_of_experts_is_refused_by_name(name: str, family: str) -> None
     "name, told",
     [
         ("llama-3.1-9b", "Did you mean 'llama-3.1-8b'"),
-        ("quen3-8b", "Did you mean 'qwen3-8b'"),
-        ("gpt-8.4b", "Did you mean 'gpt-8.3b'"),
         ("./models/mine", "there is no such file or folder"),
         ("missing/config.json", "there is no file missing/config.json"),
         ("mine.toml", "there is no file mine.toml"),
@@ -158,11 +127,6 @@ def test_a_mixture_of_experts_is_refused_by_name(name: str, family: str) -> None
 def test_what_is_no_model_is_told_with_the_nearest_name_or_the_missing_file(name: str, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         describe_model(name)
-
-
-def test_a_folder_without_a_configuration_is_told_which_file_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"there is no file {tmp_path / 'config.json'}"):
-        describe_model(tmp_path)
 
 
 def config(folder: Path, kind: str, **values: object) -> Path:
@@ -229,11 +193,6 @@ def test_what_is_wrong_with_a_model_file_is_said(text: str, told: str, tmp_path:
     file.write_text(text)
     with pytest.raises(ConfigError, match=told):
         describe_model(file)
-
-
-def test_an_unknown_model_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"llama-7b.*config\.json"):
-        describe_model("llama-8b")
 
 
 # --- clusters --------------------------------------------------------------------------------------------------------
@@ -387,16 +346,6 @@ def test_an_interleaved_step_is_the_mean_of_both_halves() -> None:
         assert found.bound(candidate)[0] <= priced.seconds * (1 + 1e-9)
 
 
-def test_a_narrow_cable_wants_other_strategies_than_a_wide_one() -> None:
-    """Little memory forces a spread; over a narrow cable that stays inside the node."""
-    chosen = {}
-    for inter in (0.2, 800.0):
-        answer = solver(small_cluster(2, 4, inter, memory=5.0), batch=64).solve(best=1, most=30)
-        assert isinstance(answer, Ranking)
-        chosen[inter] = answer.ranked[0]
-    assert chosen[0.2].inter_bytes < chosen[800.0].inter_bytes
-
-
 def test_where_nothing_fits_it_says_by_how_much() -> None:
     answer = solver(small_cluster(memory=0.05)).solve()
 
@@ -442,20 +391,6 @@ def test_micro_batches_are_all_divisors_however_large_the_batch_is() -> None:
     assert [each.micro_batch * each.micro_steps for each in found] == [10**12] * 169  # 10^12 has 13 x 13 divisors
     found = Request(48, 1, checkpointing=False).batchings(4)
     assert [each.micro_batch for each in found] == [1, 2, 3, 4, 6, 12]
-
-
-def test_progress_covers_bounds_and_replays() -> None:
-    told: list[float] = []
-    solver(small_cluster(), batch=16).solve(best=2, most=10, say=lambda done, total: told.append(done / total))
-    assert told == sorted(told) and told[0] == 0 and told[-1] > 0.5
-
-
-def test_planning_needs_no_torch() -> None:
-    program = (
-        "import sys; from towpath.planner.solver import Solver; from towpath.planner import catalog, model, profile; "
-        "sys.exit([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules] != [])"
-    )
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_a_plan_of_one_model_is_the_same_twice() -> None:
@@ -534,19 +469,6 @@ def test_a_step_takes_longer_by_what_the_engine_takes_of_the_processor() -> None
     units = len(model.units)
     expected = 2 * (2e-4 * units + 1e-5 * model.trainable_parameters)
     assert more.micro_step - without.micro_step == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_small_message_beside_a_computation_tells_how_long_each_waits_for_the_processor() -> None:
-    hardware = made_profile().cluster().hardware
-
-    assert hardware.inter.busy_latency == pytest.approx(BUSY_LATENCY["inter, all"])
-    assert hardware.intra.busy_latency == pytest.approx(BUSY_LATENCY["intra, all"])
-
-
-def test_a_profile_of_before_is_refused_rather_than_read_without_what_it_lacks() -> None:
-    old = json.loads(made_profile().to_json()) | {"version": 1}
-    with pytest.raises(ConfigError, match="version 1; this Towpath reads 2"):
-        Profile.from_json(json.dumps(old))
 
 
 def test_a_profile_is_a_cluster() -> None:

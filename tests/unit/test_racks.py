@@ -152,9 +152,3 @@ def test_a_described_cluster_has_racks_that_divide_its_nodes() -> None:
     assert cluster.on(4 * racks.nodes).topology.racks == 4
     with pytest.raises(ConfigError, match="Use equally many nodes of each rack"):
         cluster.on(racks.nodes + 1)
-
-
-def test_a_strategy_keeps_its_racks_in_its_file() -> None:
-    made = strategy("mics", Topology(4, 2, 2))
-    assert type(made).from_toml(made.to_toml()) == made
-    assert "nodes_per_rack" not in strategy("mics", Topology(4, 2)).to_toml()

@@ -180,12 +180,6 @@ def test_wire_buffers_are_made_once_and_only_as_large_as_is_needed() -> None:
     assert (told, buffers.nbytes) == ([8, 16], 64)
 
 
-def test_ways_have_tags_of_their_own() -> None:
-    buffers = WireBuffers(torch.device("cpu"))
-    tags = {Workspace(buffers, buffer_index, depth=2).tag(tag) for tag in range(8) for buffer_index in range(2)}
-    assert len(tags) == 16
-
-
 def test_what_waits_for_a_device_does_not_grow_with_the_transfers() -> None:
     """As in inference, where no boundary comes, and spans become known while others are noted."""
     device = Device()

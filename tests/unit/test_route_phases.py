@@ -72,14 +72,6 @@ def test_collectives_take_the_time_of_rings_and_few_calls(route: str) -> None:
         assert calls <= 8
 
 
-def test_a_reduction_does_last_what_a_gather_does_first() -> None:
-    gather, reduction = (phases(op, "hierarchical", Grid(3, 4)) for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER))
-
-    assert [bool(p.leaving) for p in gather] == [True, False]
-    assert reduction == gather[::-1]
-    assert phases(Op.ALL_REDUCE, "hierarchical", Grid(3, 4)) == reduction + gather
-
-
 SHAPES = [Topology(*shape) for shape in ((1, 1), (1, 8), (8, 1), (2, 2), (4, 2), (2, 6), (8, 4))]
 
 

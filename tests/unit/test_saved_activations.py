@@ -13,7 +13,7 @@ import torch
 
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.engine import saved_activations
-from towpath.engine.saved_activations import DeviceCopies, _Slab, _Window
+from towpath.engine.saved_activations import DeviceCopies, _Window
 from towpath.engine.streams.record import TransferWait
 from towpath.engine.streams.streams import Handle, Job, Stream
 from towpath.errors import StepError
@@ -230,16 +230,6 @@ def test_memory_of_other_streams_is_kept_from_them(copies: Any, monkeypatch: pyt
     monkeypatch.setattr(copies, "current_stream", lambda: "third")
     tensors[1].unpacked()
     assert recorded == ["third"]
-
-
-def test_slabs_join_what_is_given_back() -> None:
-    slab = _Slab(torch.empty(64, dtype=torch.uint8), [(0, 64)])
-    assert [slab.take(n) for n in (16, 16, 32, 1)] == [0, 16, 32, None]
-    slab.give_back(0, 16)
-    slab.give_back(32, 64)
-    assert slab.free == [(0, 16), (32, 64)] and slab.take(33) is None
-    slab.give_back(16, 32)
-    assert slab.free == [(0, 64)] and slab.take(64) == 0
 
 
 def test_what_stays_on_the_device_keeps_no_graph_alive(copies: Any) -> None:

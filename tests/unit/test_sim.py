@@ -18,7 +18,7 @@ from towpath.core.strategy import GRADIENTS, MoveShape, Strategy, TransferKind, 
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.sim.bandwidth import _ROUNDS, BandwidthModel, Demand
+from towpath.sim.bandwidth import BandwidthModel, Demand
 from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
 from towpath.sim.replay import ComputeSeconds, Replay
 from towpath.sim.timeline import Timeline
@@ -96,23 +96,6 @@ def test_what_waits_for_one_thing_takes_little_of_another() -> None:
     )
 
     assert found == pytest.approx({"one": 2.0, "other": 2.0, "computing": 2.2})
-
-
-def test_more_rounds_of_sharing_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rates(rounds: int) -> list[float]:
-        monkeypatch.setattr("towpath.sim.bandwidth._ROUNDS", rounds)
-        draw, found = random.Random(1), list[float]()
-        for _ in range(200):
-            fluid = BandwidthModel({"cable": 10.0, "inside": 50.0, "processor": 2.0})
-            for _ in range(draw.randrange(2, 6)):
-                needs = {name: draw.uniform(0, 10) for name in ("cable", "inside", "processor") if draw.random() < 0.7}
-                fluid.start(Demand(fluid.alone(needs) + draw.uniform(0.01, 1), needs))
-            fluid.set_rates()
-            found += [flow.rate for flow in fluid.demands]
-        return found
-
-    few, many = rates(_ROUNDS), rates(50)
-    assert max(abs(a / b - 1) for a, b in zip(few, many, strict=True)) < 1e-3
 
 
 def test_no_resource_is_ever_given_out_twice() -> None:

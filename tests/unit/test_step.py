@@ -7,9 +7,7 @@ in a circle, and after a boundary nothing is left.
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,8 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towpath.core.formats import Precision
-from towpath.core.presets import strategy
 from towpath.core.queues import QUEUES
 from towpath.core.step import StepMachine
 from towpath.core.step_state import (
@@ -46,12 +42,8 @@ from towpath.core.step_state import (
     Weights,
 )
 from towpath.core.strategy import TransferKind
-from towpath.core.unit_plan import plan_unit
-from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import StepError
-from towpath.topology.cluster import Extent, Topology
 
-GATHERS = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
 Content = tuple[int, int]  # the weights of which unit, and of which version
 
 
@@ -526,54 +518,12 @@ def test_behind_a_unit_without_a_backward_pass_the_copy_is_kept_all_the_same() -
         watched.optimizer_step()
 
 
-def test_what_rests_encoded_on_every_rank_is_decoded_as_if_it_were_gathered() -> None:
-    """No transfer brings it; it needs a slot while it computes, all the same, and is never reduced or published."""
-    topology, precision = Topology(2, 2), Precision()
-    resting = strategy("ddp", topology, frozen=Extent(1), frozen_codec="int8")
-    trains, frozen = BucketSpec((512,)), BucketSpec((512 * 512,), trainable=False)
-    units = [UnitSpec("", (trains,), kept=True), UnitSpec("a", (frozen,)), UnitSpec("b", (frozen, trains))]
-    plans = [plan_unit(resting, unit, precision) for unit in units]
-    assert not any(t for plan in plans for t in plan.transfers(TransferKind.GATHER))
-    assert [plan.gathers for plan in plans] == [False, True, True]
-    assert [plan.trains for plan in plans] == [True, False, True]
-    assert not plan_unit(strategy("ddp", topology, frozen=Extent(1)), units[1], precision).gathers
-    watched = Watched(plans, random.Random(2))
-    watched.step()
-    said: list[Action] = []
-    watched.note(said)
-    watched.step()
-    decoded = [(a.task.kind, a.task.unit) for a in said if isinstance(a, Submit) and a.task.kind in GATHERS]
-    assert (TransferKind.GATHER, 1) in decoded and (TransferKind.GATHER, 2) in decoded
-    assert {unit for _, unit in decoded} == {1, 2}
-
-
 def test_a_unit_is_not_moved_while_a_call_into_it_computes_with_its_weights() -> None:
     watched = Watched([Planned("", root=True), Planned("a")], random.Random(0))
     watched.step()
     watched.begins(0, graph=False)
     with pytest.raises(StepError, match="unit 'root': a call into it is under way"):
         watched.machine.keep_unsharded(0)
-
-
-def test_a_slot_goes_when_its_unit_may_reshard() -> None:
-    """At once, not when the garbage collector comes."""
-    watched = Watched([Planned("", root=True), Planned("a")], random.Random(0))
-    watched.step()
-    said: list[Action] = []
-    watched.note(said)
-    gc.disable()
-    try:
-        watched.execute(watched.machine.param_sync())
-        for unit in range(2):
-            watched.execute(watched.machine.keep_unsharded(unit))
-        own = [weakref.ref(action.slot) for action in said if isinstance(action, AssignSlot)]
-        for unit in range(2):
-            watched.execute(watched.machine.allow_reshard(unit))
-        for notes in (said, watched.content, watched.done, watched.after):
-            notes.clear()
-        assert len(own) == 2 and not any(slot() for slot in own)
-    finally:
-        gc.enable()
 
 
 def test_gradients_of_older_weights_are_refused() -> None:

@@ -59,7 +59,7 @@ def _prepare(environment: dict[str, str]) -> None:
 )
 def test_every_codec(interpreted: Run, i: int, text: str) -> None:
     dtype = codec_cases.DTYPES[i % len(codec_cases.DTYPES)]
-    interpreted(_check, text, dtype, (LENGTHS[i % len(LENGTHS)],))
+    interpreted(_check, "check", text, dtype, LENGTHS[i % len(LENGTHS)])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,8 @@ def test_every_codec(interpreted: Run, i: int, text: str) -> None:
     ids=str,
 )
 def test_every_dtype(interpreted: Run, text: str, dtype: torch.dtype) -> None:
-    interpreted(_check, text, dtype, (33, 2049))
+    for n in (33, 2049):
+        interpreted(_check, "check", text, dtype, n)
 
 
 @pytest.mark.parametrize(
@@ -84,22 +85,22 @@ def test_many_pieces_in_one_launch(interpreted: Run, i: int, text: str) -> None:
     dtype = codec_cases.DTYPES[i % len(codec_cases.DTYPES)]
     lengths = (codec_cases.UNEVEN, codec_cases.EVEN, codec_cases.WIDE)[i // 2 % 3]
     for feedback in (False, True):
-        interpreted(_check_pieces, text, dtype, lengths, feedback)
+        interpreted(_check, "check_pieces", text, dtype, lengths, feedback)
 
 
 @pytest.mark.parametrize("text", ["int8:2048", seldom("bf16")])
 def test_a_long_message(interpreted: Run, text: str) -> None:
-    interpreted(_check_long, text)
+    interpreted(_check, "check_message", text, torch.float32, codec_cases.LONG)
 
 
 @pytest.mark.parametrize("text", ["e4m3:whole", "e5m2:whole"])
 def test_every_rounding_of_8_bit_floats(interpreted: Run, text: str) -> None:
-    interpreted(_check_8_bit_floats, text)
+    interpreted(_check, "check_8_bit_floats", text)
 
 
 def test_messages_without_elements(interpreted: Run) -> None:
     for text in codec_cases.CODECS:
-        interpreted(_check, text, torch.float32, (0,))
+        interpreted(_check, "check", text, torch.float32, 0)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_messages_without_elements(interpreted: Run) -> None:
     ids=str,
 )
 def test_exact_codecs(interpreted: Run, dtype: torch.dtype, difference: bool) -> None:
-    interpreted(_check_exact, dtype, difference)
+    interpreted(_check, "check_exact", dtype, difference)
 
 
 @pytest.mark.parametrize(
@@ -142,25 +143,10 @@ def test_compiled_for_a_gpu_nothing_is_fused_approximate_or_flushed(compiled: Ru
         assert not re.search(r"(ld|st)\.global\S*\.[bu](8|16)\b", assembly)
 
 
-def _check(text: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
-    for n in lengths:
-        codec_cases.check(importlib.import_module(KERNELS), text, dtype, n)
-
-
-def _check_pieces(text: str, dtype: torch.dtype, lengths: tuple[int, ...], feedback: bool) -> None:
-    codec_cases.check_pieces(importlib.import_module(KERNELS), text, dtype, lengths, feedback)
-
-
-def _check_long(text: str) -> None:
-    codec_cases.check_message(importlib.import_module(KERNELS), text, torch.float32, codec_cases.LONG)
-
-
-def _check_8_bit_floats(text: str) -> None:
-    codec_cases.check_8_bit_floats(importlib.import_module(KERNELS), text)
-
-
-def _check_exact(dtype: torch.dtype, difference: bool) -> None:
-    codec_cases.check_exact(importlib.import_module(EXACT), dtype, difference)
+def _check(name: str, *case: Any) -> None:
+    """A check of tests/codec_cases.py; Triton's modules are imported where the environment says how they run."""
+    kernels = importlib.import_module(EXACT if name == "check_exact" else KERNELS)
+    getattr(codec_cases, name)(kernels, *case)
 
 
 def _compile_exact(kernel: str, bits: int, difference: bool) -> None:
