@@ -20,7 +20,7 @@ from tests.ranks.server import RankError, World, on_ranks, run_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import Twin
 from towpath.core.routes import Form
-from towpath.errors import MismatchError, StepError
+from towpath.errors import StepError
 
 SHAPE = towpath.Topology(2, 2)
 SHARED = ["zero3", "hpz", "mics", "paro-iig", "zero3@ring", "zero3@two-hop", "lins:2x1|2x1|2x2"]
@@ -143,14 +143,6 @@ def test_reductions_must_keep_their_place_on_shared_communicators() -> None:
         assert text.startswith(f"rank {rank}: the ranks submitted the transfers of a shared communicator"), text
         assert re.search("on rank 0: .* of unit 'blocks.[0-3]', on rank 1: .* of unit 'blocks.[0-3]'", text), text
         assert "lane 'rows'" in text and "reduce of unit" in text and "units ran" not in text, text
-
-
-@on_ranks(2)
-def test_ranks_that_detect_and_pass_the_topology_are_told_so() -> None:
-    with pytest.raises(MismatchError) as caught:
-        towpath.shard(Net(), "zero3", topology=None if dist.get_rank() == 0 else towpath.Topology(1, 2))
-    text = str(caught.value)
-    assert "rank 0 has 'the topology is to be detected', rank 1 has 'the topology is passed" in text, text
 
 
 def test_a_rank_that_leaves_shard_is_an_error_with_advice() -> None:

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import towpath
 import towpath.checkpoint
-from tests.ranks.models import TiedGPT
+from tests.ranks.models import TiedGPT, llama_config
 from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn
+from tests.ranks.test_every_model import WIDTH, Block, _loss, _noise
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
 from towpath.engine.hooks import KNOWN_METHODS
@@ -38,26 +39,6 @@ Worlds = Callable[[int], World]
 SHAPE = towpath.Topology(2, 1)
 # Parameters spread over both ranks, and whole on each.
 LABELS = ("zero3", "zero1")
-WIDTH = 6
-
-
-def _noise(rank: int, micro: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    return model(_noise(rank, micro, step)).square().mean()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(torch.tanh(self.widen(self.norm(x))))
 
 
 class Coder(nn.Module):
@@ -171,8 +152,8 @@ def test_what_cannot_be_an_entry_is_refused_with_what_can() -> None:
         towpath.register_forward_method(model, "encoder")
     with pytest.raises(ShardError, match="'stream' of Coder is a generator"):
         towpath.register_forward_method(model, "stream")
-    with pytest.raises(ShardError, match=r"got a Linear, which is none of these.*leave the unit to the root"):
-        towpath.register_forward_method(model.blocks[0].widen, "forward")
+    with pytest.raises(ShardError, match=r"got a Sequential, which is none of these.*leave the unit to the root"):
+        towpath.register_forward_method(model.blocks[0].mlp, "forward")
     with pytest.raises(ShardError, match="got a Coder"):
         towpath.register_forward_method(Coder(), "encode")
 
@@ -228,10 +209,9 @@ def _seeded(build: Callable[[], Any]) -> Any:
 
 
 def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=40, num_key_value_heads=1, max_position_embeddings=32, **sizes))
+    return LlamaForCausalLM(llama_config(length=32))
 
 
 def _peft() -> Any:
@@ -451,10 +431,6 @@ def test_a_regulariser_alone_gives_sharded_gradients() -> None:
             found.grad = expected.grad = None
 
 
-def _whole(p: Any) -> Tensor:
-    return p.full_tensor() if isinstance(p, towpath.ShardTensor) else p
-
-
 @on_ranks(2)
 def test_a_whole_tensor_in_the_loss_gets_the_mean_gradient_of_all_ranks() -> None:
     for label in (*LABELS, "ddp"):
@@ -468,7 +444,7 @@ def test_a_whole_tensor_in_the_loss_gets_the_mean_gradient_of_all_ranks() -> Non
 
 def _orthogonal(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
     """What is computed with the whole tensor differs between the ranks."""
-    matrices = [_whole(p) for p in model.parameters() if p.dim() == 2]
+    matrices = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters() if p.dim() == 2]
     return _loss(model, rank, micro, step) + (1 + rank) * sum((m @ m.T).square().mean() for m in matrices)
 
 
@@ -611,23 +587,6 @@ def test_a_second_derivative_of_released_weights_is_refused_with_the_way_out() -
     x = _noise(0, 0, 0).requires_grad_()
     with pytest.raises(StepError, match=r"unit 'root': .*create_graph=True.*with towpath.full_parameters\(model\)"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
-
-
-# --- units that are small --------------------------------------------------------------------------------------------
-
-
-@in_turn([*LABELS, "hpz"], 1)
-@on_ranks(2)
-def test_lora_with_every_linear_layer_as_a_unit_trains_exactly(label: str) -> None:
-    """The first layer's inputs want no gradient: nothing but their own gradients tells when its units are through."""
-    twin = Twin(_peft, _llama_loss, label, SHAPE, units=[nn.Linear])
-    twin.train(2, micro_steps=2)
-    twin.check_parameters()
-
-
-def _llama_loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
-    ids = torch.randint(0, 40, (2, 6), generator=torch.Generator().manual_seed(rank + 10 * micro + 100 * step))
-    return model(input_ids=ids, labels=ids).loss
 
 
 # --- mixed precision -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World, on_ranks
-from tests.ranks.strategies import in_turn, seldom, strategy_of
+from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin
 from towpath import checkpoint
@@ -75,7 +75,6 @@ def _muon(model: nn.Module) -> optim.Optimizer:
 MAKE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "Muon": _muon,
     "Adafactor": lambda model: optim.Adafactor(model.parameters(), lr=0.01, weight_decay=0.1),
-    "AdamW": lambda model: optim.AdamW(model.parameters(), lr=0.01),
 }
 
 
@@ -83,7 +82,7 @@ MAKE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
 
 
 @in_turn([*LABELS, "paro-igg offload=params"], 1)
-@pytest.mark.parametrize("name", [seldom(name) if name == "AdamW" else name for name in MAKE])
+@pytest.mark.parametrize("name", MAKE)
 def test_fed_the_same_gradients_it_leaves_the_bits_of_one_process(world: Worlds, name: str, label: str) -> None:
     world(4).run(_same_bits, name, label)
 
@@ -313,7 +312,6 @@ def _iterated_and_adamw(model: nn.Module, wrap: Callable[[Any], Any]) -> optim.O
 
 
 RESUMED: dict[str, Callable[[nn.Module, Callable[[Any], Any]], optim.Optimizer]] = {
-    "as large as the parameter": lambda model, wrap: wrap(Iterated(_matrices(model))),
     "of its rows and columns": lambda model, wrap: wrap(optim.Adafactor(model.parameters(), lr=0.01)),
     "and elementwise ones beside them": _iterated_and_adamw,
 }
@@ -323,7 +321,7 @@ def _as_it_is(optimizer: optim.Optimizer) -> optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("states", [seldom(n) if n == "as large as the parameter" else n for n in RESUMED])
+@pytest.mark.parametrize("states", RESUMED)
 def test_saved_under_one_strategy_it_goes_on_under_another(
     world: Worlds, tmp_path: Path, states: str, whole_product: bool
 ) -> None:
@@ -474,11 +472,8 @@ COUPLED: dict[type[optim.Optimizer], str] = {
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_optimizers_that_couple_parameters_are_refused_by_name_when_wrapped(world: Worlds, label: str) -> None:
-    world(2).run(_refuse_coupled, label)
-
-
-def _refuse_coupled(label: str) -> None:
+@on_ranks(2)
+def test_optimizers_that_couple_parameters_are_refused_by_name_when_wrapped(label: str) -> None:
     model: Any = towpath.shard(Net(), label, topology=towpath.Topology(2, 1))
     before = [p.full_tensor() for p in model.parameters()]
     for kind, reason in COUPLED.items():

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Adafactor
 
 import towpath
-from tests.ranks.launched import launched
-from tests.ranks.server import World
+from tests.ranks.launched import assert_alike, launched
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import seldom
 from towpath.errors import ConfigError, ShardError
 from towpath.integrations import Sharding
@@ -98,21 +99,19 @@ def _whole(trainer: Any) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value.clone() for name, value in found.items()}
 
 
-def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert list(one) == list(other)
-    return max((float((one[name] - other[name]).abs().max()) for name in one), default=0.0)
-
-
 # --- training, saving, resuming ---------------------------------------------------------------------------------------
 
 
-def test_ten_steps_are_those_of_ddp(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_trained_beside_ddp, tmp_path)) <= 1e-9
+def _check(ours: Any, plain: Any, limit: float = 1e-9) -> None:
+    found, expected = _whole(ours), _whole(plain)
+    if dist.get_rank() == 0:
+        assert_alike(found, expected, limit)
 
 
-def _trained_beside_ddp(folder: Path) -> float:
-    with launched() as rank:
-        plain, ours = _trainer(None, folder), _trainer("paro-nig", folder)
+@on_ranks(2)
+def test_ten_steps_are_those_of_ddp(tmp_path: Path) -> None:
+    with launched():
+        plain, ours = _trainer(None, tmp_path), _trainer("paro-nig", tmp_path)
         for trainer in (plain, ours):
             trainer.train()
         assert ours.model is ours.model_wrapped
@@ -120,117 +119,70 @@ def _trained_beside_ddp(folder: Path) -> float:
             assert found == pytest.approx(expected, rel=1e-5)  # the log rounds
         assert len(_logged(ours)) == STEPS
         assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
-        found, expected = _whole(ours), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
+        _check(ours, plain)
 
 
-def test_islands_that_synchronize_in_every_step_are_ddp(world: Worlds, tmp_path: Path) -> None:
-    """With plain SGD outside and inside. And islands that do not end with equal weights, too."""
-    for off, spread in world(2).run(_islands_beside_ddp, tmp_path):
-        assert off <= 1e-9
-        assert spread == 0.0
-
-
-def _islands_beside_ddp(folder: Path) -> tuple[float, float]:
-    """How far islands are from DDP, and how far islands that synchronize now and then end from each other."""
+@on_ranks(2)
+def test_islands_that_synchronize_in_every_step_are_ddp(tmp_path: Path) -> None:
+    """With plain SGD outside and inside. Islands that synchronize now and then end with equal weights, too."""
     shape = towpath.Topology(2, 1)
 
     def islands(outer: towpath.Outer) -> Sharding:
         return Sharding(towpath.strategy("zero1", outer=outer), topology=shape)
 
-    with launched() as rank:
+    with launched():
         options = {"optim": "sgd", "max_grad_norm": 0.0}  # a norm would be that of an island
-        plain = _trainer(None, folder, steps=5, **options)
-        every = _trainer(islands(towpath.Outer(every=1, lr=1.0, momentum=0.0)), folder, steps=5, **options)
-        apart = _trainer(islands(towpath.Outer(every=3)), folder, steps=5)
+        plain = _trainer(None, tmp_path, steps=5, **options)
+        every = _trainer(islands(towpath.Outer(every=1, lr=1.0, momentum=0.0)), tmp_path, steps=5, **options)
+        apart = _trainer(islands(towpath.Outer(every=3)), tmp_path, steps=5)
         for trainer in (plain, every, apart):
             trainer.train()
-        found, expected = _whole(every), _whole(plain)
-        off = _differences(found, expected) if rank == 0 else 0.0
+        _check(every, plain)
         own = torch.cat([p.full_tensor().detach().flatten() for p in apart.model.parameters()])
         both = [torch.empty_like(own) for _ in range(2)]
         dist.all_gather(both, own)
-        return off, float((both[0] - both[1]).abs().max())
+        assert torch.equal(*both)
 
 
-def test_it_steps_whole_matrices(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_owner_stepped, tmp_path)) <= 1e-9
+@pytest.mark.parametrize("by_name", [False, seldom(True)])
+@on_ranks(2)
+def test_it_steps_whole_matrices_and_resumes(tmp_path: Path, by_name: bool) -> None:
+    """By the name of an optimizer, as Trainer makes it: transformers' own, with groups with and without decay."""
 
-
-def _owner_stepped(folder: Path) -> float:
-    def adafactor(model: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor(model.parameters(), lr=1e-2)
-
-    with launched() as rank:
-        constant = {"lr_scheduler_type": "constant"}
-        plain = _trainer(None, folder, optimizer=adafactor, **constant)
-        plain.train()
-        saved = {"save_strategy": "steps", "save_steps": 6, **constant}
-        first = _trainer("zero3", folder, steps=6, optimizer=lambda m: owner_stepped(adafactor(m)), **saved)
-        first.train()
-        again = _trainer("mics", folder, optimizer=lambda m: owner_stepped(adafactor(m)), **constant)
-        again.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-        found, expected = _whole(again), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
-
-
-@pytest.mark.parity
-def test_optim_adafactor_steps_whole_matrices_and_resumes(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_adafactor, tmp_path)) <= 1e-9
-
-
-def _adafactor(folder: Path) -> float:
-    """By its name, as Trainer makes it: transformers' own Adafactor, with groups with and without decay."""
-    options = {"optim": "adafactor", "lr_scheduler_type": "constant", "weight_decay": 0.1}
-    with launched() as rank:
-        plain = _trainer(None, folder, **options)
-        plain.train()
-        first = _trainer("zero3", folder, steps=6, save_strategy="steps", save_steps=6, **options)
-        first.train()
-        again = _trainer("mics", folder, **options)
-        again.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-        found, expected = _whole(again), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
-
-
-def test_an_adafactor_of_transformers_that_is_not_wrapped_is_refused(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_unwrapped, tmp_path)
-
-
-def _unwrapped(folder: Path) -> None:
-    from transformers.optimization import Adafactor
+    def trainer(strategy: str | None, **more: Any) -> Any:
+        options = {"lr_scheduler_type": "constant", **more}
+        if by_name:
+            return _trainer(strategy, tmp_path, optim="adafactor", weight_decay=0.1, **options)
+        wrapped = owner_stepped if strategy else lambda optimizer: optimizer
+        return _trainer(strategy, tmp_path, optimizer=lambda m: wrapped(Adafactor(m.parameters(), lr=1e-2)), **options)
 
     with launched():
-        trainer = _trainer("zero3", folder, optimizer=lambda model: Adafactor(model.parameters()))
+        plain, first = trainer(None), trainer("zero3", steps=6, save_strategy="steps", save_steps=6)
+        for each in (plain, first):
+            each.train()
+        again = trainer("mics")
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        _check(again, plain)
+
+
+@on_ranks(2)
+def test_an_adafactor_of_transformers_that_is_not_wrapped_is_refused(tmp_path: Path) -> None:
+    from transformers.optimization import Adafactor as Theirs
+
+    with launched():
+        trainer = _trainer("zero3", tmp_path, optimizer=lambda model: Theirs(model.parameters()))
         with pytest.raises(ShardError, match=r"Pass towpath.optim.owner_stepped\(Adafactor\(…\)\) instead"):
             trainer.train()
 
 
-def test_optimizers_by_name_that_cannot_step_slices_are_refused_at_construction(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_refused_by_name, tmp_path)
-
-
-def _refused_by_name(folder: Path) -> None:
+@on_ranks(2)
+def test_optimizers_by_name_that_cannot_step_slices_are_refused_at_construction(tmp_path: Path) -> None:
     with launched():
         for name in ("adamw_bnb_8bit", "paged_lion_8bit", "galore_adamw", "lomo", "adamw_torch_8bit"):
             with pytest.raises(ShardError, match=rf'optim="{name}".*Trainer\(optimizers=\(.*, None\)\)'):
-                _trainer("zero3", folder, optim=name)
-        made = _trainer("zero3", folder, optim="adamw_bnb_8bit", optimizer=lambda m: torch.optim.SGD(m.parameters()))
+                _trainer("zero3", tmp_path, optim=name)
+        made = _trainer("zero3", tmp_path, optim="adamw_bnb_8bit", optimizer=lambda m: torch.optim.SGD(m.parameters()))
         assert type(made.optimizer) is torch.optim.SGD
-
-
-@pytest.mark.parametrize("name", [*map(seldom, ("sgd", "adagrad", "rmsprop")), "adamw_torch_fused"])
-def test_elementwise_optimizers_by_name_train_as_under_ddp(world: Worlds, tmp_path: Path, name: str) -> None:
-    assert max(world(2).run(_by_name, tmp_path, name)) <= 1e-9
-
-
-def _by_name(folder: Path, name: str) -> float:
-    with launched() as rank:
-        plain, ours = (_trainer(strategy, folder, steps=3, optim=name) for strategy in (None, "zero3"))
-        for trainer in (plain, ours):
-            trainer.train()
-        found, expected = _whole(ours), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
 
 
 def test_a_run_that_ended_goes_on_under_another_strategy_and_its_checkpoints_are_pretrained_models(
@@ -240,7 +192,7 @@ def test_a_run_that_ended_goes_on_under_another_strategy_and_its_checkpoints_are
     names = {path.name for path in (tmp_path / "run" / "checkpoint-6").iterdir()}
     assert {"model.safetensors", "config.json", "towpath", "scheduler.pt", "trainer_state.json"} <= names
     assert "optimizer.pt" not in names
-    assert max(world(2).run(_resumed, tmp_path / "run", "zero3")) <= 1e-9
+    world(2).run(_resumed, tmp_path / "run")
 
 
 def _cut_off(folder: Path) -> None:
@@ -258,78 +210,68 @@ def _cut_off(folder: Path) -> None:
             trainer.train()
 
 
-def _resumed(folder: Path, strategy: str) -> float:
+def _resumed(folder: Path) -> None:
     from transformers import LlamaForCausalLM
 
     with launched() as rank:
         plain = _trainer(None, folder / "plain")
         plain.train()
-        ours = _trainer(strategy, folder, save_strategy="steps", save_steps=5)
+        ours = _trainer("zero3", folder, save_strategy="steps", save_steps=5)
         ours.train(resume_from_checkpoint=True)
         for found, expected in zip(_logged(ours)[-4:], _logged(plain)[-4:], strict=True):
             assert found == pytest.approx(expected, rel=1e-5)
         exported = LlamaForCausalLM.from_pretrained(folder / "checkpoint-10", dtype=torch.float64)
-        found, expected = _whole(ours), _whole(plain)
-        if rank != 0:
-            return 0.0
-        assert _differences(found, {k: v for k, v in exported.state_dict().items() if k in found}) == 0.0
-        return _differences(found, expected)
+        found = _whole(ours)
+        if rank == 0:
+            assert_alike(found, {k: v for k, v in exported.state_dict().items() if k in found}, 0.0)
+        _check(ours, plain)
 
 
-def test_it_resumes_what_a_trainer_without_us_has_saved(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_migrated, tmp_path)) <= 1e-9
-
-
-def _migrated(folder: Path) -> float:
-    with launched() as rank:
-        plain = _trainer(None, folder, save_strategy="steps", save_steps=6)
+@on_ranks(2)
+def test_it_resumes_what_a_trainer_without_us_has_saved(tmp_path: Path) -> None:
+    with launched():
+        plain = _trainer(None, tmp_path, save_strategy="steps", save_steps=6)
         plain.train()
-        ours = _trainer("hpz", folder)
-        ours.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-        found, expected = _whole(ours), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
+        ours = _trainer("hpz", tmp_path)
+        ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        _check(ours, plain)
 
 
-def test_the_best_model_is_loaded_at_the_end(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_best, tmp_path)
-
-
-def _best(folder: Path) -> None:
+@on_ranks(2)
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     with launched() as rank:
         options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
         trainer = _trainer(
-            "zero3", folder, steps=4, load_best_model_at_end=True, greater_is_better=True, save_total_limit=1, **options
+            "zero3",
+            tmp_path,
+            steps=4,
+            load_best_model_at_end=True,
+            greater_is_better=True,
+            save_total_limit=1,
+            **options,
         )
         trainer.train()  # the loss falls: the best by the greatest is the first
         assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
         found = _whole(trainer)
         if rank == 0:
-            expected = load_file(folder / "checkpoint-2" / "model.safetensors")
-            assert _differences(dict(sorted(found.items())), dict(sorted(expected.items()))) == 0.0
+            expected = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+            assert_alike(found, expected, 0.0)
 
 
-def test_a_model_is_evaluated_before_it_is_trained(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_evaluated_first, tmp_path)) <= 1e-9
-
-
-def _evaluated_first(folder: Path) -> float:
-    with launched() as rank:
-        plain, ours = _trainer(None, folder, steps=2), _trainer("zero3", folder, steps=2)
+@on_ranks(2)
+def test_a_model_is_evaluated_before_it_is_trained(tmp_path: Path) -> None:
+    with launched():
+        plain, ours = _trainer(None, tmp_path, steps=2), _trainer("zero3", tmp_path, steps=2)
         plain.train()
         first = ours.evaluate()["eval_loss"]
         ours.train()
         assert ours.evaluate()["eval_loss"] < first
-        found, expected = _whole(ours), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
+        _check(ours, plain)
 
 
 # --- PEFT -------------------------------------------------------------------------------------------------------------
-
-
-def test_adapters_are_trained_saved_loaded_and_merged(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_adapted, tmp_path)) <= 1e-9
 
 
 def _lora() -> Any:
@@ -340,21 +282,19 @@ def _lora() -> Any:
     return peft.get_peft_model(_model(), config)
 
 
-def _adapted(folder: Path) -> float:
+@on_ranks(2)
+def test_adapters_are_trained_saved_loaded_and_merged(tmp_path: Path) -> None:
     import peft
 
-    import towpath
-
-    with launched() as rank:
+    with launched():
         plain, ours = (
-            _trainer(None, folder, _lora()),
-            _trainer("zero3", folder / "ours", _lora(), save_strategy="steps", save_steps=10),
+            _trainer(None, tmp_path, _lora()),
+            _trainer("zero3", tmp_path / "ours", _lora(), save_strategy="steps", save_steps=10),
         )
         for trainer in (plain, ours):
             trainer.train()
-        found, expected = _whole(ours), _whole(plain)
-        difference = _differences(found, expected) if rank == 0 else 0.0
-        saved = folder / "ours" / "checkpoint-10"
+        _check(ours, plain)
+        saved = tmp_path / "ours" / "checkpoint-10"
         assert json.loads((saved / "adapter_config.json").read_text())["r"] == 2
         assert not (saved / "model.safetensors").exists()
         loaded = peft.PeftModel.from_pretrained(_model(), saved)
@@ -368,17 +308,13 @@ def _adapted(folder: Path) -> float:
             assert (ours.model(ids).logits - logits).abs().max() <= 1e-9
             merged = loaded.merge_and_unload()
             assert (merged(ids).logits - logits).abs().max() <= 1e-9
-        return difference
 
 
 # --- generating, and what cannot be -----------------------------------------------------------------------------------
 
 
-def test_seq2seq_generates_on_all_ranks_until_the_last_is_through(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_generates, tmp_path)
-
-
-def _generates(folder: Path) -> None:
+@on_ranks(2)
+def test_seq2seq_generates_on_all_ranks_until_the_last_is_through(tmp_path: Path) -> None:
     import transformers
 
     from towpath.integrations.transformers import Seq2SeqTrainer
@@ -396,7 +332,7 @@ def _generates(folder: Path) -> None:
     )
     with launched():
         args = transformers.Seq2SeqTrainingArguments(
-            output_dir=str(folder),
+            output_dir=str(tmp_path),
             use_cpu=True,
             max_steps=2,
             per_device_train_batch_size=2,
@@ -428,11 +364,8 @@ def _generates(folder: Path) -> None:
         assert (predicted[0] == predicted[1]).all()
 
 
-def test_a_trainer_of_someone_else_is_sharded_by_inheriting(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_inherited, tmp_path)
-
-
-def _inherited(folder: Path) -> None:
+@on_ranks(2)
+def test_a_trainer_of_someone_else_is_sharded_by_inheriting(tmp_path: Path) -> None:
     import transformers
 
     from towpath.integrations.transformers import ShardedTrainer
@@ -446,7 +379,7 @@ def _inherited(folder: Path) -> None:
 
     with launched():
         args = transformers.TrainingArguments(
-            output_dir=str(folder), use_cpu=True, max_steps=1, report_to="none", save_strategy="no", disable_tqdm=True
+            output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to="none", save_strategy="no", disable_tqdm=True
         )
         trainer = Ours(_model(), args, strategy="mics", train_dataset=_rows(16))
         trainer.train()
@@ -456,27 +389,17 @@ def _inherited(folder: Path) -> None:
             Ours(_model(), args, strategy="mics")
 
 
-def test_what_it_cannot_do_it_says_when_it_is_made(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_refused, tmp_path)
-
-
-def _refused(folder: Path) -> None:
+@on_ranks(2)
+def test_what_it_cannot_do_it_says_when_it_is_made(tmp_path: Path) -> None:
     with launched(ACCELERATE_USE_CPU="false"), pytest.raises(ConfigError, match=r"1 process.*2 ranks.*use_cpu=True"):
-        _trainer("mics", folder, use_cpu=False)
+        _trainer("mics", tmp_path, use_cpu=False)
 
 
-def test_a_trainer_of_transformers_refuses_a_sharded_model_and_names_the_integration(
-    world: Worlds, tmp_path: Path
-) -> None:
-    world(2).run(_stock, tmp_path)
-
-
-def _stock(folder: Path) -> None:
-    import towpath
-
+@on_ranks(2)
+def test_a_trainer_of_transformers_refuses_a_sharded_model_and_names_the_integration(tmp_path: Path) -> None:
     for use_cpu in (True, False):
         with launched(ACCELERATE_USE_CPU="false"):
-            trainer = _trainer(None, folder, towpath.shard(_model(), "zero3"), use_cpu=use_cpu)
+            trainer = _trainer(None, tmp_path, towpath.shard(_model(), "zero3"), use_cpu=use_cpu)
             for work in (trainer.train, trainer.evaluate):
                 with pytest.raises(ShardError, match=r"towpath\.integrations\.transformers\.Trainer\(…, strategy="):
                     work()
@@ -486,45 +409,38 @@ def _stock(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["rank 0", "folder"])
-def test_a_model_on_the_meta_device_trains_as_a_loaded_one(world: Worlds, tmp_path: Path, how: str) -> None:
+@on_ranks(2)
+def test_a_model_on_the_meta_device_trains_as_a_loaded_one(tmp_path: Path, how: str) -> None:
     """With tied weights, and with rotary frequencies that no file has. A model in bf16 files has fp32 masters."""
-    assert max(world(2).run(_trained_from_meta, how, tmp_path)) <= 1e-5
-
-
-def _trained_from_meta(how: str, folder: Path) -> float:
     from transformers import AutoModelForCausalLM
 
     def load(device: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32, device_map=device)
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32, device_map=device)
 
     with launched() as rank:
         if rank == 0:
             config = _model().config
             config.tie_word_embeddings = True
-            type(_model())(config).to(torch.bfloat16).save_pretrained(folder / "saved", max_shard_size="2KB")
+            type(_model())(config).to(torch.bfloat16).save_pretrained(tmp_path / "saved", max_shard_size="2KB")
         dist.barrier()
-        plain = _trainer(None, folder, load("cpu"), steps=2)
-        sharding = Sharding("zero3", values=folder / "saved") if how == "folder" else "zero3"
-        ours = _trainer(sharding, folder, load("meta" if rank or how == "folder" else "cpu"), steps=2)
+        plain = _trainer(None, tmp_path, load("cpu"), steps=2)
+        sharding = Sharding("zero3", values=tmp_path / "saved") if how == "folder" else "zero3"
+        ours = _trainer(sharding, tmp_path, load("meta" if rank or how == "folder" else "cpu"), steps=2)
         for trainer in (plain, ours):
             trainer.train()
         assert ours.model.lm_head.weight is ours.model.model.embed_tokens.weight
         assert {p.dtype for p in ours.model.parameters()} == {torch.float32}
         for name, buffer in ours.model.named_buffers():
             assert torch.equal(buffer, plain.model.get_buffer(name)), name
-        found, expected = _whole(ours), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
+        _check(ours, plain, 1e-5)
 
 
-def test_values_and_another_folder_to_resume_from_are_refused(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_resume_elsewhere, tmp_path)
-
-
-def _resume_elsewhere(folder: Path) -> None:
+@on_ranks(2)
+def test_values_and_another_folder_to_resume_from_are_refused(tmp_path: Path) -> None:
     with launched():
-        plain = _trainer(None, folder, steps=1, save_strategy="steps", save_steps=1)
+        plain = _trainer(None, tmp_path, steps=1, save_strategy="steps", save_steps=1)
         plain.train()
         dist.barrier()
-        ours = _trainer(Sharding("zero3", values=folder), folder)
+        ours = _trainer(Sharding("zero3", values=tmp_path), tmp_path)
         with pytest.raises(ShardError, match="checkpoint-1"):
-            ours.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+            ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
