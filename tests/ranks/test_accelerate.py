@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,11 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import towpath
 from tests.ranks.launched import assert_alike, forget, launched
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn
 from towpath.errors import CheckpointError, ConfigError, MismatchError, ShardError
-
-Worlds = Callable[[int], World]
 
 STEPS, ACCUMULATED, WIDTH = 10, 2, 6
 
@@ -42,20 +39,24 @@ class Net(nn.Module):
         return self.head(x)
 
 
+def _accelerator(strategy: Any, **options: Any) -> Any:
+    from towpath.integrations.accelerate import Accelerator
+
+    return Accelerator(strategy=strategy, **options)
+
+
 class Run:
     """A script as Accelerate's users write it. Under no strategy it is wrapped in DistributedDataParallel."""
 
     def __init__(self, strategy: str | None, dtype: torch.dtype = torch.float64, **options: Any) -> None:
         import accelerate
 
-        from towpath.integrations.accelerate import Accelerator
-
         options = {"cpu": True, "gradient_accumulation_steps": ACCUMULATED, **options}
         self.accelerator: Any
         if strategy is None:
             self.accelerator = accelerate.Accelerator(**options)
         else:
-            self.accelerator = Accelerator(strategy=strategy, **options)
+            self.accelerator = _accelerator(strategy, **options)
         torch.manual_seed(0)
         model = Net().to(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -121,11 +122,15 @@ def test_mixed_precision_sends_and_computes_in_bf16_and_steps_fp32_masters() -> 
 
 
 @on_ranks(2)
-def test_a_model_prepared_before_its_optimizer_is_stepped_by_it() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
+def test_a_model_may_be_sharded_before_or_prepared_before_its_optimizer_and_a_teacher_stays_whole() -> None:
     with launched():
-        accelerator = Accelerator(strategy="zero3", cpu=True)
+        accelerator = _accelerator("zero3", cpu=True)
+        teacher = accelerator.prepare_model(Net(), evaluation_mode=True)
+        assert type(teacher) is Net
+        with pytest.raises(ShardError, match="prepared for evaluation"):
+            accelerator.prepare(teacher)
+        sharded = towpath.shard(Net(), "zero3")
+        assert all(accelerator.prepare(sharded) is sharded for _ in range(2))
         model: Any = Net()
         made = torch.optim.SGD(model.parameters(), lr=1.0)
         prepared = accelerator.prepare(model)
@@ -135,18 +140,6 @@ def test_a_model_prepared_before_its_optimizer_is_stepped_by_it() -> None:
         accelerator.backward(model(torch.ones(2, WIDTH)).sum())
         optimizer.step()
         assert not torch.equal(before, model.head.weight.full_tensor())
-
-
-@on_ranks(2)
-def test_a_teacher_is_left_whole() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
-    with launched():
-        accelerator = Accelerator(strategy="zero3", cpu=True)
-        teacher = accelerator.prepare_model(Net(), evaluation_mode=True)
-        assert type(teacher) is Net
-        with pytest.raises(ShardError, match="prepared for evaluation"):
-            accelerator.prepare(teacher)
 
 
 # --- saving and resuming ----------------------------------------------------------------------------------------------
@@ -209,10 +202,8 @@ def _loaded(folder: Path) -> None:
 
 @on_ranks(2)
 def test_each_of_several_models_is_saved_with_its_optimizer(tmp_path: Path) -> None:
-    from towpath.integrations.accelerate import Accelerator
-
     with launched():
-        accelerator = Accelerator(strategy="zero3", cpu=True)
+        accelerator = _accelerator("zero3", cpu=True)
         models: list[Any] = [Net(), Net()]
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in models]
         *_, first, second = accelerator.prepare(*models, *reversed(optimizers))
@@ -248,11 +239,11 @@ def test_what_it_cannot_do_it_says_before_anything_is_trained() -> None:
         with pytest.raises(ShardError, match="FSDP, which shards the model itself"):
             Accelerator.adopt(stock, "zero3")
     with launched():
-        accelerator = Accelerator(strategy="no such", cpu=True)
+        accelerator = _accelerator("no such", cpu=True)
         with pytest.raises(ConfigError, match="no such"):
             accelerator.prepare(Net())
     with launched():
-        accelerator = Accelerator(strategy="zero3", cpu=True)
+        accelerator = _accelerator("zero3", cpu=True)
         model: Any = Net()
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(1, WIDTH)).sum().backward()
@@ -266,7 +257,7 @@ def test_what_it_cannot_do_it_says_before_anything_is_trained() -> None:
         with pytest.raises(ShardError, match=r"towpath.join\(model, loader\)"):
             accelerator.join_uneven_inputs([model], even_batches=False)
     with launched(), pytest.raises(ShardError, match=r'Sharding\("auto", workload='):
-        Accelerator(strategy="auto", cpu=True).prepare(Net())
+        _accelerator("auto", cpu=True).prepare(Net())
     dist.barrier()
 
 
@@ -276,31 +267,25 @@ def test_what_it_cannot_do_it_says_before_anything_is_trained() -> None:
 @on_ranks(2)
 def test_ranks_that_accelerate_counts_as_one_process_each_are_refused() -> None:
     """As under torchrun, without a GPU and without cpu=True: every rank would train on the same batches."""
-    from towpath.integrations.accelerate import Accelerator
-
     with launched(ACCELERATE_USE_CPU="false"), pytest.raises(ConfigError, match=r"1 process.*2 ranks.*cpu=True"):
-        Accelerator(strategy="mics")
+        _accelerator("mics")
 
 
 @on_ranks(2)
 def test_a_process_group_made_after_the_accelerator_is_compared_when_a_model_is_prepared() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
     with launched(ACCELERATE_USE_CPU="false"):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             del os.environ[name]
         with mock.patch.object(dist, "is_initialized", lambda: False):
-            accelerator = Accelerator(strategy="mics")
+            accelerator = _accelerator("mics")
         with pytest.raises(ConfigError, match=r"1 process.*2 ranks"):
             accelerator.prepare(Net())
 
 
 @on_ranks(2)
 def test_where_accelerate_miscounts_one_rank_all_ranks_raise() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
     with launched() as rank:
-        accelerator = Accelerator(strategy="mics")
+        accelerator = _accelerator("mics")
         accelerator.state.process_index = 0
         expected = MismatchError if rank == 0 else ConfigError
         with pytest.raises(expected, match=r"number 0, but it is rank 1 of 2 ranks"):
@@ -343,12 +328,10 @@ def _started_by_accelerate(configuration: str, folder: Path) -> dict[str, str]:
 
 
 def test_the_one_process_that_accelerate_starts_for_several_on_cpus_is_refused(tmp_path: Path) -> None:
-    from towpath.integrations.accelerate import Accelerator
-
     with mock.patch.dict(os.environ, _started_by_accelerate(_MULTI_CPU, tmp_path), clear=True):
         forget()
         with pytest.raises(ConfigError, match=r"one process.*torchrun --nproc-per-node.*cpu=True"):
-            Accelerator(strategy="mics")
+            _accelerator("mics")
 
 
 def test_a_configuration_of_fsdp_on_cpus_is_refused(world: Worlds, tmp_path: Path) -> None:
@@ -357,11 +340,9 @@ def test_a_configuration_of_fsdp_on_cpus_is_refused(world: Worlds, tmp_path: Pat
 
 
 def _fsdp_configured(environment: dict[str, str]) -> None:
-    from towpath.integrations.accelerate import Accelerator
-
     for options in ({}, {"cpu": True}):
         with launched(**environment), pytest.raises(ShardError, match=r"FSDP, which shards.*torchrun.*cpu=True"):
-            Accelerator(strategy="mics", **options)
+            _accelerator("mics", **options)
 
 
 # --- Accelerate without us --------------------------------------------------------------------------------------------
@@ -387,14 +368,3 @@ def test_distributed_data_parallel_refuses_a_sharded_model() -> None:
     model = towpath.shard(Net(), "zero3")
     with pytest.raises(ShardError, match=r"Leave out DistributedDataParallel.*towpath\.integrations"):
         nn.parallel.DistributedDataParallel(model)
-
-
-@on_ranks(2)
-def test_a_model_that_the_user_has_sharded_is_prepared_as_it_is() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
-    with launched():
-        accelerator = Accelerator(strategy="zero3")
-        model = towpath.shard(Net(), "zero3")
-        for _ in range(2):
-            assert accelerator.prepare(model) is model

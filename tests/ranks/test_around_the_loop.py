@@ -6,7 +6,6 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +14,9 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin, mean_of_all_ranks
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 1)
 LABELS = ("zero3", "zero1", "paro-iig")

@@ -22,14 +22,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers.utils import ModelOutput
 
 import towpath
-from tests.ranks.models import DEVICE
-from tests.ranks.server import World, on_ranks
+from tests.ranks.models import noise
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.twin import TOLERANCE, Loss, Twin
 from towpath import Topology
 from towpath.core.strategy import TransferKind
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 LABELS = ("zero3", "hpz", "mics:2x1", "paro-iig", "zero1", "paro-igg offload=params")
@@ -38,13 +36,8 @@ labels = in_turn(LABELS, 1)
 WIDTH = 6
 
 
-def _noise(rank: int, micro: int, step: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
-    return torch.randn(*(shape or (3, WIDTH)), generator=generator, dtype=torch.float64).to(DEVICE)
-
-
 def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    return model(_noise(rank, micro, step)).square().mean()
+    return model(noise(rank, micro, step)).square().mean()
 
 
 def _trained(build: Callable[[], nn.Module], label: str, loss: Loss = _loss) -> Twin:
@@ -245,7 +238,7 @@ def _channels_last() -> nn.Module:
 
 
 def _conv_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    images = _noise(rank, micro, step, 4, 3, 5, 5).to(memory_format=torch.channels_last)
+    images = noise(rank, micro, step, 4, 3, 5, 5).to(memory_format=torch.channels_last)
     return model(images).square().mean()
 
 
@@ -350,7 +343,7 @@ class Mixed(nn.Module):
 @labels
 @on_ranks(4)
 def test_units_may_return_their_tensors_inside_anything(label: str) -> None:
-    _trained(Mixed, label, lambda model, *at: _unwrap(model(_noise(*at))).square().mean())
+    _trained(Mixed, label, lambda model, *at: _unwrap(model(noise(*at))).square().mean())
 
 
 # --- shared parameters -----------------------------------------------------------------------------------------------

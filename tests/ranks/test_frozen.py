@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
-from tests.ranks.models import DEVICE
-from tests.ranks.server import World, on_ranks
+from tests.ranks.models import noise
+from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import TOLERANCE, Twin
 from towpath.codecs.kernels import reference
@@ -21,7 +20,6 @@ from towpath.core.formats import Codec
 from towpath.core.strategy import TransferKind
 from towpath.errors import ConfigError, ShardError
 
-Worlds = Callable[[int], World]
 SHAPE = towpath.Topology(2, 2)
 WIDTH = 64
 EXTENTS = ("1x1", "2x1", "2x2", "as-trained")
@@ -58,8 +56,7 @@ class Model(nn.Module):
 
 
 def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
-    return model(torch.randn(3, WIDTH, generator=generator, dtype=torch.float64).to(DEVICE)).square().mean()
+    return model(noise(rank, micro, step, 3, WIDTH)).square().mean()
 
 
 def _strategy(label: str, frozen: str | None = None, **options: Any) -> towpath.Strategy:

@@ -16,12 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import towpath
 from tests.ranks.launched import assert_alike, launched
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn
 from towpath.errors import ShardError
 from towpath.integrations import Sharding
-
-Worlds = Callable[[int], World]
 
 WIDTH, STEPS = 6, 10
 

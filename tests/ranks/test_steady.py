@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import towpath
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import on_ranks, run_ranks
 from tests.ranks.strategies import seldom, strategy_of
+from tests.ranks.twin import accumulating
 from towpath.core.collective_log import FOLD
 
 SHAPE = towpath.Topology(2, 2)
@@ -67,9 +68,8 @@ def test_after_the_second_step_no_buffer_is_made(
 
 def _train(model: Any, optimizer: torch.optim.Optimizer, steps: int, *, micro_steps: int, drop_gradients: bool) -> None:
     for step in range(steps):
-        for micro in range(micro_steps):
-            with nullcontext() if micro == micro_steps - 1 else model.no_sync():
-                _loss(model, micro, step).backward()
+        for micro in accumulating(model, micro_steps):
+            _loss(model, micro, step).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=drop_gradients)

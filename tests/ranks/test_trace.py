@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,14 @@ import torch.distributed as dist
 
 import towpath
 from tests.ranks.models import MODELS, TiedGPT
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_steady import Checkpointed
+from tests.ranks.twin import accumulating
 from towpath import tracing
 from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.errors import StepError
 from towpath.observing import running_trace, sums
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = ["ddp", "zero3", "hpz", "paro-iig", "zero3@hierarchical", "zero++", "mics gradients=int4:64 feedback=both"]
@@ -188,9 +185,8 @@ def _model(label: str) -> tuple[Any, torch.optim.Optimizer]:
 def _train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
     entry = MODELS["gpt"]
     for step in range(steps):
-        for micro in range(MICRO_STEPS):
-            with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
-                entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float32)).backward()
+        for micro in accumulating(model, MICRO_STEPS):
+            entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float32)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
