@@ -115,7 +115,7 @@ def test_under_zero_plus_plus_frozen_weights_in_the_node_are_not_rounded() -> No
 # Bytes and memory -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", ["zero3", seldom("hpz"), seldom("paro-igg"), seldom("zero++")])
+@in_turn(("zero3", "hpz", "paro-igg", "zero++"), 2)
 @on_ranks(4)
 def test_by_default_no_frozen_byte_crosses_between_nodes(label: str) -> None:
     strategy = _strategy(label)
