@@ -165,7 +165,6 @@ ON_FOUR = [
             COMPILE,
             "test_every_model:_train_checkpointed",
             how,
-            "both",
             label,
         )
         for how, label in (("non-reentrant", "zero3"), ("reentrant", "paro-iig"))

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch import Tensor
 
 
 @contextmanager
@@ -47,3 +48,9 @@ def forget() -> None:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     PartialState._reset_state()
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-9) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, value in found.items():
+        assert (value - expected[name]).abs().max() <= limit, name

@@ -67,7 +67,6 @@ PRELOAD = [
     "functorch.compile",  # and what torch.compile loads when it first compiles
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.bert.modeling_bert",
     "towpath",
     "towpath.train.trainer",
     "tests.ranks.twin",
@@ -181,6 +180,9 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+Worlds = Callable[[int], World]
 
 
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,13 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import towpath
-import towpath.optim
-from tests.ranks.launched import forget, launched
-from tests.ranks.server import World
-from tests.ranks.strategies import in_turn, seldom
+from tests.ranks.launched import assert_alike, forget, launched
+from tests.ranks.server import Worlds, on_ranks
+from tests.ranks.strategies import in_turn
 from towpath.errors import CheckpointError, ConfigError, MismatchError, ShardError
-
-Worlds = Callable[[int], World]
 
 STEPS, ACCUMULATED, WIDTH = 10, 2, 6
 
@@ -44,29 +39,27 @@ class Net(nn.Module):
         return self.head(x)
 
 
+def _accelerator(strategy: Any, **options: Any) -> Any:
+    from towpath.integrations.accelerate import Accelerator
+
+    return Accelerator(strategy=strategy, **options)
+
+
 class Run:
     """A script as Accelerate's users write it. Under no strategy it is wrapped in DistributedDataParallel."""
 
-    def __init__(
-        self,
-        strategy: str | None,
-        dtype: torch.dtype = torch.float64,
-        made: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, strategy: str | None, dtype: torch.dtype = torch.float64, **options: Any) -> None:
         import accelerate
-
-        from towpath.integrations.accelerate import Accelerator
 
         options = {"cpu": True, "gradient_accumulation_steps": ACCUMULATED, **options}
         self.accelerator: Any
         if strategy is None:
             self.accelerator = accelerate.Accelerator(**options)
         else:
-            self.accelerator = Accelerator(strategy=strategy, **options)
+            self.accelerator = _accelerator(strategy, **options)
         torch.manual_seed(0)
         model = Net().to(dtype)
-        optimizer = made(model) if made else torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
         rows = torch.randn(160, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
         loader = DataLoader(TensorDataset(rows), batch_size=2, shuffle=True)
@@ -93,38 +86,31 @@ class Run:
         return {k.removeprefix("module."): v for k, v in self.accelerator.get_state_dict(self.model).items()}
 
 
-def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert list(one) == list(other)
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+def _check(ours: Run, plain: Run) -> None:
+    found, expected = ours.values(), plain.values()
+    if dist.get_rank() == 0:
+        assert_alike(found, expected)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
 @in_turn(["zero3", "paro-nig"], 1, "strategy")
-def test_ten_steps_are_those_of_ddp(world: Worlds, strategy: str) -> None:
+@on_ranks(2)
+def test_ten_steps_are_those_of_ddp(strategy: str) -> None:
     """With an optimizer and a schedule made before `prepare`, accumulation and clipping."""
-    differences = world(2).run(_trained_beside_ddp, strategy)
-    assert max(differences) <= 1e-9
-
-
-def _trained_beside_ddp(strategy: str) -> float:
-    with launched() as rank:
+    with launched():
         plain, ours = Run(None), Run(strategy)
         for run in (plain, ours):
             torch.manual_seed(7)
             run.train(0, STEPS)
         assert len(ours.norms) == STEPS
         assert ours.norms == pytest.approx(plain.norms, rel=1e-9)
-        found, expected = ours.values(), plain.values()
-        return _differences(found, expected) if rank == 0 else 0.0
+        _check(ours, plain)
 
 
-def test_mixed_precision_sends_and_computes_in_bf16_and_steps_fp32_masters(world: Worlds) -> None:
-    world(2).run(_mixed)
-
-
-def _mixed() -> None:
+@on_ranks(2)
+def test_mixed_precision_sends_and_computes_in_bf16_and_steps_fp32_masters() -> None:
     with launched():
         run = Run("zero3", torch.float32, mixed_precision="bf16")
         computed: list[torch.dtype] = []
@@ -135,49 +121,16 @@ def _mixed() -> None:
         assert run.model.towpath_engine.precision == towpath.Precision(params="bfloat16", reduce="float32")
 
 
-@pytest.mark.parametrize("strategy", ["zero3", seldom("mics")])
-@pytest.mark.parity
-def test_an_optimizer_of_whole_matrices_is_prepared_with_its_model_and_resumes(
-    world: Worlds, tmp_path: Path, strategy: str
-) -> None:
-    assert max(world(4).run(_owner_stepped, strategy, tmp_path)) < 1e-10
-
-
-def _owner_stepped(strategy: str, folder: Path) -> float:
-    def adafactor(wrap: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]) -> Any:
-        def made(model: nn.Module) -> torch.optim.Optimizer:
-            matrices = [p for p in model.parameters() if p.dim() == 2]
-            vectors = [p for p in model.parameters() if p.dim() < 2]
-            whole = wrap(torch.optim.Adafactor(matrices, lr=1e-2, weight_decay=0.1))
-            return towpath.optim.chain(whole, torch.optim.AdamW(vectors, lr=1e-2))
-
-        return made
-
+@on_ranks(2)
+def test_a_model_may_be_sharded_before_or_prepared_before_its_optimizer_and_a_teacher_stays_whole() -> None:
     with launched():
-        plain = Run(None, made=adafactor(lambda optimizer: optimizer))
-        plain.train(0, STEPS)
-        expected = plain.values()
-    with launched():
-        first = Run(strategy, made=adafactor(towpath.optim.owner_stepped))
-        first.train(0, 4)
-        first.accelerator.save_state(str(folder / "saved"))
-    with launched():
-        again = Run("paro-iig", made=adafactor(towpath.optim.owner_stepped))
-        again.accelerator.load_state(str(folder / "saved"))
-        again.train(4, STEPS)
-        found = again.values()
-    return _differences(found, expected) if dist.get_rank() == 0 else 0.0
-
-
-def test_a_model_prepared_before_its_optimizer_is_stepped_by_it(world: Worlds) -> None:
-    world(2).run(_one_by_one)
-
-
-def _one_by_one() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
-    with launched():
-        accelerator = Accelerator(strategy="zero3", cpu=True)
+        accelerator = _accelerator("zero3", cpu=True)
+        teacher = accelerator.prepare_model(Net(), evaluation_mode=True)
+        assert type(teacher) is Net
+        with pytest.raises(ShardError, match="prepared for evaluation"):
+            accelerator.prepare(teacher)
+        sharded = towpath.shard(Net(), "zero3")
+        assert all(accelerator.prepare(sharded) is sharded for _ in range(2))
         model: Any = Net()
         made = torch.optim.SGD(model.parameters(), lr=1.0)
         prepared = accelerator.prepare(model)
@@ -189,28 +142,13 @@ def _one_by_one() -> None:
         assert not torch.equal(before, model.head.weight.full_tensor())
 
 
-def test_a_teacher_is_left_whole(world: Worlds) -> None:
-    world(2).run(_evaluated)
-
-
-def _evaluated() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
-    with launched():
-        accelerator = Accelerator(strategy="zero3", cpu=True)
-        teacher = accelerator.prepare_model(Net(), evaluation_mode=True)
-        assert type(teacher) is Net
-        with pytest.raises(ShardError, match="prepared for evaluation"):
-            accelerator.prepare(teacher)
-
-
 # --- saving and resuming ----------------------------------------------------------------------------------------------
 
 
 def test_it_goes_on_under_another_strategy_and_on_other_ranks(world: Worlds, tmp_path: Path) -> None:
     """Three runs: whole; cut off after four steps; resumed. Rows come in the order that the saved sampler had."""
     world(2).run(_saved, tmp_path)
-    assert max(world(2).run(_resumed, tmp_path, "paro-iig")) <= 1e-9
+    world(2).run(_resumed, tmp_path)
     assert (tmp_path / "state" / "towpath" / "0").is_dir()
     assert not (tmp_path / "state" / "model.safetensors").exists()  # nothing of it is written twice
     world(4).run(_loaded, tmp_path)
@@ -232,12 +170,12 @@ def _saved(folder: Path) -> None:
             assert run.values() == {}
 
 
-def _resumed(folder: Path, strategy: str) -> float:
-    with launched() as rank:
+def _resumed(folder: Path) -> None:
+    with launched():
         plain = Run(None)
         torch.manual_seed(7)
         plain.train(0, 7)
-        run = Run(strategy)
+        run = Run("paro-iig")
         run.accelerator.load_state(str(folder / "state"))
         run.accelerator.save_state(str(folder / "state"))  # over the one before
         run = Run("zero2")
@@ -246,8 +184,7 @@ def _resumed(folder: Path, strategy: str) -> float:
         run.train(4, 7)
         assert run.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
         assert run.norms == pytest.approx(plain.norms[4:], rel=1e-9)
-        found, expected = run.values(), plain.values()
-        return _differences(found, expected) if rank == 0 else 0.0
+        _check(run, plain)
 
 
 def _loaded(folder: Path) -> None:
@@ -259,25 +196,14 @@ def _loaded(folder: Path) -> None:
         found = run.values()
         if rank == 0:
             expected = torch.load(folder / "at four.pt")
-            assert _differences(found, expected) == 0.0
-            assert (
-                _differences(
-                    dict(sorted(load_file(folder / "model" / "model.safetensors").items())),
-                    dict(sorted(expected.items())),
-                )
-                == 0.0
-            )
+            assert_alike(found, expected, 0.0)
+            assert_alike(load_file(folder / "model" / "model.safetensors"), expected, 0.0)
 
 
-def test_each_of_several_models_is_saved_with_its_optimizer(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_two_models, tmp_path)
-
-
-def _two_models(folder: Path) -> None:
-    from towpath.integrations.accelerate import Accelerator
-
+@on_ranks(2)
+def test_each_of_several_models_is_saved_with_its_optimizer(tmp_path: Path) -> None:
     with launched():
-        accelerator = Accelerator(strategy="zero3", cpu=True)
+        accelerator = _accelerator("zero3", cpu=True)
         models: list[Any] = [Net(), Net()]
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in models]
         *_, first, second = accelerator.prepare(*models, *reversed(optimizers))
@@ -286,26 +212,23 @@ def _two_models(folder: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         saved = [m.head.weight.full_tensor().clone() for m in models]
-        accelerator.save_state(str(folder))
+        accelerator.save_state(str(tmp_path))
         for model in models:
             with towpath.full_parameters(model), torch.no_grad():
                 model.head.weight.zero_()
-        accelerator.load_state(str(folder))
+        accelerator.load_state(str(tmp_path))
         for model, value in zip(models, saved, strict=True):
             assert torch.equal(model.head.weight.full_tensor(), value)
         accelerator.prepare(torch.optim.SGD(models[0].parameters(), lr=0.1))
         with pytest.raises(CheckpointError, match="several optimizers"):
-            accelerator.save_state(str(folder))
+            accelerator.save_state(str(tmp_path))
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 
-def test_what_it_cannot_do_it_says_before_anything_is_trained(world: Worlds) -> None:
-    world(2).run(_refused)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_what_it_cannot_do_it_says_before_anything_is_trained() -> None:
     import accelerate
 
     from towpath.integrations.accelerate import Accelerator
@@ -316,11 +239,11 @@ def _refused() -> None:
         with pytest.raises(ShardError, match="FSDP, which shards the model itself"):
             Accelerator.adopt(stock, "zero3")
     with launched():
-        accelerator = Accelerator(strategy="no such", cpu=True)
+        accelerator = _accelerator("no such", cpu=True)
         with pytest.raises(ConfigError, match="no such"):
             accelerator.prepare(Net())
     with launched():
-        accelerator = Accelerator(strategy="zero3", cpu=True)
+        accelerator = _accelerator("zero3", cpu=True)
         model: Any = Net()
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(1, WIDTH)).sum().backward()
@@ -333,73 +256,36 @@ def _refused() -> None:
             accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
         with pytest.raises(ShardError, match=r"towpath.join\(model, loader\)"):
             accelerator.join_uneven_inputs([model], even_batches=False)
-    dist.barrier()
-
-
-def test_a_plugin_that_shards_is_refused_on_cpu_ranks_too(world: Worlds) -> None:
-    world(2).run(_plugin)
-
-
-def _plugin() -> None:
-    import accelerate
-
-    from towpath.integrations.accelerate import Accelerator
-
-    with launched(), pytest.raises(ShardError, match=r"FSDP, which shards the model itself"):
-        Accelerator(strategy="zero3", cpu=True, fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
-
-
-def test_auto_is_refused_unless_the_workload_is_given(world: Worlds) -> None:
-    world(1).run(_auto)
-
-
-def _auto() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
     with launched(), pytest.raises(ShardError, match=r'Sharding\("auto", workload='):
-        Accelerator(strategy="auto", cpu=True).prepare(torch.nn.Linear(2, 2))
+        _accelerator("auto", cpu=True).prepare(Net())
+    dist.barrier()
 
 
 # --- the world as Accelerate counts it --------------------------------------------------------------------------------
 
 
-def test_ranks_that_accelerate_counts_as_one_process_each_are_refused(world: Worlds) -> None:
+@on_ranks(2)
+def test_ranks_that_accelerate_counts_as_one_process_each_are_refused() -> None:
     """As under torchrun, without a GPU and without cpu=True: every rank would train on the same batches."""
-    world(2).run(_uncounted)
-
-
-def _uncounted() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
     with launched(ACCELERATE_USE_CPU="false"), pytest.raises(ConfigError, match=r"1 process.*2 ranks.*cpu=True"):
-        Accelerator(strategy="mics")
+        _accelerator("mics")
 
 
-def test_a_process_group_made_after_the_accelerator_is_compared_when_a_model_is_prepared(world: Worlds) -> None:
-    world(2).run(_made_later)
-
-
-def _made_later() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
+@on_ranks(2)
+def test_a_process_group_made_after_the_accelerator_is_compared_when_a_model_is_prepared() -> None:
     with launched(ACCELERATE_USE_CPU="false"):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             del os.environ[name]
         with mock.patch.object(dist, "is_initialized", lambda: False):
-            accelerator = Accelerator(strategy="mics")
+            accelerator = _accelerator("mics")
         with pytest.raises(ConfigError, match=r"1 process.*2 ranks"):
             accelerator.prepare(Net())
 
 
-def test_where_accelerate_miscounts_one_rank_all_ranks_raise(world: Worlds) -> None:
-    world(2).run(_miscounted)
-
-
-def _miscounted() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
+@on_ranks(2)
+def test_where_accelerate_miscounts_one_rank_all_ranks_raise() -> None:
     with launched() as rank:
-        accelerator = Accelerator(strategy="mics")
+        accelerator = _accelerator("mics")
         accelerator.state.process_index = 0
         expected = MismatchError if rank == 0 else ConfigError
         with pytest.raises(expected, match=r"number 0, but it is rank 1 of 2 ranks"):
@@ -442,12 +328,10 @@ def _started_by_accelerate(configuration: str, folder: Path) -> dict[str, str]:
 
 
 def test_the_one_process_that_accelerate_starts_for_several_on_cpus_is_refused(tmp_path: Path) -> None:
-    from towpath.integrations.accelerate import Accelerator
-
     with mock.patch.dict(os.environ, _started_by_accelerate(_MULTI_CPU, tmp_path), clear=True):
         forget()
         with pytest.raises(ConfigError, match=r"one process.*torchrun --nproc-per-node.*cpu=True"):
-            Accelerator(strategy="mics")
+            _accelerator("mics")
 
 
 def test_a_configuration_of_fsdp_on_cpus_is_refused(world: Worlds, tmp_path: Path) -> None:
@@ -456,76 +340,16 @@ def test_a_configuration_of_fsdp_on_cpus_is_refused(world: Worlds, tmp_path: Pat
 
 
 def _fsdp_configured(environment: dict[str, str]) -> None:
-    from towpath.integrations.accelerate import Accelerator
-
     for options in ({}, {"cpu": True}):
         with launched(**environment), pytest.raises(ShardError, match=r"FSDP, which shards.*torchrun.*cpu=True"):
-            Accelerator(strategy="mics", **options)
-
-
-_SCRIPT = """\
-import os
-
-import torch
-from accelerate.state import AcceleratorState
-
-from towpath.errors import ConfigError
-from towpath.integrations.accelerate import Accelerator
-
-try:
-    Accelerator(strategy="mics")
-except ConfigError as error:
-    refused = str(error)
-AcceleratorState._reset_state(True)
-accelerator = Accelerator(strategy="mics", cpu=True)
-model, loader = accelerator.prepare(torch.nn.Linear(4, 1), torch.utils.data.DataLoader(torch.arange(8), batch_size=2))
-told = accelerator.gather_for_metrics([refused, [batch.tolist() for batch in loader]], use_gather_object=True)
-if accelerator.is_main_process:
-    print(*told, sep="\\n", flush=True)
-os._exit(0)  # how the interpreter takes its threads down is not tested here
-"""
-
-
-def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(_SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    return subprocess.run(
-        [sys.executable, "-m", *command, str(folder / "script.py")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
-
-
-@pytest.mark.parity
-def test_under_torchrun_cpu_ranks_are_refused_and_with_cpu_they_share_the_batches(tmp_path: Path) -> None:
-    done = _run(tmp_path, "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert done.returncode == 0, done.stderr
-    told = done.stdout.splitlines()
-    assert all("cpu=True" in refused for refused in told[::2])
-    assert told[1::2] == ["[[0, 1], [4, 5]]", "[[2, 3], [6, 7]]"]
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize(("configuration", "said"), [(_MULTI_CPU, "one process"), (_FSDP, "shards the model itself")])
-def test_accelerate_launch_itself_ends_in_the_same_errors(tmp_path: Path, configuration: str, said: str) -> None:
-    (tmp_path / "config.yaml").write_text(configuration)
-    at = ["--config_file", str(tmp_path / "config.yaml"), "--main_process_port", "0"]
-    done = _run(tmp_path, "accelerate.commands.launch", *at)
-    assert done.returncode != 0
-    assert said in done.stderr
-    assert "torchrun --nproc-per-node" in done.stderr
+            _accelerator("mics", **options)
 
 
 # --- Accelerate without us --------------------------------------------------------------------------------------------
 
 
-def test_accelerate_itself_refuses_a_sharded_model_and_names_the_integration(world: Worlds) -> None:
-    world(2).run(_stock)
-
-
-def _stock() -> None:
+@on_ranks(2)
+def test_accelerate_itself_refuses_a_sharded_model_and_names_the_integration() -> None:
     import accelerate
 
     for cpu in ("true", "false"):
@@ -539,53 +363,8 @@ def _stock() -> None:
                 accelerator.prepare_model(model, evaluation_mode=True)
 
 
-def test_distributed_data_parallel_refuses_a_sharded_model(world: Worlds) -> None:
-    world(2).run(_wrapped)
-
-
-def _wrapped() -> None:
+@on_ranks(2)
+def test_distributed_data_parallel_refuses_a_sharded_model() -> None:
     model = towpath.shard(Net(), "zero3")
     with pytest.raises(ShardError, match=r"Leave out DistributedDataParallel.*towpath\.integrations"):
         nn.parallel.DistributedDataParallel(model)
-
-
-def test_a_model_that_the_user_has_sharded_is_prepared_as_it_is(world: Worlds) -> None:
-    world(2).run(_sharded_before)
-
-
-def _sharded_before() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
-    with launched():
-        accelerator = Accelerator(strategy="zero3")
-        model = towpath.shard(Net(), "zero3")
-        for _ in range(2):
-            assert accelerator.prepare(model) is model
-
-
-def test_ranks_on_the_meta_device_train_as_the_others(world: Worlds) -> None:
-    """Their optimizers are made before the model has any values."""
-    world(2).run(_prepared_from_meta)
-
-
-def _prepared_from_meta() -> None:
-    from towpath.integrations.accelerate import Accelerator
-
-    with launched() as rank:
-        losses: list[list[float]] = []
-        for device in ("cpu", "meta" if rank else "cpu"):
-            accelerator: Any = Accelerator(strategy="zero3", cpu=True)
-            torch.manual_seed(0)
-            with torch.device(device):
-                model = Net()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            model, optimizer = accelerator.prepare(model, optimizer)
-            losses.append([])
-            for _ in range(2):
-                loss = model(torch.ones(2, WIDTH)).square().mean()
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses[-1].append(loss.item())
-        assert losses[0] == losses[1]
-        assert losses[0][0] != losses[0][1]

@@ -25,39 +25,18 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import towpath
 import towpath.checkpoint
-from tests.ranks.models import TiedGPT
+from tests.ranks.models import TiedGPT, llama_config, noise
 from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn
+from tests.ranks.test_every_model import WIDTH, Block, _loss
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
 from towpath.engine.hooks import KNOWN_METHODS
 from towpath.errors import ShardError, StepError, TowpathError
 
-Worlds = Callable[[int], World]
-
 SHAPE = towpath.Topology(2, 1)
 # Parameters spread over both ranks, and whole on each.
 LABELS = ("zero3", "zero1")
-WIDTH = 6
-
-
-def _noise(rank: int, micro: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    return model(_noise(rank, micro, step)).square().mean()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(torch.tanh(self.widen(self.norm(x))))
 
 
 class Coder(nn.Module):
@@ -122,22 +101,22 @@ def test_registered_methods_train_exactly_nest_and_release_what_they_gathered(la
     twin.step()
     twin.check_parameters()
     with torch.no_grad():
-        assert torch.allclose(*(m.reconstruct(_noise(0, 0, 9)) for m in (twin.sharded, twin.plain)), rtol=0, atol=1e-10)
+        assert torch.allclose(*(m.reconstruct(noise(0, 0, 9)) for m in (twin.sharded, twin.plain)), rtol=0, atol=1e-10)
     with pytest.raises(ValueError, match="after"):
-        twin.sharded.fail(_noise(0, 0, 0))
+        twin.sharded.fail(noise(0, 0, 0))
     assert _rests(twin.sharded)
     _check_backward_inside(twin)
 
 
 def _loss_by_methods(model: Any, rank: int, micro: int, step: int) -> Tensor:
-    x = _noise(rank, micro, step)
+    x = noise(rank, micro, step)
     return model.decode(model.encode(x)).square().mean() + model.reconstruct(x).abs().mean() + model(x).sum()
 
 
 def _check_backward_inside(twin: Any) -> None:
     for model in (twin.sharded, twin.plain):
         model.zero_grad()
-    found, expected = (model.fit(_noise(0, 0, 3)) for model in (twin.sharded, twin.plain))  # alike on both ranks
+    found, expected = (model.fit(noise(0, 0, 3)) for model in (twin.sharded, twin.plain))  # alike on both ranks
     assert abs(found - expected) < 1e-10
     twin.check_gradients()
     assert _rests(twin.sharded)
@@ -171,8 +150,8 @@ def test_what_cannot_be_an_entry_is_refused_with_what_can() -> None:
         towpath.register_forward_method(model, "encoder")
     with pytest.raises(ShardError, match="'stream' of Coder is a generator"):
         towpath.register_forward_method(model, "stream")
-    with pytest.raises(ShardError, match=r"got a Linear, which is none of these.*leave the unit to the root"):
-        towpath.register_forward_method(model.blocks[0].widen, "forward")
+    with pytest.raises(ShardError, match=r"got a Sequential, which is none of these.*leave the unit to the root"):
+        towpath.register_forward_method(model.blocks[0].mlp, "forward")
     with pytest.raises(ShardError, match="got a Coder"):
         towpath.register_forward_method(Coder(), "encode")
 
@@ -228,10 +207,9 @@ def _seeded(build: Callable[[], Any]) -> Any:
 
 
 def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=40, num_key_value_heads=1, max_position_embeddings=32, **sizes))
+    return LlamaForCausalLM(llama_config(length=32))
 
 
 def _peft() -> Any:
@@ -284,7 +262,7 @@ def test_a_block_that_is_read_from_outside_is_named_and_trains_as_part_of_the_ro
 def test_a_parameter_of_the_root_read_outside_is_named_with_what_makes_it_whole() -> None:
     model: Any = towpath.shard(Coder().double(), "zero3", topology=SHAPE)
     with pytest.raises(ShardError, match=r"'scale'.*in unit 'root'.*register_forward_method\(model, name\)"):
-        model.reconstruct(_noise(0, 0, 0))
+        model.reconstruct(noise(0, 0, 0))
 
 
 def _check_alike(plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
@@ -440,22 +418,6 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @on_ranks(2)
-def test_a_regulariser_alone_gives_sharded_gradients() -> None:
-    twin = Twin(Coder, _regularised, "zero3", SHAPE)
-    for kind in REGULARISERS.values():
-        for found, expected in zip(twin.sharded.parameters(), twin.plain.parameters(), strict=True):
-            for p in (found, expected):
-                kind(p).backward()
-            assert isinstance(found.grad, ShardTensor)
-            torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
-            found.grad = expected.grad = None
-
-
-def _whole(p: Any) -> Tensor:
-    return p.full_tensor() if isinstance(p, towpath.ShardTensor) else p
-
-
-@on_ranks(2)
 def test_a_whole_tensor_in_the_loss_gets_the_mean_gradient_of_all_ranks() -> None:
     for label in (*LABELS, "ddp"):
         twin = Twin(Coder, _orthogonal, label, SHAPE)
@@ -468,7 +430,7 @@ def test_a_whole_tensor_in_the_loss_gets_the_mean_gradient_of_all_ranks() -> Non
 
 def _orthogonal(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
     """What is computed with the whole tensor differs between the ranks."""
-    matrices = [_whole(p) for p in model.parameters() if p.dim() == 2]
+    matrices = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters() if p.dim() == 2]
     return _loss(model, rank, micro, step) + (1 + rank) * sum((m @ m.T).square().mean() for m in matrices)
 
 
@@ -530,12 +492,9 @@ def _hooked(value: Tensor) -> Tensor:
 
 
 @in_turn([*LABELS, "ddp", "mics:2x1"], 2)
-def test_a_penaltys_factor_may_differ_between_the_ranks(world: Worlds, label: str) -> None:
-    world(2).run(_train_with_penalties, label, towpath.Topology(1, 2))
-
-
-def _train_with_penalties(label: str, topology: towpath.Topology) -> None:
-    twin = Twin(Coder, _penalty, label, topology)
+@on_ranks(2)
+def test_a_penaltys_factor_may_differ_between_the_ranks(label: str) -> None:
+    twin = Twin(Coder, _penalty, label, towpath.Topology(1, 2))
     for step in range(len(PENALTIES)):
         twin.backward(step, micro_steps=2)
         twin.check_gradients()
@@ -579,7 +538,7 @@ def test_a_gradient_penalty_is_exact_where_weights_are_whole_and_refused_elsewhe
 
 def _penalised(model: Any, rank: int, micro: int, step: int) -> Tensor:
     """For two steps; then as any other model is trained."""
-    x = _noise(rank, micro, step).requires_grad_()
+    x = noise(rank, micro, step).requires_grad_()
     loss = model(x).square().mean()
     if step >= 2:
         return loss
@@ -608,26 +567,9 @@ def test_autograd_grad_of_parameters_is_refused_with_what_gives_the_mean() -> No
 @on_ranks(2)
 def test_a_second_derivative_of_released_weights_is_refused_with_the_way_out() -> None:
     model = towpath.shard(Coder().double(), "zero3", topology=SHAPE)
-    x = _noise(0, 0, 0).requires_grad_()
+    x = noise(0, 0, 0).requires_grad_()
     with pytest.raises(StepError, match=r"unit 'root': .*create_graph=True.*with towpath.full_parameters\(model\)"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
-
-
-# --- units that are small --------------------------------------------------------------------------------------------
-
-
-@in_turn([*LABELS, "hpz"], 1)
-@on_ranks(2)
-def test_lora_with_every_linear_layer_as_a_unit_trains_exactly(label: str) -> None:
-    """The first layer's inputs want no gradient: nothing but their own gradients tells when its units are through."""
-    twin = Twin(_peft, _llama_loss, label, SHAPE, units=[nn.Linear])
-    twin.train(2, micro_steps=2)
-    twin.check_parameters()
-
-
-def _llama_loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
-    ids = torch.randint(0, 40, (2, 6), generator=torch.Generator().manual_seed(rank + 10 * micro + 100 * step))
-    return model(input_ids=ids, labels=ids).loss
 
 
 # --- mixed precision -------------------------------------------------------------------------------------------------

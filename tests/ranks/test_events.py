@@ -7,9 +7,7 @@ its transfers the schedule's, if what it is told is the same.
 from __future__ import annotations
 
 import difflib
-from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +18,7 @@ import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import on_ranks
 from tests.ranks.strategies import strategy_of
+from tests.ranks.twin import accumulating
 from towpath.core.steady_step import steady_step
 from towpath.core.step import StepMachine
 
@@ -40,9 +39,8 @@ def test_the_hooks_send_the_events_of_the_steady_step(name: str) -> None:
     found = _noted(engine.machine)
     for _ in range(2):
         found.clear()
-        for micro in range(MICRO_STEPS):
-            with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
-                entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, 0, torch.float64)).backward()
+        for micro in accumulating(model, MICRO_STEPS):
+            entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, 0, torch.float64)).backward()
     plans = [unit.plan for unit in engine.units]
     machine = StepMachine(plans, modules=[len(unit.modules) for unit in engine.units])
     expected = _noted(machine)
@@ -79,29 +77,3 @@ def _told(events: list[tuple[str, Any]], names: list[str]) -> list[str]:
         if name != "gradient_arrives" or line != lines[-1]:
             lines.append(line)
     return lines
-
-
-@pytest.mark.parametrize("label", ["ddp", "zero3"])
-@on_ranks(SHAPE.world)
-def test_gradients_are_complete_when_all_of_the_micro_step_are_there(label: str) -> None:
-    """Also where they are summed in place, so that those of the micro-step before are there already."""
-    entry = MODELS["gpt"]
-    model: Any = towpath.shard(entry.make(torch.float64), strategy_of(label, SHAPE), topology=SHAPE)
-    machine, arrived, completed = model.towpath_engine.machine, Counter[int](), list[tuple[int, int]]()
-    original = machine.gradients_complete
-
-    def complete(index: int) -> Any:
-        completed.append((index, arrived[index]))
-        return original(index)
-
-    machine.gradients_complete = complete
-    for unit in model.towpath_engine.units:
-        for view in (view for bucket in unit.trainable for view in bucket.views):
-            view.register_hook(lambda _, index=unit.index: arrived.update([index]))
-    wanted = {u.index: sum(len(b.views) for b in u.trainable) for u in model.towpath_engine.units}
-    for micro in range(3):
-        arrived.clear()
-        completed.clear()
-        with nullcontext() if micro == 2 else model.no_sync():
-            entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, 0, torch.float64)).backward()
-        assert dict(completed) == wanted and len(completed) == len(wanted)

@@ -22,14 +22,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers.utils import ModelOutput
 
 import towpath
-from tests.ranks.models import DEVICE
-from tests.ranks.server import World, on_ranks
-from tests.ranks.strategies import in_turn, seldom, strategy_of
+from tests.ranks.models import noise
+from tests.ranks.server import Worlds, on_ranks
+from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.twin import TOLERANCE, Loss, Twin
 from towpath import Topology
 from towpath.core.strategy import TransferKind
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 LABELS = ("zero3", "hpz", "mics:2x1", "paro-iig", "zero1", "paro-igg offload=params")
@@ -38,17 +36,8 @@ labels = in_turn(LABELS, 1)
 WIDTH = 6
 
 
-def _noise(rank: int, micro: int, step: int, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
-    return torch.randn(*(shape or (3, WIDTH)), generator=generator, dtype=torch.float64).to(DEVICE)
-
-
 def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    return model(_noise(rank, micro, step)).square().mean()
-
-
-def _train(build: Callable[[], nn.Module], label: str, loss: Loss = _loss) -> None:
-    _trained(build, label, loss)
+    return model(noise(rank, micro, step)).square().mean()
 
 
 def _trained(build: Callable[[], nn.Module], label: str, loss: Loss = _loss) -> Twin:
@@ -114,18 +103,13 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 
 
 @labels
-@pytest.mark.parametrize("where", [seldom("outside"), seldom("inside"), "both"])
 @pytest.mark.parametrize("how", CHECKPOINTS)
-def test_checkpointing_around_or_inside_a_block_changes_nothing(
-    world: Worlds, how: str, where: str, label: str
-) -> None:
-    world(4).run(_train_checkpointed, how, where, label)
+def test_checkpointing_around_and_inside_a_block_changes_nothing(world: Worlds, how: str, label: str) -> None:
+    world(4).run(_train_checkpointed, how, label)
 
 
-def _train_checkpointed(how: str, where: str, label: str) -> None:
-    call = CHECKPOINTS[how]
-    inner, outer = (call if where in (place, "both") else None for place in ("inside", "outside"))
-    twin = _trained(lambda: _chain(inner, outer), label)
+def _train_checkpointed(how: str, label: str) -> None:
+    twin = _trained(lambda: _chain(CHECKPOINTS[how], CHECKPOINTS[how]), label)
     # Nothing is gathered, or reduced, twice for a recomputation: the step is the schedule's, queue by queue.
     expected = towpath.schedule(strategy_of(label, SHAPE), twin.sharded, micro_steps=2).transfers
     found = towpath.stats(twin.sharded).last_step
@@ -194,32 +178,25 @@ def _summed(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
 
 
 @labels
-def test_two_forwards_then_one_backward(world: Worlds, label: str) -> None:
-    world(4).run(_train, _chain, label, _summed)
+@on_ranks(4)
+def test_two_forwards_then_one_backward(label: str) -> None:
+    _trained(_chain, label, _summed)
 
 
 @labels
-@pytest.mark.parametrize("accumulate", [seldom(False), True], ids=["two boundaries", "one boundary"])
-@pytest.mark.parametrize("last_first", [seldom(False), True], ids=["in order", "last first"])
 @on_ranks(4)
-def test_two_forwards_then_two_backwards(label: str, accumulate: bool, last_first: bool) -> None:
+def test_two_forwards_then_two_backwards_the_last_one_first(label: str) -> None:
     twin = Twin(_chain, _loss, label, SHAPE)
     for step in range(3):
-        losses = [_loss(twin.sharded, dist.get_rank(), micro, step) for micro in range(2)]
-        if last_first:
-            losses.reverse()
-        with twin.sharded.no_sync() if accumulate else nullcontext():
-            losses[0].backward()
-        losses[1].backward()
+        first, last = (_loss(twin.sharded, dist.get_rank(), micro, step) for micro in (0, 5))
+        with twin.sharded.no_sync() if step else nullcontext():
+            last.backward()
+        first.backward()
         for rank in range(4):
-            (_summed_micro_steps(twin.plain, rank, step) / 4).backward()
+            (_summed(twin.plain, rank, 0, step) / 4).backward()
         twin.check_gradients()
         twin.step()
     twin.check_parameters()
-
-
-def _summed_micro_steps(model: nn.Module, rank: int, step: int) -> Tensor:
-    return _loss(model, rank, 0, step) + _loss(model, rank, 1, step)
 
 
 @labels
@@ -261,7 +238,7 @@ def _channels_last() -> nn.Module:
 
 
 def _conv_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    images = _noise(rank, micro, step, 4, 3, 5, 5).to(memory_format=torch.channels_last)
+    images = noise(rank, micro, step, 4, 3, 5, 5).to(memory_format=torch.channels_last)
     return model(images).square().mean()
 
 
@@ -278,10 +255,11 @@ def _transposed() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "loss"), [(_channels_last, _conv_loss), (_transposed, _loss)], ids=["channels last", "transposed"]
 )
+@on_ranks(4)
 def test_a_model_in_another_memory_format_trains_exactly(
-    world: Worlds, label: str, build: Callable[[], nn.Module], loss: Loss
+    label: str, build: Callable[[], nn.Module], loss: Loss
 ) -> None:
-    world(4).run(_train, build, label, loss)
+    _trained(build, label, loss)
 
 
 # --- buffers ---------------------------------------------------------------------------------------------------------
@@ -322,12 +300,12 @@ class Output(ModelOutput):
 
 Value = dict[str, Any] | State | tuple[Any, ...] | Output
 
-WRAPS: dict[str, Callable[[Tensor], Value]] = {
-    "dict": lambda x: {"hidden": x, "steps": 3, "nothing": None},
-    "dataclass": lambda x: State(x, 3),
-    "nested tuple": lambda x: (3, ([x], None)),
-    "ModelOutput": lambda x: Output(hidden=x, extras=(x.detach(),)),
-}
+WRAPS: tuple[Callable[[Tensor], Value], ...] = (
+    lambda x: {"hidden": x, "steps": 3, "nothing": None},
+    lambda x: State(x, 3),
+    lambda x: (3, ([x], None)),
+    lambda x: Output(hidden=x, extras=(x.detach(),)),
+)
 
 
 def _unwrap(value: Any) -> Tensor:
@@ -339,21 +317,21 @@ def _unwrap(value: Any) -> Tensor:
 class Wrapping(nn.Module):
     """A block that takes and returns its tensor inside something."""
 
-    def __init__(self, wrap: str) -> None:
+    def __init__(self, wrap: Callable[[Tensor], Value]) -> None:
         super().__init__()
         self.block, self._wrap = Block(), wrap
 
     def forward(self, value: Value) -> Value:
-        return WRAPS[self._wrap](self.block(_unwrap(value)))
+        return self._wrap(self.block(_unwrap(value)))
 
 
 class Mixed(nn.Module):
     """Blocks that pass one another dicts, dataclasses, tuples and ModelOutputs; the model returns one as well."""
 
-    def __init__(self, wraps: tuple[str, ...]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Wrapping(wrap) for wrap in wraps)
+        self.blocks = nn.ModuleList(map(Wrapping, WRAPS))
 
     def forward(self, x: Tensor) -> Value:
         value: Value = State(self.first(x), 0)
@@ -362,14 +340,10 @@ class Mixed(nn.Module):
         return value
 
 
-def _wrapped_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    return _unwrap(model(_noise(rank, micro, step))).square().mean()
-
-
 @labels
-@pytest.mark.parametrize("kinds", [*(seldom((k, k)) for k in WRAPS), tuple(WRAPS)], ids=[*WRAPS, "all"])
-def test_units_may_return_their_tensors_inside_anything(world: Worlds, label: str, kinds: tuple[str, ...]) -> None:
-    world(4).run(_train, partial(Mixed, kinds), label, _wrapped_loss)
+@on_ranks(4)
+def test_units_may_return_their_tensors_inside_anything(label: str) -> None:
+    _trained(Mixed, label, lambda model, *at: _unwrap(model(noise(*at))).square().mean())
 
 
 # --- shared parameters -----------------------------------------------------------------------------------------------
@@ -395,8 +369,9 @@ def _sharing_modules() -> nn.Module:
 
 @labels
 @pytest.mark.parametrize("build", [_sharing_weights, _sharing_modules], ids=["parameters", "modules"])
-def test_units_may_share(world: Worlds, label: str, build: Callable[[], nn.Module]) -> None:
-    world(4).run(_train, build, label)
+@on_ranks(4)
+def test_units_may_share(label: str, build: Callable[[], nn.Module]) -> None:
+    _trained(build, label)
 
 
 # --- later steps in another order -------------------------------------------------------------------------------------
@@ -406,11 +381,11 @@ ORDERS = ((0, 1, 2, 3), (3, 2, 1, 0), (0, 2), (1, 1, 3), (3, 0, 3, 1, 2), (0, 1,
 
 
 @labels
-@pytest.mark.parametrize("how", [seldom("plain"), seldom("reentrant"), "non-reentrant"])
 @on_ranks(4)
-def test_later_steps_may_run_in_another_order(label: str, how: str) -> None:
+def test_later_steps_may_run_in_another_order(label: str) -> None:
     """Both micro-steps of a step differ as well, and so does an evaluation between."""
-    twin = Twin(lambda: Chain([Block() for _ in range(4)], CHECKPOINTS.get(how)), _ordered_loss, label, SHAPE)
+    outer = CHECKPOINTS["non-reentrant"]
+    twin = Twin(lambda: Chain([Block() for _ in range(4)], outer), _ordered_loss, label, SHAPE)
     for step in range(len(ORDERS)):
         twin.backward(step, micro_steps=2)
         twin.check_gradients()
@@ -436,13 +411,10 @@ class FixedFeatures(Chain):
         return self.last(x)
 
 
-def test_backward_never_reads_a_copy_that_the_forward_pass_did_not_make(world: Worlds) -> None:
+@on_ranks(4)
+def test_backward_never_reads_a_copy_that_the_forward_pass_did_not_make() -> None:
     """The second block's weights are gathered ahead, while the first computes without a graph: no copy is kept then."""
-    world(4).run(_train, _fixed_features, "hpz")
-
-
-def _fixed_features() -> nn.Module:
-    return FixedFeatures([Block() for _ in range(3)]).eval()
+    _trained(lambda: FixedFeatures([Block() for _ in range(3)]).eval(), "hpz")
 
 
 # --- small units that travel together --------------------------------------------------------------------------------
@@ -470,22 +442,20 @@ class Stage(nn.Module):
         return self.inner(x)
 
 
-def _uneven(how: str = "none") -> nn.Module:
+def _uneven() -> nn.Module:
     inner = [Block(), Block(), Block(), Wide(), Block(), Block()]
-    return Chain([Stage(module) for module in inner], CHECKPOINTS.get(how))
+    return Chain([Stage(module) for module in inner])
 
 
 @labels
-@pytest.mark.parametrize("how", ["none", seldom("non-reentrant")])
 @on_ranks(4)
-def test_small_neighbours_travel_together_and_train_exactly(label: str, how: str) -> None:
-    twin = _trained(lambda: _uneven(how), label)
+def test_small_neighbours_travel_together_and_train_exactly(label: str) -> None:
+    twin = _trained(_uneven, label)
     units = [u.name for u in twin.sharded.towpath_engine.units]
     assert units == ["", "blocks.0..blocks.2", "blocks.3", "blocks.4..blocks.5"]
     steps = towpath.schedule(strategy_of(label, SHAPE), twin.sharded, micro_steps=2)
-    if how == "none":
-        executed = towpath.stats(twin.sharded).last_step
-        assert Counter((t.kind, t.unit) for t in executed) == Counter((t.kind, t.unit) for t in steps.transfers)
+    executed = towpath.stats(twin.sharded).last_step
+    assert Counter((t.kind, t.unit) for t in executed) == Counter((t.kind, t.unit) for t in steps.transfers)
 
 
 class Lists(nn.Module):

@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import towpath
-from tests.ranks.launched import launched
-from tests.ranks.server import World
-from tests.ranks.strategies import in_turn, seldom
+from tests.ranks.launched import assert_alike, launched
+from tests.ranks.server import Worlds, on_ranks
+from tests.ranks.strategies import in_turn
 from towpath.errors import ShardError
 from towpath.integrations import Sharding
-from towpath.optim import owner_stepped
-
-Worlds = Callable[[int], World]
 
 WIDTH, STEPS = 6, 10
 
@@ -99,36 +96,12 @@ def _values(module: Any) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in whole.items()}
 
 
-def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert list(one) == list(other)
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
-@pytest.mark.parity
-def test_it_steps_whole_matrices(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_owner_stepped, tmp_path)) <= 1e-9
-
-
-def _owner_stepped(folder: Path) -> float:
-    def adafactor(module: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor(module.parameters(), lr=1e-2)
-
-    with launched():
-        plain, ours = _module(adafactor), _module(lambda module: owner_stepped(adafactor(module)))
-        for strategy, module in (("ddp", plain), ("towpath", ours)):
-            _trainer(strategy, folder).fit(module, _rows())
-        return _differences(_values(ours), _values(plain))
-
-
 @in_turn(["towpath", "towpath_paro-nig"], 1, "strategy")
-def test_ten_steps_are_those_of_ddp(world: Worlds, tmp_path: Path, strategy: str) -> None:
-    assert max(world(2).run(_trained_beside_ddp, tmp_path, strategy)) <= 1e-9
-
-
-def _trained_beside_ddp(folder: Path, strategy: str) -> float:
+@on_ranks(2)
+def test_ten_steps_are_those_of_ddp(tmp_path: Path, strategy: str) -> None:
     with launched():
         plain, ours = _module(), _module()
-        trainers = [_trainer("ddp", folder), _trainer(strategy, folder)]
+        trainers = [_trainer("ddp", tmp_path), _trainer(strategy, tmp_path)]
         both = [*zip(trainers, (plain, ours), strict=True)]
         for trainer, module in both:
             trainer.fit(module, _rows())
@@ -137,15 +110,12 @@ def _trained_beside_ddp(folder: Path, strategy: str) -> float:
         assert losses[1] == pytest.approx(losses[0], rel=1e-9)
         predicted = [torch.cat(t.predict(m, _rows())) for t, m in both]
         assert (predicted[0] - predicted[1]).abs().max() <= 1e-9
-        return _differences(_values(ours), _values(plain))
+        assert_alike(_values(ours), _values(plain))
 
 
-def test_islands_that_synchronize_in_every_step_are_ddp(world: Worlds, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_islands_that_synchronize_in_every_step_are_ddp(tmp_path: Path) -> None:
     """With plain SGD outside and inside. The last exchange is that of `on_train_end`."""
-    assert max(world(2).run(_islands_beside_ddp, tmp_path)) <= 1e-9
-
-
-def _islands_beside_ddp(folder: Path) -> float:
     from towpath.integrations.lightning import TowpathStrategy
 
     def sgd(module: Any) -> torch.optim.Optimizer:
@@ -156,24 +126,21 @@ def _islands_beside_ddp(folder: Path) -> float:
     with launched():
         plain, ours = _module(sgd), _module(sgd)
         for strategy, module in (("ddp", plain), (TowpathStrategy(sharding), ours)):
-            _trainer(strategy, folder, gradient_clip_val=None).fit(module, _rows())
-        return _differences(_values(ours), _values(plain))
+            _trainer(strategy, tmp_path, gradient_clip_val=None).fit(module, _rows())
+        assert_alike(_values(ours), _values(plain))
 
 
-@pytest.mark.parametrize("single_file", [seldom(False), True])
-def test_a_run_that_failed_goes_on_under_another_strategy(world: Worlds, tmp_path: Path, single_file: bool) -> None:
+def test_a_run_that_failed_goes_on_under_another_strategy(world: Worlds, tmp_path: Path) -> None:
     """As a run under DDP does: Lightning begins its epoch anew."""
-    world(2).run(_cut_off, tmp_path, single_file)
-    assert (tmp_path / "towpath" / "step=6.ckpt").is_file() == single_file
+    world(2).run(_cut_off, tmp_path)
+    assert (tmp_path / "towpath" / "step=6.ckpt").is_dir()
     assert not (tmp_path / "towpath" / "step=3.ckpt").exists()  # save_top_k takes it away
-    assert max(world(2).run(_resumed, tmp_path)) <= 1e-9
+    world(2).run(_resumed, tmp_path)
 
 
-def _cut_off(folder: Path, single_file: bool) -> None:
+def _cut_off(folder: Path) -> None:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
-
-    from towpath.integrations.lightning import TowpathStrategy
 
     class Stop(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -181,14 +148,14 @@ def _cut_off(folder: Path, single_file: bool) -> None:
                 raise RuntimeError("cut off")
 
     with launched():
-        for name, strategy in (("ddp", "ddp"), ("towpath", TowpathStrategy("mics", single_file=single_file))):
+        for name, strategy in (("ddp", "ddp"), ("towpath", "towpath_mics")):
             keep = ModelCheckpoint(dirpath=folder / name, filename="{step}", every_n_train_steps=3)
             trainer = _trainer(strategy, folder, enable_checkpointing=True, callbacks=[keep, Stop()])
             with pytest.raises(RuntimeError, match="cut off"):
                 trainer.fit(_module(), _rows())
 
 
-def _resumed(folder: Path) -> float:
+def _resumed(folder: Path) -> None:
     with launched():
         plain, ours = _module(), _module()
         _trainer("ddp", folder).fit(plain, _rows(), ckpt_path=str(folder / "ddp" / "step=6.ckpt"))
@@ -200,16 +167,11 @@ def _resumed(folder: Path) -> float:
         other = _module()
         _trainer("towpath", folder).validate(other, _rows(), ckpt_path=saved, verbose=False)
         assert other.towpath_engine.strategy.name == "zero3"
-        return _differences(_values(ours), _values(plain))
+        assert_alike(_values(ours), _values(plain))
 
 
-def test_what_lightning_has_saved_itself_is_resumed_and_what_we_save_in_one_file_it_loads(
-    world: Worlds, tmp_path: Path
-) -> None:
-    assert max(world(2).run(_exchanged, tmp_path)) <= 1e-9
-
-
-def _exchanged(folder: Path) -> float:
+@on_ranks(2)
+def test_what_lightning_has_saved_itself_is_resumed_and_what_we_save_in_one_file_it_loads(tmp_path: Path) -> None:
     """Steps 0 to 4, 4 to 7 and 7 to 10: under DDP, and with ours between DDP and DDP."""
     from towpath.integrations.lightning import TowpathStrategy
 
@@ -219,60 +181,44 @@ def _exchanged(folder: Path) -> float:
         for name, strategies in (("plain", ["ddp", "ddp", "ddp"]), ("mixed", ["ddp", ours, "ddp"])):
             path = None
             for strategy, steps in zip(strategies, (4, 7, STEPS), strict=True):
-                trainer, module = _trainer(strategy, folder, steps=steps), _module()
+                trainer, module = _trainer(strategy, tmp_path, steps=steps), _module()
                 trainer.fit(module, _rows(), ckpt_path=path)
-                path = str(folder / f"{name}-{steps}.ckpt")
+                path = str(tmp_path / f"{name}-{steps}.ckpt")
                 trainer.save_checkpoint(path)
             ends.append(_values(type(module).load_from_checkpoint(path)))
-        return _differences(*ends)
+        assert_alike(*ends)
 
 
-def test_bf16_mixed_sends_and_computes_in_bf16(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_mixed, tmp_path)
-
-
-def _mixed(folder: Path) -> None:
+@on_ranks(2)
+def test_bf16_mixed_sends_and_computes_in_bf16(tmp_path: Path) -> None:
     with launched():
         module = _module().float()
         rows = DataLoader(TensorDataset(torch.randn(32, WIDTH)), batch_size=2)
-        _trainer("towpath", folder, steps=2, precision="bf16-mixed").fit(module, rows)
+        _trainer("towpath", tmp_path, steps=2, precision="bf16-mixed").fit(module, rows)
         assert str(module.towpath_engine.precision.params) == "bfloat16"
         assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
-def test_what_is_meant_for_ddp_is_refused(world: Worlds) -> None:
-    world(2).run(_refused)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_what_is_meant_for_ddp_is_refused() -> None:
     from towpath.integrations.lightning import TowpathStrategy
 
     with launched(), pytest.raises(ShardError, match="find_unused_parameters"):
         TowpathStrategy("mics", find_unused_parameters=True)
 
 
-def test_a_strategy_of_lightning_refuses_a_sharded_module_and_names_the_integration(
-    world: Worlds, tmp_path: Path
-) -> None:
-    world(2).run(_stock, tmp_path)
-
-
-def _stock(folder: Path) -> None:
-    import towpath
-
+@on_ranks(2)
+def test_a_strategy_of_lightning_refuses_a_sharded_module_and_names_the_integration(tmp_path: Path) -> None:
     with launched():
         module = towpath.shard(_module(), "zero3")
         for work in ("fit", "validate"):
             with pytest.raises(ShardError, match=r"towpath\.integrations\.lightning"):
-                getattr(_trainer("ddp", folder), work)(module, _rows())
+                getattr(_trainer("ddp", tmp_path), work)(module, _rows())
 
 
-def test_a_module_may_have_its_values_on_rank_0_only(world: Worlds, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_module_may_have_its_values_on_rank_0_only(tmp_path: Path) -> None:
     """Configured inside the Trainer, as users do where the model is large."""
-    assert max(world(2).run(_configured_on_rank_0, tmp_path)) <= 1e-9
-
-
-def _configured_on_rank_0(folder: Path) -> float:
     with launched() as rank:
 
         class Late(type(_module())):  # type: ignore[misc]
@@ -283,5 +229,5 @@ def _configured_on_rank_0(folder: Path) -> float:
 
         plain, ours = _module(), Late().double()
         for strategy, module in (("ddp", plain), ("towpath", ours)):
-            _trainer(strategy, folder, steps=2).fit(module, _rows())
-        return _differences(_values(ours), _values(plain))
+            _trainer(strategy, tmp_path, steps=2).fit(module, _rows())
+        assert_alike(_values(ours), _values(plain))

@@ -14,7 +14,7 @@ import torch
 from torch import optim
 
 import towpath
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.test_owner_stepped import OneStepSize
@@ -22,7 +22,6 @@ from tests.ranks.twin import Twin
 from towpath import checkpoint
 from towpath.errors import ShardError
 
-Worlds = Callable[[int], World]
 Make = Callable[[Any], optim.Optimizer]
 
 SHAPE = towpath.Topology(2, 1)
@@ -60,22 +59,19 @@ def _cases(part: int) -> Iterator[tuple[str, Make]]:
 
 
 @in_turn(range(PARTS), 1, "part")
-def test_every_elementwise_optimizer_trains_exactly_saved_and_resumed(world: Worlds, tmp_path: Path, part: int) -> None:
-    assert sum(1 for _ in _cases(part)) >= len(ELEMENTWISE)
-    world(2).run(_train, tmp_path, part)
-
-
-def _train(root: Path, part: int) -> None:
+@on_ranks(2)
+def test_every_elementwise_optimizer_trains_exactly_saved_and_resumed(tmp_path: Path, part: int) -> None:
     """Two steps; saved; a new model, sharded by another strategy, goes on for two more from what was saved.
 
     What is saved does not depend on how an optimizer runs: its first way is saved, the others train on.
     """
     labels = ("zero3", "paro-iig", "zero1", "mics")
+    assert sum(1 for _ in _cases(part)) >= len(ELEMENTWISE)
     for number, (case, make) in enumerate(_cases(part)):
         twin = _twin(labels[number % len(labels)], make)
         twin.train(2)
         if "foreach=False" in case:
-            twin = _resumed(twin, root / str(number), labels[(number + 1) % len(labels)], make)
+            twin = _resumed(twin, tmp_path / str(number), labels[(number + 1) % len(labels)], make)
         for step in (2, 3):
             twin.backward(step)
             twin.step()

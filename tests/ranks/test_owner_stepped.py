@@ -6,7 +6,7 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World, on_ranks
-from tests.ranks.strategies import in_turn, seldom, strategy_of
+from tests.ranks.server import Worlds, on_ranks
+from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin
 from towpath import checkpoint
@@ -29,8 +29,6 @@ from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Matrices, owner_messages, piece_bytes
 from towpath.errors import CheckpointError, ConfigError, MismatchError, ShardError, StepError
 from towpath.optim import chain, owner_stepped
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = ["zero3", "mics", "paro-iig", "zero1", "ddp", "mics:2x2"]
@@ -75,7 +73,6 @@ def _muon(model: nn.Module) -> optim.Optimizer:
 MAKE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "Muon": _muon,
     "Adafactor": lambda model: optim.Adafactor(model.parameters(), lr=0.01, weight_decay=0.1),
-    "AdamW": lambda model: optim.AdamW(model.parameters(), lr=0.01),
 }
 
 
@@ -83,7 +80,7 @@ MAKE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
 
 
 @in_turn([*LABELS, "paro-igg offload=params"], 1)
-@pytest.mark.parametrize("name", [seldom(name) if name == "AdamW" else name for name in MAKE])
+@pytest.mark.parametrize("name", MAKE)
 def test_fed_the_same_gradients_it_leaves_the_bits_of_one_process(world: Worlds, name: str, label: str) -> None:
     world(4).run(_same_bits, name, label)
 
@@ -118,12 +115,9 @@ def _backward(model: nn.Module, step: int = 0) -> None:
     entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
 
 
-def test_in_float64_it_trains_as_one_process_does(world: Worlds, whole_product: bool) -> None:
-    world(4).run(_train, LABELS if whole_product else LABELS[::3])
-
-
-def _train(labels: Sequence[str]) -> None:
-    for label in labels:
+@on_ranks(4)
+def test_in_float64_it_trains_as_one_process_does(whole_product: bool) -> None:
+    for label in LABELS if whole_product else LABELS[::3]:
         twin = Twin(Net, _loss, label, SHAPE)
         twin.optimizer = owner_stepped(Iterated(_matrices(twin.sharded)))
         twin.plain_optimizer = Iterated(_matrices(twin.plain))
@@ -136,22 +130,6 @@ def _train(labels: Sequence[str]) -> None:
         twin.check_parameters()
         # What it counts in its groups it counts once a step, on every rank.
         assert twin.optimizer.param_groups[0]["steps"] == 4
-
-
-@on_ranks(4)
-def test_in_mixed_precision_the_masters_are_stepped() -> None:
-    precision = towpath.Precision("bfloat16", "float32")
-    model = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of("paro-iig", SHAPE), precision=precision)
-    plain = [p.full_tensor() for p in model.parameters()]
-    optimizer = owner_stepped(optim.Muon(_matrices(model), lr=0.02))
-    _backward(model)
-    whole = [nn.Parameter(p) for p in plain]
-    for p, q in zip(model.parameters(), whole, strict=True):
-        q.grad = p.grad.full_tensor()
-    optimizer.step()
-    optim.Muon([q for q in whole if q.dim() == 2], lr=0.02).step()
-    for p, q in zip(model.parameters(), whole, strict=True):
-        assert p.dtype == torch.float32 and torch.equal(p.full_tensor(), q)
 
 
 # --- the schedule -----------------------------------------------------------------------------------------------------
@@ -313,7 +291,6 @@ def _iterated_and_adamw(model: nn.Module, wrap: Callable[[Any], Any]) -> optim.O
 
 
 RESUMED: dict[str, Callable[[nn.Module, Callable[[Any], Any]], optim.Optimizer]] = {
-    "as large as the parameter": lambda model, wrap: wrap(Iterated(_matrices(model))),
     "of its rows and columns": lambda model, wrap: wrap(optim.Adafactor(model.parameters(), lr=0.01)),
     "and elementwise ones beside them": _iterated_and_adamw,
 }
@@ -323,24 +300,19 @@ def _as_it_is(optimizer: optim.Optimizer) -> optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("states", [seldom(n) if n == "as large as the parameter" else n for n in RESUMED])
-def test_saved_under_one_strategy_it_goes_on_under_another(
-    world: Worlds, tmp_path: Path, states: str, whole_product: bool
-) -> None:
-    labels = ["zero3", "mics", "ddp", "paro-iig", "zero3"]
-    world(4).run(_resume, tmp_path, states, labels if whole_product else labels[1:4])
-
-
-def _resume(root: Path, states: str, labels: Sequence[str]) -> None:
+@pytest.mark.parametrize("states", RESUMED)
+@on_ranks(4)
+def test_saved_under_one_strategy_it_goes_on_under_another(tmp_path: Path, states: str, whole_product: bool) -> None:
+    labels = ["zero3", "mics", "ddp", "paro-iig", "zero3"][slice(None) if whole_product else slice(1, 4)]
     twin = Twin(Net, _loss, labels[0], SHAPE)
     twin.optimizer = RESUMED[states](twin.sharded, owner_stepped)
     twin.plain_optimizer = RESUMED[states](twin.plain, _as_it_is)
     twin.train(2)
     for number, label in enumerate(labels[1:]):
-        assert checkpoint.save(root / str(number), 2 + number, checkpoint.State(twin.sharded, twin.optimizer)).ok
+        assert checkpoint.save(tmp_path / str(number), 2 + number, checkpoint.State(twin.sharded, twin.optimizer)).ok
         resumed = Twin(Net, _loss, label, SHAPE)
         resumed.optimizer = RESUMED[states](resumed.sharded, owner_stepped)
-        loaded = checkpoint.load(root / str(number), checkpoint.State(resumed.sharded, resumed.optimizer))
+        loaded = checkpoint.load(tmp_path / str(number), checkpoint.State(resumed.sharded, resumed.optimizer))
         assert loaded is not None and not loaded.notes
         resumed.plain, resumed.plain_optimizer, twin = twin.plain, twin.plain_optimizer, resumed
         twin.backward(2 + number)
@@ -424,14 +396,6 @@ class Elementwise(optim.Optimizer):
     def besides(self) -> None: ...
 
 
-def _clip_together(self: Elementwise) -> None:
-    """As LAMB and Adan with a maximum."""
-    parameters = [p for group in self.param_groups for p in group["params"]]
-    norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
-    for p in parameters:
-        p.data -= 0.1 * p.grad / (1 + norm)
-
-
 def _count_beside_parameters(self: Elementwise) -> None:
     """As MADGRAD."""
     self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[call-overload]
@@ -464,7 +428,6 @@ COUPLED: dict[type[optim.Optimizer], str] = {
     **{
         type(besides.__name__.strip("_"), (Elementwise,), {"besides": besides}): words
         for besides, words in (
-            (_clip_together, "depends on the gradients of the others"),
             (_count_beside_parameters, "keeps state.'k'., which belongs to no parameter"),
             (_count_where_parameters_are, "other values into its groups where they have no parameters: 'k'"),
             (_communicate, "communicates with other ranks .c10d.allreduce_"),
@@ -474,11 +437,8 @@ COUPLED: dict[type[optim.Optimizer], str] = {
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])
-def test_optimizers_that_couple_parameters_are_refused_by_name_when_wrapped(world: Worlds, label: str) -> None:
-    world(2).run(_refuse_coupled, label)
-
-
-def _refuse_coupled(label: str) -> None:
+@on_ranks(2)
+def test_optimizers_that_couple_parameters_are_refused_by_name_when_wrapped(label: str) -> None:
     model: Any = towpath.shard(Net(), label, topology=towpath.Topology(2, 1))
     before = [p.full_tensor() for p in model.parameters()]
     for kind, reason in COUPLED.items():
@@ -505,11 +465,8 @@ class LateStepSize(optim.Optimizer):
                 p.sub_(p.grad, alpha=group["d"])
 
 
-def test_an_optimizer_that_couples_parameters_later_is_refused_in_that_step(world: Worlds) -> None:
-    assert world(2).run(_couple_late) == [20, 20]
-
-
-def _couple_late() -> int:
+@on_ranks(2)
+def test_an_optimizer_that_couples_parameters_later_is_refused_in_that_step() -> None:
     model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
     optimizer = owner_stepped(LateStepSize(_matrices(model)))
     model(torch.ones(2, 6)).sum().backward()
@@ -517,7 +474,7 @@ def _couple_late() -> int:
         optimizer.step()
     with pytest.raises(StepError, match=r"LateStepSize.: step.. wrote values into its groups .* 'd' of group 0"):
         optimizer.step()
-    return int(optimizer.param_groups[0]["steps"])
+    assert optimizer.param_groups[0]["steps"] == 20
 
 
 class CountsByItself(Iterated):
@@ -590,13 +547,15 @@ class Averaged(Iterated):
                     z.sub_(change, alpha=0.2)
 
 
-@in_turn(["wrapped", "as it is", "chain"], 1, "wrap")
 @on_ranks(4)
-def test_schedule_free_optimizers_train_and_evaluate_as_in_one_process(wrap: str, whole_product: bool) -> None:
-    labels = ("zero3", "paro-iig", *(("mics", "ddp") if whole_product else ()))
-    for label in labels:
+def test_schedule_free_optimizers_train_and_evaluate_as_in_one_process() -> None:
+    """One of whole matrices, wrapped, and one of the other parameters, as it is."""
+    for label in ("zero3", "paro-iig"):
         twin = Twin(Net, _loss, label, SHAPE)
-        twin.optimizer, twin.plain_optimizer = _averaged(twin.sharded, wrap), _averaged(twin.plain, wrap, _as_it_is)
+        twin.optimizer, twin.plain_optimizer = (
+            chain(wrap(Averaged(_matrices(model))), Averaged(_others(model), whole=False))
+            for model, wrap in ((twin.sharded, owner_stepped), (twin.plain, _as_it_is))
+        )
         for step in range(4):
             twin.optimizer.train()
             twin.plain_optimizer.train()
@@ -612,13 +571,6 @@ def test_schedule_free_optimizers_train_and_evaluate_as_in_one_process(wrap: str
                 x = torch.ones(2, 6, dtype=torch.float64)
                 with torch.no_grad():  # what is evaluated was published
                     assert torch.allclose(twin.sharded(x), twin.plain(x), rtol=0, atol=1e-9), (label, step)
-
-
-def _averaged(model: nn.Module, kind: str, wrap: Callable[[Any], Any] = owner_stepped) -> Any:
-    if kind == "as it is":
-        return Averaged(model.parameters(), whole=False)
-    whole = wrap(Averaged(_matrices(model)))
-    return whole if kind == "wrapped" else chain(whole, Averaged(_others(model), whole=False))
 
 
 def _momentum(p: Tensor, grad: Tensor, sums: Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +23,7 @@ import towpath
 from tests.ranks import reference
 from tests.ranks.models import DEVICE, LOUDNESS, MODELS
 from tests.ranks.reference import Task
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import ROUNDING, family, labels, seldom, strategy_of
 from tests.ranks.twin import distance
 from towpath.core.routes import ROUTES
@@ -167,7 +166,7 @@ def _relative(found: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found, expected, strict=True))
 
 
-def check(case: Case, steps: int, world: Callable[[int], World], folder: Path) -> None:
+def check(case: Case, steps: int, world: Worlds, folder: Path) -> None:
     ranks = world(case.topology.world)
     expected = reference.load_or_train(case.task(steps), folder, lambda task: ranks.run(_train_reference, task)[0])
     for rank, found in enumerate(ranks.run(train, case, steps, expected)):
@@ -197,9 +196,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", cases, ids=str)
 
 
-def test_training_ends_as_in_one_process(
-    case: Case, steps: int, world: Callable[[int], World], shared_folder: Path
-) -> None:
+def test_training_ends_as_in_one_process(case: Case, steps: int, world: Worlds, shared_folder: Path) -> None:
     check(case, steps, world, shared_folder)
 
 

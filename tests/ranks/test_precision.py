@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.twin import accumulating
 from towpath import Precision, Topology
 
 SHAPE = Topology(2, 2)
@@ -63,9 +63,8 @@ class Weight(nn.Module):
 def _summed(label: str, precision: Precision, inputs: list[Tensor]) -> list[Tensor]:
     """The gradients of one accumulation over `inputs`, this rank's."""
     model: Any = towpath.shard(Summed(), strategy_of(label, SHAPE), precision=precision)
-    for micro, x in enumerate(inputs):
-        with nullcontext() if micro == len(inputs) - 1 else model.no_sync():
-            model(x).backward()
+    for micro in accumulating(model, len(inputs)):
+        model(inputs[micro]).backward()
     return [p.grad.full_tensor().flatten() for p in model.parameters()]
 
 

@@ -6,32 +6,26 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import on_ranks
 from tests.ranks.strategies import strategy_of
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 1)
 
 
-def test_every_submit_and_wait_is_a_range_on_the_training_thread(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_profiled, tmp_path, False)
-
-
-def test_with_all_threads_the_transfers_themselves_are_ranges_on_theirs(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_profiled, tmp_path, True)
-
-
-def _profiled(folder: Path, all_threads: bool) -> None:
+@pytest.mark.parametrize("all_threads", [False, True])
+@on_ranks(2)
+def test_submits_waits_and_with_all_threads_the_transfers_are_ranges_on_theirs(
+    tmp_path: Path, all_threads: bool
+) -> None:
     torch.manual_seed(0)
     model = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of("paro-nig", SHAPE), topology=SHAPE)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -44,7 +38,7 @@ def _profiled(folder: Path, all_threads: bool) -> None:
     with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
         _step(model, optimizer, 3)
     ran = [t.transfer for t in towpath.stats(model).since(before).transfers if t.calls]
-    file = folder / f"{torch.distributed.get_rank()}-{all_threads}.json"
+    file = tmp_path / f"{torch.distributed.get_rank()}-{all_threads}.json"
     profiler.export_chrome_trace(str(file))
     events = [e for e in json.loads(file.read_text())["traceEvents"] if str(e.get("name")).startswith("towpath ")]
     found = {e["name"] for e in events}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,12 @@ import torch.distributed as dist
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
+from tests.ranks.twin import accumulating
 from towpath.collectives import point_to_point as messages
 from towpath.core.routes import ROUTES, Grid, Op, parts_of, sends
 from towpath.core.strategy import TransferKind
-
-Worlds = Callable[[int], World]
 
 SHAPES = [towpath.Topology(2, 2), towpath.Topology(2, 3), towpath.Topology(3, 1)]
 LABELS = [name for name in towpath.strategies() if not name.startswith("paro-")]
@@ -114,9 +113,8 @@ def _backend_calls() -> Iterator[Counter[str]]:
 def _train(model: Any, micro_steps: int) -> None:
     """One optimizer step, by an optimizer that needs nothing of the other ranks."""
     entry = MODELS["gpt"]
-    for micro in range(micro_steps):
-        with nullcontext() if micro == micro_steps - 1 else model.no_sync():
-            entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, 0, torch.float32)).backward()
+    for micro in accumulating(model, micro_steps):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, 0, torch.float32)).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     model.zero_grad()
 

@@ -6,7 +6,7 @@ that would reach NCCL are recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.test_pipeline import BATCH, LENGTH, _gpt, _token_loss
 from towpath.errors import ConfigError
 from towpath.pipeline import Pipeline, split
 from towpath.topology.groups import Groups
 from towpath.topology.init import check_devices
 
-Worlds = Callable[[int], World]
 BOTH, NCCL, GLOO = "cpu:gloo,cuda:nccl", "cuda:nccl", "cpu:gloo,cuda:gloo"
 GPU = torch.device("cuda", 0)
 

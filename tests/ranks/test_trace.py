@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.models import MODELS, TiedGPT
-from tests.ranks.server import World
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.test_steady import Checkpointed
+from tests.ranks.twin import accumulating
 from towpath import tracing
 from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.errors import StepError
 from towpath.observing import running_trace, sums
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = ["ddp", "zero3", "hpz", "paro-iig", "zero3@hierarchical", "zero++", "mics gradients=int4:64 feedback=both"]
@@ -32,11 +29,8 @@ MICRO_STEPS = 2
 
 
 @in_turn(LABELS, 1)
-def test_the_tracks_of_the_links_add_up_to_stats(world: Worlds, label: str) -> None:
-    world(SHAPE.world).run(_compare_sums, label)
-
-
-def _compare_sums(label: str) -> None:
+@on_ranks(SHAPE.world)
+def test_the_tracks_of_the_links_add_up_to_stats(label: str) -> None:
     model, optimizer = _model(label)
     _train(model, optimizer, steps=2)
     with tracing.trace(model) as trace:
@@ -58,11 +52,8 @@ def _compare_sums(label: str) -> None:
     assert looked.seconds_exposed == pytest.approx(done.seconds_exposed, abs=1e-9)
 
 
-def test_micro_steps_units_and_codecs_are_told_apart(world: Worlds) -> None:
-    world(SHAPE.world).run(_look_at_args)
-
-
-def _look_at_args() -> None:
+@on_ranks(SHAPE.world)
+def test_micro_steps_units_and_codecs_are_told_apart() -> None:
     model, optimizer = _model("zero++")
     _train(model, optimizer, steps=2)
     with tracing.trace(model) as trace:
@@ -76,24 +67,10 @@ def _look_at_args() -> None:
     transports = {f"codec {t.transport.codec}" for t in scheduled if t.transport.encoding}
     assert codecs == transports
     assert {t.transport.encoding.name for t in scheduled if t.transport.encoding} == {"int8", "int4"}
-    elements: dict[tuple[str, str], int] = defaultdict(int)
-    for interval in trace.intervals:
-        if interval.track.startswith("codec "):
-            elements[interval.track, interval.name] += int(interval.args["elements"])
-    for transfer in scheduled:
-        if transfer.kind.value == "gather" and transfer.transport.encoding:
-            # Each rank encodes its quarter, and decodes all.
-            elements[f"codec {transfer.transport.codec}", "encode"] -= transfer.elements // SHAPE.world
-            elements[f"codec {transfer.transport.codec}", "decode"] -= transfer.elements
-    gathered = next(f"codec {t.transport.codec}" for t in scheduled if t.kind.value == "gather")
-    assert elements[gathered, "encode"] == elements[gathered, "decode"] == 0
 
 
-def test_compute_is_in_the_order_of_the_units_with_holes_where_it_waited(world: Worlds) -> None:
-    world(SHAPE.world).run(_look_at_compute)
-
-
-def _look_at_compute() -> None:
+@on_ranks(SHAPE.world)
+def test_compute_is_in_the_order_of_the_units_with_holes_where_it_waited() -> None:
     model, optimizer = _model("zero3")
     _train(model, optimizer, steps=2)
     with tracing.trace(model) as trace, trace.phase("the step"):
@@ -116,36 +93,22 @@ def _look_at_compute() -> None:
             assert gathers[interval.args["unit"]].end_seconds <= interval.start_seconds
 
 
-def test_what_a_checkpoint_recomputes_is_told_apart(world: Worlds) -> None:
-    world(SHAPE.world).run(_look_at_recomputation)
-
-
-class Checkpointed(TiedGPT):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(self.norm(x))
-
-
-def _look_at_recomputation() -> None:
+@on_ranks(SHAPE.world)
+def test_what_a_checkpoint_recomputes_is_told_apart() -> None:
     model: Any = towpath.shard(Checkpointed(), strategy_of("zero3", SHAPE))
     optimizer = torch.optim.AdamW(model.parameters())
     _train(model, optimizer, steps=1)
     with tracing.trace(model) as trace:
         _train(model, optimizer, steps=1)
     names = [i.name for i in trace.intervals if i.track == COMPUTE]
-    order = list(dict.fromkeys(n for n in names if n.endswith(("blocks.0", "blocks.1"))))
-    again = [f"{work} blocks.{i}" for i in (1, 0) for work in ("recompute", "backward")]
-    assert [n for n in order if n.startswith("forward")] == ["forward blocks.0", "forward blocks.1"]
-    assert sorted(order[2:]) == sorted(again) and order[2].endswith("blocks.1"), order
+    order = list(dict.fromkeys(n for n in names if n.endswith(("blocks.1", "blocks.2"))))
+    again = [f"{work} blocks.{i}" for i in (2, 1) for work in ("recompute", "backward")]
+    assert [n for n in order if n.startswith("forward")] == ["forward blocks.1", "forward blocks.2"]
+    assert sorted(order[2:]) == sorted(again) and order[2].endswith("blocks.2"), order
 
 
-def test_a_model_is_traced_once_at_a_time_and_not_beyond(world: Worlds) -> None:
-    world(SHAPE.world).run(_trace_twice)
-
-
-def _trace_twice() -> None:
+@on_ranks(SHAPE.world)
+def test_a_model_is_traced_once_at_a_time_and_not_beyond() -> None:
     model, optimizer = _model("ddp")
     with tracing.trace(model), pytest.raises(StepError, match="being traced already"), tracing.trace(model):
         raise AssertionError("not reached")
@@ -222,9 +185,8 @@ def _model(label: str) -> tuple[Any, torch.optim.Optimizer]:
 def _train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
     entry = MODELS["gpt"]
     for step in range(steps):
-        for micro in range(MICRO_STEPS):
-            with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
-                entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float32)).backward()
+        for micro in accumulating(model, MICRO_STEPS):
+            entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float32)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -9,39 +9,32 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Adafactor
 
 import towpath
-from tests.ranks.launched import launched
-from tests.ranks.server import World
+from tests.ranks.launched import assert_alike, launched
+from tests.ranks.models import VOCABULARY, llama_config
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import seldom
+from tests.ranks.test_entry_points import _t5
 from towpath.errors import ConfigError, ShardError
 from towpath.integrations import Sharding
 from towpath.optim import owner_stepped
 
-Worlds = Callable[[int], World]
-
-VOCABULARY, LENGTH, STEPS = 32, 8, 10
+LENGTH, STEPS = 8, 10
 
 
 def _model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-    )
-    return LlamaForCausalLM(config).double()
+    return LlamaForCausalLM(llama_config(LENGTH)).double()
 
 
 def _rows(count: int = 96) -> list[dict[str, Tensor]]:
@@ -98,97 +91,86 @@ def _whole(trainer: Any) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value.clone() for name, value in found.items()}
 
 
-def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert list(one) == list(other)
-    return max((float((one[name] - other[name]).abs().max()) for name in one), default=0.0)
-
-
 # --- training, saving, resuming ---------------------------------------------------------------------------------------
 
 
-def test_ten_steps_are_those_of_ddp(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_trained_beside_ddp, tmp_path)) <= 1e-9
+def _check(ours: Any, plain: Any, limit: float = 1e-9) -> None:
+    found, expected = _whole(ours), _whole(plain)
+    if dist.get_rank() == 0:
+        assert_alike(found, expected, limit)
 
 
-def _trained_beside_ddp(folder: Path) -> float:
-    with launched() as rank:
-        plain, ours = _trainer(None, folder), _trainer("paro-nig", folder)
-        before = ours.evaluate()["eval_loss"]
+@on_ranks(2)
+def test_ten_steps_are_those_of_ddp(tmp_path: Path) -> None:
+    with launched():
+        plain, ours = _trainer(None, tmp_path), _trainer("paro-nig", tmp_path)
+        before = ours.evaluate()["eval_loss"]  # an evaluation before training changes nothing
         for trainer in (plain, ours):
             trainer.train()
         assert ours.model is ours.model_wrapped
         for found, expected in zip(_logged(ours), _logged(plain), strict=True):
             assert found == pytest.approx(expected, rel=1e-5)  # the log rounds
         assert len(_logged(ours)) == STEPS
-        after = ours.evaluate()["eval_loss"]
-        assert after < before and after == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
-        found, expected = _whole(ours), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
+        assert before > ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+        _check(ours, plain)
 
 
-def test_islands_end_with_the_same_weights(world: Worlds, tmp_path: Path) -> None:
-    """In the middle of a period."""
-    first, second = world(2).run(_islands, tmp_path)
-    assert torch.equal(first, second)
+@on_ranks(2)
+def test_islands_that_synchronize_in_every_step_are_ddp(tmp_path: Path) -> None:
+    """With plain SGD outside and inside. Islands that synchronize now and then end with equal weights, too."""
+    shape = towpath.Topology(2, 1)
 
+    def islands(outer: towpath.Outer) -> Sharding:
+        return Sharding(towpath.strategy("zero1", outer=outer), topology=shape)
 
-def _islands(folder: Path) -> Tensor:
-    strategy = towpath.strategy("zero1", outer=towpath.Outer(every=3))
     with launched():
-        trainer = _trainer(Sharding(strategy, topology=towpath.Topology(2, 1)), folder, steps=5)
-        trainer.train()
-        return torch.cat([p.full_tensor().detach().flatten() for p in trainer.model.parameters()])
+        options = {"optim": "sgd", "max_grad_norm": 0.0}  # a norm would be that of an island
+        plain = _trainer(None, tmp_path, steps=5, **options)
+        every = _trainer(islands(towpath.Outer(every=1, lr=1.0, momentum=0.0)), tmp_path, steps=5, **options)
+        apart = _trainer(islands(towpath.Outer(every=3)), tmp_path, steps=5)
+        for trainer in (plain, every, apart):
+            trainer.train()
+        _check(every, plain)
+        own = torch.cat([p.full_tensor().detach().flatten() for p in apart.model.parameters()])
+        both = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(both, own)
+        assert torch.equal(*both)
 
 
-@pytest.mark.parametrize("by_name", [False, seldom(True)], ids=["given", "by name"])
-def test_it_steps_whole_matrices_and_resumes(world: Worlds, tmp_path: Path, by_name: bool) -> None:
-    """By its name, Adafactor is the one of transformers, with groups with and without decay."""
-    assert max(world(2).run(_owner_stepped, tmp_path, by_name)) <= 1e-9
+@pytest.mark.parametrize("by_name", [False, seldom(True)])
+@on_ranks(2)
+def test_it_steps_whole_matrices_and_resumes(tmp_path: Path, by_name: bool) -> None:
+    """By the name of an optimizer, as Trainer makes it: transformers' own, with groups with and without decay."""
 
+    def trainer(strategy: str | None, **more: Any) -> Any:
+        options = {"lr_scheduler_type": "constant", **more}
+        if by_name:
+            return _trainer(strategy, tmp_path, optim="adafactor", weight_decay=0.1, **options)
+        wrapped = owner_stepped if strategy else lambda optimizer: optimizer
+        return _trainer(strategy, tmp_path, optimizer=lambda m: wrapped(Adafactor(m.parameters(), lr=1e-2)), **options)
 
-def _owner_stepped(folder: Path, by_name: bool) -> float:
-    def adafactor(model: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor(model.parameters(), lr=1e-2)
-
-    options: dict[str, Any] = {"lr_scheduler_type": "constant"}
-    options |= {"optim": "adafactor", "weight_decay": 0.1} if by_name else {}
-    theirs, ours = (None, None) if by_name else (adafactor, lambda model: owner_stepped(adafactor(model)))
-    with launched() as rank:
-        plain = _trainer(None, folder, optimizer=theirs, **options)
-        plain.train()
-        first = _trainer("zero3", folder, steps=6, optimizer=ours, save_strategy="steps", save_steps=6, **options)
-        first.train()
-        again = _trainer("mics", folder, optimizer=ours, **options)
-        again.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-        found, expected = _whole(again), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
-
-
-def test_optimizers_by_name_that_cannot_step_slices_are_refused_at_construction(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_refused_by_name, tmp_path)
-
-
-def _refused_by_name(folder: Path) -> None:
     with launched():
+        plain, first = trainer(None), trainer("zero3", steps=6, save_strategy="steps", save_steps=6)
+        for each in (plain, first):
+            each.train()
+        again = trainer("mics")
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        _check(again, plain)
+
+
+@on_ranks(2)
+def test_optimizers_that_cannot_step_slices_are_refused_by_name_at_construction(tmp_path: Path) -> None:
+    from transformers.optimization import Adafactor as Theirs
+
+    with launched():
+        trainer = _trainer("zero3", tmp_path, optimizer=lambda model: Theirs(model.parameters()))
+        with pytest.raises(ShardError, match=r"Pass towpath.optim.owner_stepped\(Adafactor\(…\)\) instead"):
+            trainer.train()
         for name in ("adamw_bnb_8bit", "paged_lion_8bit", "galore_adamw", "lomo", "adamw_torch_8bit"):
             with pytest.raises(ShardError, match=rf'optim="{name}".*Trainer\(optimizers=\(.*, None\)\)'):
-                _trainer("zero3", folder, optim=name)
-        made = _trainer("zero3", folder, optim="adamw_bnb_8bit", optimizer=lambda m: torch.optim.SGD(m.parameters()))
+                _trainer("zero3", tmp_path, optim=name)
+        made = _trainer("zero3", tmp_path, optim="adamw_bnb_8bit", optimizer=lambda m: torch.optim.SGD(m.parameters()))
         assert type(made.optimizer) is torch.optim.SGD
-
-
-@pytest.mark.parametrize("name", [*map(seldom, ("sgd", "adagrad", "rmsprop")), "adamw_torch_fused"])
-def test_elementwise_optimizers_by_name_train_as_under_ddp(world: Worlds, tmp_path: Path, name: str) -> None:
-    assert max(world(2).run(_by_name, tmp_path, name)) <= 1e-9
-
-
-def _by_name(folder: Path, name: str) -> float:
-    with launched() as rank:
-        plain, ours = (_trainer(strategy, folder, steps=3, optim=name) for strategy in (None, "zero3"))
-        for trainer in (plain, ours):
-            trainer.train()
-        found, expected = _whole(ours), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
 
 
 def test_a_run_that_ended_goes_on_under_another_strategy_and_its_checkpoints_are_pretrained_models(
@@ -198,7 +180,7 @@ def test_a_run_that_ended_goes_on_under_another_strategy_and_its_checkpoints_are
     names = {path.name for path in (tmp_path / "run" / "checkpoint-6").iterdir()}
     assert {"model.safetensors", "config.json", "towpath", "scheduler.pt", "trainer_state.json"} <= names
     assert "optimizer.pt" not in names
-    assert max(world(2).run(_resumed, tmp_path / "run", "zero3")) <= 1e-9
+    world(2).run(_resumed, tmp_path / "run")
 
 
 def _cut_off(folder: Path) -> None:
@@ -216,63 +198,57 @@ def _cut_off(folder: Path) -> None:
             trainer.train()
 
 
-def _resumed(folder: Path, strategy: str) -> float:
+def _resumed(folder: Path) -> None:
     from transformers import LlamaForCausalLM
 
     with launched() as rank:
         plain = _trainer(None, folder / "plain")
         plain.train()
-        ours = _trainer(strategy, folder, save_strategy="steps", save_steps=5)
+        ours = _trainer("zero3", folder, save_strategy="steps", save_steps=5)
         ours.train(resume_from_checkpoint=True)
         for found, expected in zip(_logged(ours)[-4:], _logged(plain)[-4:], strict=True):
             assert found == pytest.approx(expected, rel=1e-5)
         exported = LlamaForCausalLM.from_pretrained(folder / "checkpoint-10", dtype=torch.float64)
-        found, expected = _whole(ours), _whole(plain)
-        if rank != 0:
-            return 0.0
-        assert _differences(found, {k: v for k, v in exported.state_dict().items() if k in found}) == 0.0
-        return _differences(found, expected)
+        found = _whole(ours)
+        if rank == 0:
+            assert_alike(found, {k: v for k, v in exported.state_dict().items() if k in found}, 0.0)
+        _check(ours, plain)
 
 
-def test_it_resumes_what_a_trainer_without_us_has_saved(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_migrated, tmp_path)) <= 1e-9
-
-
-def _migrated(folder: Path) -> float:
-    with launched() as rank:
-        plain = _trainer(None, folder, save_strategy="steps", save_steps=6)
+@on_ranks(2)
+def test_it_resumes_what_a_trainer_without_us_has_saved(tmp_path: Path) -> None:
+    with launched():
+        plain = _trainer(None, tmp_path, save_strategy="steps", save_steps=6)
         plain.train()
-        ours = _trainer("hpz", folder)
-        ours.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-        found, expected = _whole(ours), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
+        ours = _trainer("hpz", tmp_path)
+        ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+        _check(ours, plain)
 
 
-def test_the_best_model_is_loaded_at_the_end(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_best, tmp_path)
-
-
-def _best(folder: Path) -> None:
+@on_ranks(2)
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     with launched() as rank:
         options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
         trainer = _trainer(
-            "zero3", folder, steps=4, load_best_model_at_end=True, greater_is_better=True, save_total_limit=1, **options
+            "zero3",
+            tmp_path,
+            steps=4,
+            load_best_model_at_end=True,
+            greater_is_better=True,
+            save_total_limit=1,
+            **options,
         )
         trainer.train()  # the loss falls: the best by the greatest is the first
         assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
         found = _whole(trainer)
         if rank == 0:
-            expected = load_file(folder / "checkpoint-2" / "model.safetensors")
-            assert _differences(dict(sorted(found.items())), dict(sorted(expected.items()))) == 0.0
+            expected = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+            assert_alike(found, expected, 0.0)
 
 
 # --- PEFT -------------------------------------------------------------------------------------------------------------
-
-
-def test_adapters_are_trained_saved_loaded_and_merged(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_adapted, tmp_path)) <= 1e-9
 
 
 def _lora() -> Any:
@@ -283,21 +259,19 @@ def _lora() -> Any:
     return peft.get_peft_model(_model(), config)
 
 
-def _adapted(folder: Path) -> float:
+@on_ranks(2)
+def test_adapters_are_trained_saved_loaded_and_merged(tmp_path: Path) -> None:
     import peft
 
-    import towpath
-
-    with launched() as rank:
+    with launched():
         plain, ours = (
-            _trainer(None, folder, _lora()),
-            _trainer("zero3", folder / "ours", _lora(), save_strategy="steps", save_steps=10),
+            _trainer(None, tmp_path, _lora()),
+            _trainer("zero3", tmp_path / "ours", _lora(), save_strategy="steps", save_steps=10),
         )
         for trainer in (plain, ours):
             trainer.train()
-        found, expected = _whole(ours), _whole(plain)
-        difference = _differences(found, expected) if rank == 0 else 0.0
-        saved = folder / "ours" / "checkpoint-10"
+        _check(ours, plain)
+        saved = tmp_path / "ours" / "checkpoint-10"
         assert json.loads((saved / "adapter_config.json").read_text())["r"] == 2
         assert not (saved / "model.safetensors").exists()
         loaded = peft.PeftModel.from_pretrained(_model(), saved)
@@ -311,35 +285,20 @@ def _adapted(folder: Path) -> float:
             assert (ours.model(ids).logits - logits).abs().max() <= 1e-9
             merged = loaded.merge_and_unload()
             assert (merged(ids).logits - logits).abs().max() <= 1e-9
-        return difference
 
 
 # --- generating, and what cannot be -----------------------------------------------------------------------------------
 
 
-def test_seq2seq_generates_on_all_ranks_until_the_last_is_through(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_generates, tmp_path)
-
-
-def _generates(folder: Path) -> None:
+@on_ranks(2)
+def test_seq2seq_generates_on_all_ranks_until_the_last_is_through(tmp_path: Path) -> None:
     import transformers
 
     from towpath.integrations.transformers import Seq2SeqTrainer
 
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=8,
-        d_ff=16,
-        num_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
     with launched():
         args = transformers.Seq2SeqTrainingArguments(
-            output_dir=str(folder),
+            output_dir=str(tmp_path),
             use_cpu=True,
             max_steps=2,
             per_device_train_batch_size=2,
@@ -352,44 +311,29 @@ def _generates(folder: Path) -> None:
         predicted: list[Any] = []
         for kind, options in ((transformers.Seq2SeqTrainer, {}), (Seq2SeqTrainer, {"strategy": "zero3"})):
             torch.manual_seed(0)
-            model = transformers.T5ForConditionalGeneration(config).double()
+            model = _t5().double()
             trainer = kind(model, args, train_dataset=_rows(8), eval_dataset=_rows(6), **options)
             trainer.remove_callback(transformers.PrinterCallback)
             trainer.train()
-            together: list[bool] = []
-            generate = model.generate
-
-            def noted(
-                *args: Any, synced_gpus: bool, generate: Any = generate, together: Any = together, **kwargs: Any
-            ) -> Any:
-                together.append(synced_gpus)
-                return generate(*args, synced_gpus=synced_gpus, **kwargs)
-
-            model.generate = noted
-            predicted.append(trainer.predict(trainer.eval_dataset).predictions)
-            assert together == [bool(options)]
+            with mock.patch.object(model, "generate", wraps=model.generate) as generate:
+                predicted.append(trainer.predict(trainer.eval_dataset).predictions)
+            assert generate.call_args.kwargs["synced_gpus"] == bool(options)
         assert (predicted[0] == predicted[1]).all()
 
 
-def test_a_trainer_of_someone_else_is_sharded_by_inheriting(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_inherited, tmp_path)
-
-
-def _inherited(folder: Path) -> None:
+@on_ranks(2)
+def test_a_trainer_of_someone_else_is_sharded_by_inheriting(tmp_path: Path) -> None:
     import transformers
 
     from towpath.integrations.transformers import ShardedTrainer
 
-    class Theirs(transformers.Trainer):
-        def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
-            return super().compute_loss(model, inputs, **kwargs)
+    class Theirs(transformers.Trainer): ...
 
-    class Ours(ShardedTrainer, Theirs):
-        pass
+    class Ours(ShardedTrainer, Theirs): ...
 
     with launched():
         args = transformers.TrainingArguments(
-            output_dir=str(folder), use_cpu=True, max_steps=1, report_to="none", save_strategy="no", disable_tqdm=True
+            output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to="none", save_strategy="no", disable_tqdm=True
         )
         trainer = Ours(_model(), args, strategy="mics", train_dataset=_rows(16))
         trainer.train()
@@ -399,27 +343,17 @@ def _inherited(folder: Path) -> None:
             Ours(_model(), args, strategy="mics")
 
 
-def test_what_it_cannot_do_it_says_when_it_is_made(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_refused, tmp_path)
-
-
-def _refused(folder: Path) -> None:
+@on_ranks(2)
+def test_what_it_cannot_do_it_says_when_it_is_made(tmp_path: Path) -> None:
     with launched(ACCELERATE_USE_CPU="false"), pytest.raises(ConfigError, match=r"1 process.*2 ranks.*use_cpu=True"):
-        _trainer("mics", folder, use_cpu=False)
+        _trainer("mics", tmp_path, use_cpu=False)
 
 
-def test_a_trainer_of_transformers_refuses_a_sharded_model_and_names_the_integration(
-    world: Worlds, tmp_path: Path
-) -> None:
-    world(2).run(_stock, tmp_path)
-
-
-def _stock(folder: Path) -> None:
-    import towpath
-
+@on_ranks(2)
+def test_a_trainer_of_transformers_refuses_a_sharded_model_and_names_the_integration(tmp_path: Path) -> None:
     for use_cpu in (True, False):
         with launched(ACCELERATE_USE_CPU="false"):
-            trainer = _trainer(None, folder, towpath.shard(_model(), "zero3"), use_cpu=use_cpu)
+            trainer = _trainer(None, tmp_path, towpath.shard(_model(), "zero3"), use_cpu=use_cpu)
             for work in (trainer.train, trainer.evaluate):
                 with pytest.raises(ShardError, match=r"towpath\.integrations\.transformers\.Trainer\(…, strategy="):
                     work()
@@ -429,45 +363,38 @@ def _stock(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["rank 0", "folder"])
-def test_a_model_on_the_meta_device_trains_as_a_loaded_one(world: Worlds, tmp_path: Path, how: str) -> None:
+@on_ranks(2)
+def test_a_model_on_the_meta_device_trains_as_a_loaded_one(tmp_path: Path, how: str) -> None:
     """With tied weights, and with rotary frequencies that no file has. A model in bf16 files has fp32 masters."""
-    assert max(world(2).run(_trained_from_meta, how, tmp_path)) <= 1e-5
-
-
-def _trained_from_meta(how: str, folder: Path) -> float:
     from transformers import AutoModelForCausalLM
 
     def load(device: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32, device_map=device)
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32, device_map=device)
 
     with launched() as rank:
         if rank == 0:
             config = _model().config
             config.tie_word_embeddings = True
-            type(_model())(config).to(torch.bfloat16).save_pretrained(folder / "saved", max_shard_size="2KB")
+            type(_model())(config).to(torch.bfloat16).save_pretrained(tmp_path / "saved", max_shard_size="2KB")
         dist.barrier()
-        plain = _trainer(None, folder, load("cpu"), steps=2)
-        sharding = Sharding("zero3", values=folder / "saved") if how == "folder" else "zero3"
-        ours = _trainer(sharding, folder, load("meta" if rank or how == "folder" else "cpu"), steps=2)
+        plain = _trainer(None, tmp_path, load("cpu"), steps=2)
+        sharding = Sharding("zero3", values=tmp_path / "saved") if how == "folder" else "zero3"
+        ours = _trainer(sharding, tmp_path, load("meta" if rank or how == "folder" else "cpu"), steps=2)
         for trainer in (plain, ours):
             trainer.train()
         assert ours.model.lm_head.weight is ours.model.model.embed_tokens.weight
         assert {p.dtype for p in ours.model.parameters()} == {torch.float32}
         for name, buffer in ours.model.named_buffers():
             assert torch.equal(buffer, plain.model.get_buffer(name)), name
-        found, expected = _whole(ours), _whole(plain)
-        return _differences(found, expected) if rank == 0 else 0.0
+        _check(ours, plain, 1e-5)
 
 
-def test_values_and_another_folder_to_resume_from_are_refused(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_resume_elsewhere, tmp_path)
-
-
-def _resume_elsewhere(folder: Path) -> None:
+@on_ranks(2)
+def test_values_and_another_folder_to_resume_from_are_refused(tmp_path: Path) -> None:
     with launched():
-        plain = _trainer(None, folder, steps=1, save_strategy="steps", save_steps=1)
+        plain = _trainer(None, tmp_path, steps=1, save_strategy="steps", save_steps=1)
         plain.train()
         dist.barrier()
-        ours = _trainer(Sharding("zero3", values=folder), folder)
+        ours = _trainer(Sharding("zero3", values=tmp_path), tmp_path)
         with pytest.raises(ShardError, match="checkpoint-1"):
-            ours.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+            ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

@@ -5,6 +5,7 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -21,11 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 import towpath
 from tests.ranks.models import MODELS, GPTBlock, TiedGPT
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.twin import error_of
 from towpath import Topology, errors
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 LABELS = ("ddp", "zero1", "zero3", "hpz", "mics:2x1", "paro-iig", "zero++")
@@ -86,33 +86,6 @@ def _count_what_is_asked(label: str, params: torch.dtype | None) -> int:
     return asked.elements.total()
 
 
-class Normed(nn.Module):
-    """With persistent buffers, one of them a whole number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
-
-
-@on_ranks(4)
-def test_persistent_buffers_come_from_the_same_source_if_it_knows_them() -> None:
-    known = {
-        "norm.weight": torch.ones(6),
-        "norm.bias": torch.zeros(6),
-        "norm.running_mean": torch.full((6,), 5.0),
-        "norm.num_batches_tracked": torch.tensor([7]),
-    }
-    with torch.device("meta"):
-        model = Normed()
-    sharded: Any = towpath.shard(model, "zero3", topology=SHAPE, values=lambda n, start, end: known[n][start:end])
-    norm = sharded.norm
-    (mean, variance, tracked) = norm.running_mean.tolist(), norm.running_var.tolist(), norm.num_batches_tracked.item()
-    assert (mean, variance, tracked) == ([5.0] * 6, [1.0] * 6, 7)
-
-
 class Rotary(nn.Module):
     """Has a persistent buffer that no method initializes."""
 
@@ -122,15 +95,33 @@ class Rotary(nn.Module):
         self.register_buffer("angles", torch.arange(5.0))
 
 
-def test_a_buffer_that_values_give_needs_no_reset_parameters(world: Worlds, tmp_path: Path) -> None:
-    save_file({**Rotary().state_dict(), "angles": torch.full((5,), 9.0)}, tmp_path / "model.safetensors")
-    assert world(2).run(_read_angles, tmp_path) == [[9.0] * 5] * 2
+class Normed(nn.Module):
+    """With persistent buffers, one of them a whole number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rotary = nn.BatchNorm1d(6), Rotary()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
 
 
-def _read_angles(folder: Path) -> list[float]:
+@on_ranks(4)
+def test_persistent_buffers_come_from_the_same_source_if_it_knows_them() -> None:
+    known = {
+        **dict(Normed().named_parameters()),
+        "norm.running_mean": torch.full((6,), 5.0),
+        "norm.num_batches_tracked": torch.tensor([7]),
+        "rotary.angles": torch.full((5,), 9.0),  # needs no reset_parameters() then
+    }
     with torch.device("meta"):
-        model: Any = Rotary()
-    return towpath.shard(model, "zero3", topology=Topology(1, 2), values=folder).angles.tolist()
+        model = Normed()
+    values = {name: value.detach().flatten() for name, value in known.items()}
+    sharded: Any = towpath.shard(model, "zero3", topology=SHAPE, values=lambda n, start, end: values[n][start:end])
+    norm = sharded.norm
+    (mean, variance, tracked) = norm.running_mean.tolist(), norm.running_var.tolist(), norm.num_batches_tracked.item()
+    assert (mean, variance, tracked) == ([5.0] * 6, [1.0] * 6, 7)
+    assert sharded.rotary.angles.tolist() == [9.0] * 5
 
 
 class Gain(nn.Module):
@@ -146,66 +137,39 @@ class Gain(nn.Module):
 def test_meta_tensors_on_rank_0_alone_are_refused_on_all(make: Callable[[], nn.Module], name: str) -> None:
     with torch.device("cpu" if dist.get_rank() else "meta"):
         model = make()
-    with pytest.raises(errors.TowpathError) as caught:
-        towpath.shard(model, "zero3", topology=Topology(1, 2))
+    message = error_of(lambda: towpath.shard(model, "zero3", topology=Topology(1, 2)), errors.TowpathError)
     dist.barrier()  # a rank that still waits in shard() would meet this
-    message = str(caught.value)
     assert f"{name} is on the meta device" in message
     assert f".{name}" not in message
-
-
-def _unknown(name: str, start: int, end: int) -> Tensor:
-    raise KeyError(name)
-
-
-def _too_long(name: str, start: int, end: int) -> Tensor:
-    return torch.zeros(end - start + 1)
-
-
-def _whole_numbers(name: str, start: int, end: int) -> Tensor:
-    return torch.zeros(end - start, dtype=torch.long)
 
 
 def _broken(name: str, start: int, end: int) -> Tensor:
     raise OSError("the disk is gone")
 
 
-FAULTS = {
-    _unknown: ("'", "KeyError", "named_parameters"),
-    _too_long: ("shape", "expected"),
-    _whole_numbers: ("torch.int64", "floating"),
-    _broken: ("the disk is gone", "OSError"),
+FAULTS: dict[str, tuple[Callable[[str, int, int], Tensor], str]] = {
+    "unknown": (lambda name, start, end: {}[name], "KeyError.*named_parameters"),
+    "too long": (lambda name, start, end: torch.zeros(end - start + 1), "shape.*expected|expected.*shape"),
+    "whole numbers": (lambda name, start, end: torch.zeros(end - start, dtype=torch.long), "torch.int64.*floating"),
+    "broken": (_broken, "OSError.*the disk is gone"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_with_values_is_said(world: Worlds, fault: Callable[..., Tensor]) -> None:
-    for message in world(4).run(_fail, fault, 0, 1, 2, 3):
-        assert all(word in message for word in FAULTS[fault]), message
-
-
-def test_a_tied_parameter_that_is_not_known_is_told_by_all_its_names(world: Worlds) -> None:
-    assert "'tokens.weight' or 'head.weight'" in world(4).run(_fail, _unknown, 0, 1, 2, 3)[0]  # of rank 0's first slice
-
-
-def test_a_failure_on_one_rank_is_raised_on_all(world: Worlds) -> None:
-    for rank, message in enumerate(world(4).run(_fail, _broken, 2)):
-        assert "the disk is gone" in message
-        assert ("rank 2" in message) == (rank != 2)
-
-
-def _fail(fault: Callable[..., Tensor], *ranks: int) -> str:
-    with pytest.raises(errors.ShardError) as caught:
-        towpath.shard(_from("meta"), "zero3", topology=SHAPE, values=fault if dist.get_rank() in ranks else Asked())
-    return str(caught.value)
+@on_ranks(4)
+def test_what_is_wrong_with_values_is_said(fault: str) -> None:
+    values, words = FAULTS[fault]
+    text = error_of(lambda: towpath.shard(_from("meta"), "zero3", topology=SHAPE, values=values), errors.ShardError)
+    assert re.search(words, text, re.DOTALL), text
+    if fault == "unknown" and dist.get_rank() == 0:  # a tied parameter is told by all its names
+        assert "'tokens.weight' or 'head.weight'" in text
 
 
 @on_ranks(4)
-def test_values_on_some_ranks_only_are_refused() -> None:
-    with pytest.raises(errors.MismatchError) as caught:
-        towpath.shard(_from("cpu"), "zero3", topology=SHAPE, values=Asked() if dist.get_rank() == 0 else None)
-    message = str(caught.value)
-    assert "values=" in message
+def test_a_failure_on_one_rank_is_raised_on_all() -> None:
+    values = _broken if dist.get_rank() == 2 else Asked()
+    text = error_of(lambda: towpath.shard(_from("meta"), "zero3", topology=SHAPE, values=values), errors.ShardError)
+    assert "the disk is gone" in text and ("rank 2" in text) == (dist.get_rank() != 2)
 
 
 # --- a model that only rank 0 holds -----------------------------------------------------------------------------------
@@ -303,45 +267,40 @@ def _distinct(model: nn.Module) -> dict[str, Tensor]:
 
 
 @labels
-def test_a_folder_of_safetensors_gives_the_values(world: Worlds, tmp_path: Path, label: str) -> None:
-    save_file(_whole(), tmp_path / "model.safetensors")
-    world(4).run(_read_folder, label, tmp_path)
-
-
-def _read_folder(label: str, folder: Path) -> None:
-    model: Any = towpath.shard(_from("meta"), strategy_of(label, SHAPE), values=str(folder))
+@on_ranks(4)
+def test_a_folder_of_safetensors_gives_the_values(tmp_path: Path, label: str) -> None:
+    if dist.get_rank() == 0:
+        save_file(_whole(), tmp_path / "model.safetensors")
+    dist.barrier()
+    model: Any = towpath.shard(_from("meta"), strategy_of(label, SHAPE), values=str(tmp_path))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor(), _whole()[name]), name
 
 
-def test_files_of_another_model_are_refused_on_all_ranks(world: Worlds, tmp_path: Path) -> None:
-    save_file({**_whole(), "norm.weight": torch.zeros(2, 6)}, tmp_path / "model.safetensors")
-    for message in world(2).run(_refuse_folder, tmp_path):
-        assert "norm.weight" in message
-        assert "2×6" in message
-
-
-def test_files_with_buffers_of_other_shapes_are_refused(world: Worlds, tmp_path: Path) -> None:
-    """A larger buffer, and one with as many elements."""
-    for shape in ((7,), (2, 3)):
-        save_file({**Normed().state_dict(), "norm.running_mean": torch.ones(shape)}, tmp_path / "model.safetensors")
-        for message in world(2).run(_refuse_folder, tmp_path, None, Normed):
-            assert "norm.running_mean" in message
-
-
-def test_a_missing_folder_on_one_rank_is_raised_on_all(world: Worlds, tmp_path: Path) -> None:
-    save_file(_whole(), tmp_path / "model.safetensors")
-    for message in world(2).run(_refuse_folder, tmp_path, tmp_path / "absent"):
-        assert "absent" in message
-
-
-def _refuse_folder(folder: Path, second: Path | None = None, make: Callable[[], nn.Module] = TiedGPT) -> str:
-    with pytest.raises(errors.TowpathError) as caught:
-        given = second if second is not None and dist.get_rank() == 1 else folder
-        with torch.device("meta"):
-            model = make()
+@pytest.mark.parametrize(
+    ("make", "name", "shape", "words"),
+    [
+        (TiedGPT, "norm.weight", (2, 6), "norm.weight.*2×6"),
+        (Normed, "norm.running_mean", (7,), "norm.running_mean"),
+        (Normed, "norm.running_mean", (2, 3), "norm.running_mean"),  # as many elements
+        (TiedGPT, "", (), "absent"),
+    ],
+    ids=["a parameter", "a larger buffer", "a buffer of another shape", "a missing folder on one rank"],
+)
+@on_ranks(2)
+def test_files_that_do_not_fit_are_refused_on_all_ranks(
+    tmp_path: Path, make: Callable[[], nn.Module], name: str, shape: tuple[int, ...], words: str
+) -> None:
+    given = tmp_path / ("absent" if dist.get_rank() and not name else "here")
+    if dist.get_rank() == 0:
+        given.mkdir()
+        values = _distinct(make()) | dict(make().named_buffers())
+        save_file(values | ({name: torch.ones(shape)} if name else {}), given / "model.safetensors")
+    dist.barrier()
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(errors.TowpathError, match=f"(?s){words}"):
         towpath.shard(model, "zero3", topology=Topology(1, 2), values=given)
-    return str(caught.value)
 
 
 # --- another device ---------------------------------------------------------------------------------------------------

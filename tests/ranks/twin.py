@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ import towpath
 from tests.ranks.models import DEVICE, MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.strategies import strategy_of
+from towpath.errors import StepError, TowpathError
 
 # Loss of a model, given the rank, the micro-step and the step whose batch to use.
 Loss = Callable[[nn.Module, int, int, int], Tensor]
@@ -54,9 +56,8 @@ class Twin:
 
     def backward(self, step: int = 0, micro_steps: int = 1) -> None:
         """One accumulation, up to and with its boundary."""
-        for micro in range(micro_steps):
-            with nullcontext() if micro == micro_steps - 1 else self.sharded.no_sync():
-                (self.loss(self.sharded, dist.get_rank(), micro, step) / micro_steps).backward()
+        for micro in accumulating(self.sharded, micro_steps):
+            (self.loss(self.sharded, dist.get_rank(), micro, step) / micro_steps).backward()
         with mean_of_all_ranks(self.plain):
             for micro in range(micro_steps):
                 (self.loss(self.plain, dist.get_rank(), micro, step) / micro_steps).backward()
@@ -89,6 +90,20 @@ class Twin:
         expected = dict(self.plain.named_parameters())
         assert list(found) == list(expected)
         return [(name, expected[name], found[name]) for name in expected]
+
+
+def accumulating(model: Any, count: int) -> Generator[int]:
+    """The numbers of the micro-steps of an accumulation. All but the last one run without a boundary."""
+    for micro in range(count):
+        with nullcontext() if micro == count - 1 else model.no_sync():
+            yield micro
+
+
+def error_of(action: Callable[[], Any], kind: type[TowpathError] = StepError) -> str:
+    """What an action is refused with."""
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
 
 
 @contextmanager
