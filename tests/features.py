@@ -85,7 +85,7 @@ FEATURES = (
 OTHER = _files(
     lab="clusters command lab lab_page leftovers",
     ranks="""
-            bench_failures bench_peers demo examples gpu_script install logs pages server train
+            bench_failures demo examples gpu_script install logs pages server train
             train_command train_models
         """,
     unit="""
