@@ -85,8 +85,7 @@ FEATURES = (
 OTHER = _files(
     lab="clusters command lab lab_page leftovers",
     ranks="""
-            bench_failures bench_peers demo examples gpu_script install pages server train train_command
-            train_models
+            bench_failures demo examples gpu_script install pages server train train_command train_models
         """,
     unit="""
             api_reference bench benchmarks commands config data data_prepare docs extending features metrics

@@ -21,7 +21,7 @@ from torch import nn
 import towpath
 from tests.profiles import made_profile
 from tests.ranks.models import TiedGPT
-from tests.ranks.server import World
+from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from towpath.auto import choice as auto
 from towpath.auto.collectives import planned_collectives
@@ -124,24 +124,12 @@ def test_what_cannot_be_planned_is_the_same_error_on_every_rank(
     assert all(type(answer) is kind and words in str(answer) for answer in answers)
 
 
-def test_ranks_that_ask_for_different_things_are_told(world: Worlds, profile: Path) -> None:
-    answers = world(4).run(_sharded_with_tokens_by_rank, profile)
-    assert all(type(answer) is MismatchError and "tokens=65" in str(answer) for answer in answers)
-
-
-def _sharded_with_tokens_by_rank(profile: Path) -> Any:
-    return _sharded(towpath.Workload(TOKENS + (dist.get_rank() == 2), profile=profile))
-
-
-def test_a_workload_beside_a_strategy_is_refused(world: Worlds) -> None:
-    answers = world(4).run(_sharded_by_name_with_a_workload)
-    assert all("leave it out" in answer for answer in answers)
-
-
-def _sharded_by_name_with_a_workload() -> str:
-    with pytest.raises(ShardError) as caught:
+@on_ranks(4)
+def test_what_ranks_ask_for_has_to_be_the_same_and_to_go_with_a_strategy(profile: Path) -> None:
+    told = _sharded(towpath.Workload(TOKENS + (dist.get_rank() == 2), profile=profile))
+    assert type(told) is MismatchError and "tokens=65" in str(told)
+    with pytest.raises(ShardError, match="leave it out"):
         towpath.shard(TiedGPT(), "zero3", topology=SHAPE, workload=towpath.Workload(TOKENS))
-    return str(caught.value)
 
 
 def test_where_planning_itself_fails_every_rank_is_told(world: Worlds, profile: Path) -> None:

@@ -10,7 +10,6 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from tests.ranks.checkpoints import Run, content, differing
 from tests.ranks.models import DEVICE, MODELS
 from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, seldom
-from tests.ranks.twin import Twin, loss_on
 from towpath import Precision, Topology, checkpoint
 from towpath.core import exact
 from towpath.core.routes import Form
@@ -35,7 +33,6 @@ Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 OFFLOADS = ("optimizer", "params", "optimizer+params")
-TWINS = [(label, each) for each in OFFLOADS[:2] for label in ("zero3", "paro-iig", "ddp", "paro-igg", "mics")]
 LABELS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", "paro-iig", "paro-nig", "zero++", "ddp gradients=low-rank:2")
 MIXED = Precision(params=torch.bfloat16, reduce=torch.float32)
 
@@ -47,8 +44,12 @@ def test_training_is_the_same_to_the_bit(world: Worlds, case: tuple[str, str], p
 
 
 def _compare_with_device(label: str, offload: str, precision: Precision) -> None:
-    """Losses, the norms that clip, gradients, parameters and optimizer states, over steps that accumulate."""
-    runs = [Run.of(label, SHAPE, precision=precision, offload=each) for each in (None, offload)]
+    """Losses, the norms that clip, gradients, parameters and optimizer states, over steps that accumulate.
+
+    With P shards on the host in the form of a GPU, which copies them.
+    """
+    with in_form(Form.COLLECTIVES if "params" in offload else Form.MESSAGES):
+        runs = [Run.of(label, SHAPE, precision=precision, offload=each) for each in (None, offload)]
     device, host = runs
     entry = MODELS["gpt"]
     for step in range(3):
@@ -65,25 +66,6 @@ def _compare_with_device(label: str, offload: str, precision: Precision) -> None
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=step == 0)
     assert differing(host.content(), device.content()) == []
-
-
-@in_turn(TWINS, 2, "twin")
-@pytest.mark.parametrize("micro_steps", [seldom(1), 2])
-def test_it_trains_as_one_process_does(world: Worlds, twin: tuple[str, str], micro_steps: int) -> None:
-    world(4).run(_twin, *twin, micro_steps)
-
-
-def _twin(label: str, offload: str, micro_steps: int) -> None:
-    """With P shards on the host in the form of a GPU, which copies them."""
-    form = Form.COLLECTIVES if offload == "params" else Form.MESSAGES
-    build = partial(MODELS["gpt"].make, torch.float64)
-    with in_form(form):
-        twin = Twin(build, loss_on("gpt"), f"{label} offload={offload}", SHAPE, optimizer_first=True)
-    for step in range(3):
-        twin.backward(step, micro_steps=micro_steps)
-        twin.check_gradients()
-        twin.step(set_to_none=step == 1)
-        twin.check_parameters()
 
 
 @pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import ROUNDING, in_turn, seldom
-from towpath import offload_activations, stats, strategies
+from towpath import strategies
 from towpath.errors import TowpathError
 from towpath.train import trainer as trainer_module
 from towpath.train.checkpoints import CheckpointManager
@@ -112,32 +112,6 @@ def _steps(config: Config) -> tuple[list[float], float, dict[str, Tensor]]:
         held_out, _ = training.evaluate()
         assert held_out is not None
         return losses, held_out, _weights(training)
-
-
-@pytest.mark.parity  # test_offload.py and test_offloaded_activations.py have what is quicker
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_is_offloaded_changes_no_bit(world: Worlds, config: Callable[..., Config], precision: str) -> None:
-    plain = config(train={"precision": precision, "checkpointing": True})
-    offloaded = _with(plain, train={"offload_activations": True}, strategy={"offload": "optimizer"})
-    (losses, held_out, weights), found = world(4).run(_steps, plain)[0], world(4).run(_steps_offloaded, offloaded)[0]
-    assert found[:2] == (losses, held_out)
-    assert all(torch.equal(found[2][name], weights[name]) for name in weights)
-
-
-def _steps_offloaded(config: Config) -> tuple[list[float], float, dict[str, Tensor]]:
-    """With activations of any size."""
-    with pytest.MonkeyPatch.context() as patch:
-        entered: list[Any] = []
-
-        def of_any_size(model: Any) -> Any:
-            entered.append(model)
-            return offload_activations(model, smallest_bytes=1)
-
-        patch.setattr("towpath.train.trainer.offload_activations", of_any_size)
-        found = _steps(config)
-        assert len(entered) == STEPS * config.train.batch // (config.train.micro_batch * 4)
-        assert stats(entered[0]).host_memory_bytes["master"] > 0
-    return found
 
 
 def _weights(training: Trainer) -> dict[str, Tensor]:

@@ -148,23 +148,6 @@ def _held_and_sent(config: Config) -> tuple[int, int, int]:
         return sent.intra_bytes, held, seed
 
 
-def test_what_a_run_with_shared_layers_says_and_writes(
-    world: Worlds, config: Callable[..., Config], tmp_path: Path
-) -> None:
-    mine = config(
-        parallel={"tensor": 2},
-        strategy={"name": "zero1", **NO_NODES},
-        log={"trace": (2,), "folder": str(tmp_path)},
-        train={"steps": 2},
-    )
-    (out, err), *others = world(4).run(_train, mine)
-    assert others == [("", "")] * 3
-    assert "zero1 on 1 × 2 cpu ranks" in err and "each layer of a block is shared by 2 ranks" in err
-    assert "Where the time went (2 steps" in out
-    (trace,) = Path(mine.log.folder).glob("trace-*.json")
-    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1, 2, 3}
-
-
 REFUSED = {
     "heads that do not divide": ({"model": {"heads": 1, "width": 16}}, "a divisor of the model's 1 attention heads"),
     "ranks that do not divide": ({"parallel": {"tensor": 3}}, "expected a divisor of"),

@@ -1,6 +1,6 @@
 """How truthful the lab is: rate, bursts and header overhead of one TCP stream, and how long starting takes.
 
-    python tests/lab/measure.py -o docs/lab-measured.json       (prints the tables of docs/guides/lab.md)
+    python -m tools.docs.measure_lab -o docs/lab-measured.json       (prints the tables of docs/guides/lab.md)
 
 On a machine that does other work too, put `chrt -f 50` before it (as root), or it measures the competition for cores.
 """
