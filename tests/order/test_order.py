@@ -18,7 +18,7 @@ import towpath
 from tests.forms import in_form
 from tests.order.checker import Checker, LogicalHandle, LogicalStream, RaceError, check_communications, checking
 from tests.ranks.models import MODELS, TiedGPT
-from tests.ranks.server import World
+from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.workspace import workspace
 from towpath import Outer, Transport
@@ -35,8 +35,6 @@ from towpath.engine.executor import Engine
 from towpath.engine.saved_activations import DeviceCopies
 from towpath.engine.streams.record import TransferWait
 from towpath.engine.streams.streams import Handle, Job
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = (
@@ -205,16 +203,18 @@ def sharded(label: str, build: Callable[[], nn.Module] = Deep, **options: Any) -
 
 @pytest.mark.parametrize("form", [Form.COLLECTIVES, seldom(Form.MESSAGES)])
 @in_turn(LABELS, 1)
-def test_every_strategy_keeps_its_order(world: Worlds, label: str, form: Form) -> None:
-    assert min(world(4).run(_train_and_drop, label, form)) > 1000  # operations
+@on_ranks(4)
+def test_every_strategy_keeps_its_order(label: str, form: Form) -> None:
+    _train_and_drop(label, form)
 
 
 @pytest.mark.parametrize("label", ["paro-iig", seldom("zero3")])
-def test_buckets_that_are_reduced_together_keep_their_order(world: Worlds, label: str) -> None:
-    assert min(world(4).run(_train_and_drop, label, Form.COLLECTIVES, TwoDtypes)) > 1000
+@on_ranks(4)
+def test_buckets_that_are_reduced_together_keep_their_order(label: str) -> None:
+    _train_and_drop(label, Form.COLLECTIVES, TwoDtypes)
 
 
-def _train_and_drop(label: str, form: Form, build: Callable[[], nn.Module] = Deep) -> int:
+def _train_and_drop(label: str, form: Form, build: Callable[[], nn.Module] = Deep) -> None:
     """The second model takes the memory of the first, which is dropped with transfers under way."""
     with in_form(form, shared=form is Form.COLLECTIVES), checking() as checker:
         for _ in range(2):
@@ -222,7 +222,7 @@ def _train_and_drop(label: str, form: Form, build: Callable[[], nn.Module] = Dee
             train(model, optimizer)
             del model, optimizer
         check_communications(checker.communications)
-    return checker.operations
+    assert checker.operations > 1000
 
 
 EXACT = tuple(f"{name} exact=1" for name in ("zero1", "paro-iig", "paro-iig offload=optimizer", "zero3"))
@@ -236,16 +236,13 @@ EXACT = tuple(f"{name} exact=1" for name in ("zero1", "paro-iig", "paro-iig offl
         for form in Form
     ],
 )
-def test_exact_transports_keep_their_order(world: Worlds, label: str, form: Form) -> None:
+@on_ranks(4)
+def test_exact_transports_keep_their_order(label: str, form: Form) -> None:
     """In plain torch, because the checker does not see what C++ reads and writes."""
-    assert min(world(4).run(_train_exactly, label, form)) > 1000
-
-
-def _train_exactly(label: str, form: Form) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exact, "SMALLEST_BYTES", 1)
         patch.setattr(exact_codecs, "_host", lambda device_type: reference)
-        return _train_and_drop(label, form)
+        _train_and_drop(label, form)
 
 
 ISLANDS = ("zero1 offload=optimizer", "zero3", "ddp", "paro-igg", "zero3 offload=params")
@@ -257,16 +254,13 @@ OUTER = {
 
 @pytest.mark.parametrize("form", [Form.COLLECTIVES, seldom(Form.MESSAGES)])
 @in_turn([(label, codec) for label in ISLANDS for codec in OUTER], 1, "case")
-def test_exchanges_between_islands_keep_their_order(world: Worlds, case: tuple[str, str], form: Form) -> None:
-    label, codec = case
-    world(4).run(_train_islands, label, OUTER[codec], form)
-
-
-def _train_islands(label: str, outer: Outer, form: Form) -> None:
+@on_ranks(4)
+def test_exchanges_between_islands_keep_their_order(case: tuple[str, str], form: Form) -> None:
     """Also where all of them are averaged in the middle of an exchange."""
+    label, codec = case
     with in_form(form, shared=form is Form.COLLECTIVES), checking() as checker:
         torch.manual_seed(0)
-        model: Any = towpath.shard(Deep(), strategy_of(label, SHAPE, outer=outer))
+        model: Any = towpath.shard(Deep(), strategy_of(label, SHAPE, outer=OUTER[codec]))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         train(model, optimizer, steps=4, micro_steps=1)
         towpath.average_islands(model)
@@ -280,11 +274,8 @@ AT_REST = ("zero3 frozen_codec=int8 frozen=1x1", "zero3 frozen_codec=int4:64 fro
 
 @pytest.mark.parametrize("form", [Form.COLLECTIVES, seldom(Form.MESSAGES)])
 @in_turn((*AT_REST, "mics frozen_codec=int8 gradients=int4:64", "zero3 frozen=2x1"), 1)
-def test_what_is_frozen_is_decoded_in_order(world: Worlds, label: str, form: Form) -> None:
-    world(4).run(_train_partly_frozen, label, form)
-
-
-def _train_partly_frozen(label: str, form: Form) -> None:
+@on_ranks(4)
+def test_what_is_frozen_is_decoded_in_order(label: str, form: Form) -> None:
     with in_form(form, shared=form is Form.COLLECTIVES), checking() as checker:
         for _ in range(2):
             model, optimizer = sharded(label, PartlyFrozen)
@@ -296,13 +287,10 @@ def _train_partly_frozen(label: str, form: Form) -> None:
 @pytest.mark.parametrize("bf16", [True, seldom(False)], ids=["bf16", "float32"])
 @pytest.mark.parametrize("build", [Checkpointed, seldom(Reordered)], ids=["Checkpointed", "Reordered"])
 @in_turn(("zero3", "hpz", "paro-iig", "zero++", "ddp"), 1)
+@on_ranks(4)
 def test_checkpointed_parts_and_changed_orders_keep_theirs(
-    world: Worlds, build: Callable[[], nn.Module], bf16: bool, label: str
+    build: Callable[[], nn.Module], bf16: bool, label: str
 ) -> None:
-    world(4).run(_train, label, build, bf16)
-
-
-def _train(label: str, build: Callable[[], nn.Module], bf16: bool) -> None:
     precision = towpath.Precision(params=torch.bfloat16, reduce=torch.float32) if bf16 else towpath.Precision()
     with checking() as checker:
         train(*sharded(label, build, precision=precision), steps=3, micro_steps=1)
@@ -310,11 +298,8 @@ def _train(label: str, build: Callable[[], nn.Module], bf16: bool) -> None:
 
 
 @in_turn(("zero3", "mics", "paro-iig", "zero++", "mics offload=optimizer", "mics offload=params"), 1)
-def test_what_users_do_between_steps_keeps_its_order(world: Worlds, label: str, tmp_path: Path) -> None:
-    world(4).run(_between_steps, label, tmp_path)
-
-
-def _between_steps(label: str, folder: Path) -> None:
+@on_ranks(4)
+def test_what_users_do_between_steps_keeps_its_order(label: str, tmp_path: Path) -> None:
     with checking() as checker:
         model, optimizer = sharded(label)
         step = partial(train, model, optimizer, steps=1, micro_steps=1)
@@ -323,9 +308,9 @@ def _between_steps(label: str, folder: Path) -> None:
             for p in model.parameters():
                 p.mul_(0.5)
         step()
-        assert save(folder, 3, State(model, optimizer)).ok
+        assert save(tmp_path, 3, State(model, optimizer)).ok
         step()
-        assert load(folder, State(model, optimizer)) is not None
+        assert load(tmp_path, State(model, optimizer)) is not None
         with torch.no_grad():
             MODELS["gpt"].loss(model, *MODELS["gpt"].micro_batch(0, 0, 0, torch.float32))
         step()
@@ -333,11 +318,8 @@ def _between_steps(label: str, folder: Path) -> None:
 
 
 @in_turn(("zero3", "hpz", "paro-iig", "zero2"), 1)
-def test_a_pass_that_fails_leaves_no_race(world: Worlds, label: str) -> None:
-    world(4).run(_fail, label)
-
-
-def _fail(label: str) -> None:
+@on_ranks(4)
+def test_a_pass_that_fails_leaves_no_race(label: str) -> None:
     with checking():
         model, optimizer = sharded(label)
         train(model, optimizer, steps=1)
@@ -393,11 +375,8 @@ def step_offloaded(model: Any, optimizer: Any, step: int, offload: bool = True) 
 
 @pytest.mark.parametrize("build", [seldom(Deep), Checkpointed])
 @in_turn(("zero3", "paro-iig", "ddp"), 1)
-def test_offloaded_activations_keep_their_order(world: Worlds, build: type[nn.Module], label: str) -> None:
-    world(4).run(_offloaded, label, build)
-
-
-def _offloaded(label: str, build: type[nn.Module]) -> None:
+@on_ranks(4)
+def test_offloaded_activations_keep_their_order(build: type[nn.Module], label: str) -> None:
     expected, optimizer = sharded(label, build)
     for step in range(3):
         step_offloaded(expected, optimizer, step, offload=False)
@@ -416,20 +395,16 @@ def _offloaded(label: str, build: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("copy", ["to the host", "to the device"])
-def test_without_a_wait_for_a_copy_there_is_a_race(world: Worlds, copy: str) -> None:
-    for told in world(4).run(_without_wait_for_a_copy, copy):
-        assert "in no order" in told or "before it was waited for" in told
-
-
-def _without_wait_for_a_copy(copy: str) -> str:
-    with checking() as checker, copies_on_streams(checker, 1 << 12, copy):
-        try:
-            model, optimizer = sharded("zero3")
-            for step in range(2):
-                step_offloaded(model, optimizer, step)
-        except RaceError as error:
-            return str(error)
-    return "no race"
+@on_ranks(4)
+def test_without_a_wait_for_a_copy_there_is_a_race(copy: str) -> None:
+    with (
+        pytest.raises(RaceError, match=r"in no order|before it was waited for"),
+        checking() as checker,
+        copies_on_streams(checker, 1 << 12, copy),
+    ):
+        model, optimizer = sharded("zero3")
+        for step in range(2):
+            step_offloaded(model, optimizer, step)
 
 
 # --- every edge is needed --------------------------------------------------------------------------------------------
@@ -466,12 +441,8 @@ WAITS = {
 
 
 @in_turn(list(EDGES), 1, "edge")
-def test_without_an_edge_there_is_a_race(world: Worlds, edge: str) -> None:
-    for told in world(4).run(_without_edge, edge):
-        assert "in no order" in told, edge
-
-
-def _without_edge(edge: str) -> str:
+@on_ranks(4)
+def test_without_an_edge_there_is_a_race(edge: str) -> None:
     label, build, dropped = EDGES[edge]
     submit = Engine._submit
 
@@ -479,16 +450,12 @@ def _without_edge(edge: str) -> str:
         task.after = tuple(t for t in task.after if not dropped(task, t))
         return submit(self, task)
 
-    return _told(label, build, "_submit", without)
+    assert "in no order" in _told(label, build, "_submit", without)
 
 
 @in_turn(list(WAITS), 1, "wait")
-def test_without_a_wait_there_is_a_race(world: Worlds, wait: str) -> None:
-    for told in world(4).run(_without_wait, wait):
-        assert "in no order" in told, wait
-
-
-def _without_wait(wait: str) -> str:
+@on_ranks(4)
+def test_without_a_wait_there_is_a_race(wait: str) -> None:
     label, build, kind = WAITS[wait]
     execute = Engine._execute
 
@@ -496,7 +463,7 @@ def _without_wait(wait: str) -> str:
         if not (isinstance(action, Wait) and action.task.kind is kind):
             execute(self, action)
 
-    return _told(label, build, "_execute", without)
+    assert "in no order" in _told(label, build, "_execute", without)
 
 
 def _gradients_on_host(self: Engine, action: Any) -> None:
@@ -514,19 +481,15 @@ HOST_WAITS: dict[str, tuple[type, str, Any]] = {
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @in_turn(list(HOST_WAITS), 1, "wait")
-def test_without_a_wait_of_the_host_there_is_a_race(world: Worlds, wait: str, bf16: bool) -> None:
-    for with_it, without in world(4).run(_host_waits, wait, bf16):
-        assert with_it == "no race" and "in no order" in without and "'the host'" in without, (with_it, without)
-
-
-def _host_waits(wait: str, bf16: bool) -> tuple[str, str]:
+@on_ranks(4)
+def test_without_a_wait_of_the_host_there_is_a_race(wait: str, bf16: bool) -> None:
     """With bf16, the device casts what it gets."""
     owner, name, without = HOST_WAITS[wait]
+    label = "paro-iig offload=optimizer" if bf16 else "zero3 offload=optimizer"
     found: list[str] = []
     for value in (getattr(owner, name), without):
-        label = "paro-iig offload=optimizer" if bf16 else "zero3 offload=optimizer"
         found.append(_told(label, Deep, name, value, written_between_passes, owner, _BF16 if bf16 else None))
-    return found[0], found[1]
+    assert found[0] == "no race" and "in no order" in found[1] and "'the host'" in found[1], found
 
 
 _BF16 = towpath.Precision(params=torch.bfloat16, reduce=torch.float32)

@@ -6,15 +6,18 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import towpath
 from tests.ranks.models import DEVICE
-from tests.ranks.server import Worlds
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin, mean_of_all_ranks
 
@@ -44,6 +47,23 @@ def _schedule_and_average() -> None:
         assert rates[0] == rates[1] != 2e-3
         for found, expected in zip(*averages, strict=True):
             assert (found.full_tensor() - expected).abs().max() <= 1e-10, label
+
+
+@pytest.mark.parity
+@on_ranks(2)
+def test_the_datas_workers_run_beside_the_queues() -> None:
+    """They are forked from a process whose queues and process groups have threads."""
+    multiprocessing.current_process()._config["daemon"] = False  # a rank of these tests may not have children else
+    data = torch.randn(12, 6, generator=torch.Generator().manual_seed(dist.get_rank())).double()
+    twin = Twin(Net, _loss, LABELS[0], SHAPE)
+    twin.train(1)  # the queues are at work when the workers are forked
+    for (batch,), expected in zip(DataLoader(TensorDataset(data), 3, num_workers=2), data.split(3), strict=True):
+        assert torch.equal(batch, expected)
+        twin.sharded(batch).square().mean().backward()
+        with mean_of_all_ranks(twin.plain):
+            twin.plain(expected).square().mean().backward()
+        twin.step()
+    twin.check_parameters()
 
 
 def test_under_autocast_gradients_are_those_of_the_plain_model(world: Worlds) -> None:

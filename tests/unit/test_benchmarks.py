@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import towpath
-from benchmarks import environment, islands, recording, report, selection
+from benchmarks import islands, recording, report, selection
 from benchmarks.harness import comparison, figures, results
 from benchmarks.harness.candidates import CaseError
 from benchmarks.selection import LOW_RANK, POWERSGD, Candidate, lossless
 from benchmarks.suites import outer, strategies
 from benchmarks.workload import Workload
-from lab import LinkBytes, Rate
+from lab import LinkBytes
 from towpath.bench import CONFIDENCE, interleave, interval_of_median
 from towpath.topology.cluster import Topology
 
@@ -145,28 +145,6 @@ def test_committed_runs_are_stamped_and_can_be_shown(file: Path) -> None:
 
 
 # --- links and processes ---------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Host:
-    """FSDP2's communication: a part that no cable changes, and one in inverse proportion to its rate."""
-
-    fixed_seconds: float
-    bits: float
-    tried: list[Rate] = field(default_factory=list)
-
-    def measure(self, rate: Rate) -> environment.Trial:
-        self.tried.append(rate)
-        return environment.Trial(str(rate), self.fixed_seconds + self.bits / rate.bits_per_second, 1.0)
-
-
-@pytest.mark.parametrize("asked", [8.0, 0.5])
-@pytest.mark.parametrize("bits", [1e8, 1e10])
-def test_a_rate_is_found_on_fast_and_slow_hosts(bits: float, asked: float) -> None:
-    host = Host(fixed_seconds=0.2, bits=bits)
-    derived = environment.derive_rate(asked, host.measure, lambda text: None)
-    assert derived.reached and derived.rate == host.tried[-1] and len(host.tried) <= environment.MOST_TRIALS
-    assert derived.found == derived.trials[-1].comm_ratio == pytest.approx(asked, rel=environment.TOLERANCE)
 
 
 # --- who is compared with whom ---------------------------------------------------------------------------------------

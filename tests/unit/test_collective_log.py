@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 
@@ -22,7 +21,6 @@ from towpath.core.collective_log import (
     log_bytes,
     scopes,
 )
-from towpath.core.queues import SharedLane
 from towpath.core.strategy import TransferKind
 from towpath.errors import StepError
 
@@ -43,24 +41,6 @@ def _logs(strategy: towpath.Strategy, by_rank: list[list[tuple[TransferKind, str
         for kind, unit in entries:
             log.note(kind, unit)
     return logs
-
-
-def test_a_step_log_is_short_where_micro_steps_repeat() -> None:
-    """Also if a scope of a shared communicator repeats its entries."""
-    kinds = frozenset({TransferKind.GATHER, TransferKind.REDUCE})
-    lane = SharedLane("rows", ((0, 1), (2, 3)), kinds)
-    sizes: list[int] = []
-    for lanes in ((), (lane,)):
-        log = CollectiveLog(towpath.strategy("zero3", SHAPE), 0, lanes=lanes)
-        for _ in range(10):
-            for kind in (TransferKind.GATHER, TransferKind.REDUCE):
-                for unit in range(33):
-                    log.note(kind, f"model.layers.{unit}")
-        told = json.dumps(log.step_log().to_json())
-        assert StepLog.from_json(json.loads(told)) == log.step_log()
-        sizes.append(len(told))
-    plain, shared = sizes
-    assert shared < 2 * plain and shared < 660 * 12  # bytes, where each entry in words has about 40
 
 
 def _scope(kind: TransferKind | Call, strategy: str = "zero3") -> Scope:

@@ -85,17 +85,14 @@ def test_old_keys_are_no_keys() -> None:
     [
         ({"train": {"stepz": 3}}, "unknown key train.stepz; did you mean 'steps'?"),
         ({"trian": {}}, r"unknown section \[trian\]; did you mean 'train'?"),
-        ({"train": 3}, r"train = 3: expected a section \[train\]"),
         ({"train": {"steps": "many"}}, 'train.steps = "many": expected a whole number'),
         ({"train": {"steps": True}}, "train.steps = true: expected a whole number"),
-        ({"train": {"steps": 1.5}}, "train.steps = 1.5: expected a whole number"),
         ({"train": {"steps": 0}}, "train.steps = 0: expected more than 0"),
         ({"train": {"learning_rate": float("nan")}}, "train.learning_rate = nan: expected more than 0"),
         ({"train": {"precision": "int8"}}, "expected one of 'fp32', 'bf16'"),
         ({"train": {"batch": 6, "micro_batch": 4}}, "train.micro_batch = 4: expected a divisor of train.batch = 6"),
         ({"model": {"width": 100, "heads": 8}}, "model.width = 100: expected a multiple of 2 × heads = 16"),
         ({"model": {"hf": "llama", "width": 64}}, "model.width = 64: expected nothing beside model.hf = 'llama'"),
-        ({"model": {"hf": "llama", "depth": 4}}, "model.depth = 4: expected nothing beside model.hf"),
         ({"data": {"held_out": 1.0}}, "data.held_out = 1.0"),
         ({"data": {"held_out": 0.0}, "train": {"evaluate_every": 1}}, "evaluate_every = 1: expected 0, since"),
         ({"train": {"seed": 1 << 63}}, "train.seed = .*: expected a whole number from 0 to"),
@@ -105,7 +102,6 @@ def test_old_keys_are_no_keys() -> None:
         ({"strategy": {"name": "auto", "route": "ring"}}, "expected nothing: auto chooses it"),
         ({"strategy": {"name": "auto", "allow": ["int3"]}}, "strategy.allow = 'int3': expected a codec"),
         ({"strategy": {"nodes": 2}}, "nodes and ranks_per_node"),
-        ({"log": {"trace": [0]}}, "counted from 1"),
         ({"log": {"trace": [500]}}, "expected steps up to train.steps = 200; got 500"),
     ],
 )
@@ -161,17 +157,11 @@ def test_a_strategy_section_passes_its_options_on(tmp_path: Path) -> None:
 def test_outer_steps_are_a_section_in_the_strategy(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("[strategy]\nname = 'mics'\n[strategy.outer]\nevery = 32\n")
-    overrides = [
-        "strategy.outer.codec=int4",
-        "strategy.outer.islands=2",
-        "strategy.nodes=4",
-        "strategy.ranks_per_node=2",
-    ]
+    overrides = ["strategy.outer.codec=int4", "strategy.outer.islands=2"]
+    overrides += ["strategy.nodes=4", "strategy.ranks_per_node=2"]
     made = Config.load(file, overrides).strategy.build(Topology(8, 1))
-    assert made.islands == 2
-    assert made.topology == Topology(2, 2)
-    assert made.outer is not None
-    assert made.outer.every == 32
+    assert (made.islands, made.topology) == (2, Topology(2, 2))
+    assert made.outer is not None and made.outer.every == 32
     assert made.outer.transport.feedback == "all"
     saved = tmp_path / "s.toml"
     saved.write_text(made.to_toml())
@@ -187,7 +177,6 @@ def test_outer_steps_are_a_section_in_the_strategy(tmp_path: Path) -> None:
         ({"every": 4, "delay": 4}, r"\[strategy.outer\]: Outer: delay=4 with every=4"),
         ({"every": 4, "codec": "int2"}, r"\[strategy.outer\]: .*int2"),
         ({"evry": 4}, r"unknown key strategy.outer.evry; did you mean 'every'"),
-        ({"every": "4"}, r"strategy.outer.every = \"4\": expected a whole number"),
         (4, r"strategy.outer = 4: expected a section \[strategy.outer\]"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.ranks.strategies import seldom
 from tools.docs import generate, papers
-from tools.docs.draw_routes import CARRIED, DRAWN, bars, plan_of, simulate, taken, transfer_of
+from tools.docs.draw_routes import CARRIED, DRAWN, bars, plan_of, simulate, transfer_of
 from towpath.core.routes import Op
 from towpath.topology.cluster import Topology
 
@@ -68,15 +67,3 @@ def test_the_simulated_links_carry_every_message_and_never_more_than_their_rate(
         assert all(earlier.end <= later.start for earlier, later in pairwise(mine))
         formula = CARRIED[route].cable_slices if link.crossing else CARRIED[route].inside_slices
         assert sum(b.slices for b in mine) == formula(shape.nodes, shape.ranks_per_node)
-
-
-def test_two_nodes_of_four_take_what_the_page_says() -> None:
-    shape = Topology(2, 4)
-    times = {route: taken(simulate(plan_of(Op.ALL_GATHER, route, shape), shape)) for route in DRAWN}
-    assert times == {
-        "ring": 7,
-        "hierarchical": Fraction(11, 2),
-        "ho-ring": 4 + Fraction(3, 16),
-        "two-hop": 4 + Fraction(6, 16),
-        "one-hop": 16,
-    }

@@ -101,19 +101,14 @@ def test_stages_send_their_gradients_exactly_where_that_is_faster() -> None:
     shape = replace(SMALL, depth=8)
 
     def planned(gigabits: float, exact: bool | None) -> Any:
-        cluster = on_gloo(gigabits)
+        cluster = on_gloo(gigabits).on(4, 1)  # the copies of a stage are on different nodes
         request = Request(8, cluster.memory, BF16, micro_batches=(2,), checkpointing=False, exact=exact)
-        pipelines = Pipelines(lambda count: shape.staged("small", 256, count), _across(cluster), request)
+        pipelines = Pipelines(lambda count: shape.staged("small", 256, count), cluster, request)
         return pipelines.solve([Layout(2)], best=1)[0]
 
     slow, without = planned(0.5, None), planned(0.5, False)
     assert slow.strategy.is_exact and slow.seconds < without.seconds and str(slow.layout).endswith(" exact")
     assert slow.saved_inter_bytes and not without.saved_inter_bytes
-
-
-def _across(cluster: Cluster) -> Cluster:
-    """The copies of a stage are on different nodes."""
-    return cluster.on(4, 1)
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import towpath
-from towpath.bench import is_lossless
 from towpath.core.pipeline import Compression
 from towpath.core.routes import Op
 from towpath.core.strategy import GRADIENTS, TransferKind
@@ -53,32 +52,6 @@ def test_no_master_no_dtype_and_no_layout_changes(name: str, precision: str) -> 
     assert {kind: value for kind, value in kept.items() if kind != "sent"} == before
     encoded = _plan(name, precision, weights="int8", gradients="int4")
     assert encoded.buckets[0].spec.alignment > plain.buckets[0].spec.alignment
-
-
-def test_codecs_force_what_exact_transports_do_not() -> None:
-    plain, exact, encoded = (
-        _plan("paro-iig", precision, dtype, **options).buckets[0]
-        for precision, dtype, options in (
-            ("", "bfloat16", {}),
-            ("", "bfloat16", {"exact": True}),
-            ("", "bfloat16", {"weights": "int8", "gradients": "int4"}),
-        )
-    )
-    assert not plain.has_master and not exact.has_master and encoded.has_master
-    synced = [b.transfers[TransferKind.GRAD_SYNC][0].dtype for b in (plain, exact, encoded)]
-    assert synced == ["bfloat16", "bfloat16", "float32"]
-
-
-def test_rings_are_refused_to_codecs_alone() -> None:
-    exact = towpath.strategy("zero1", TWO, route="ring", exact=True)
-    assert towpath.schedule(exact, [1 << 20]).transfers[0].exact
-    with pytest.raises(ConfigError, match="would round gradients in int8 at every member"):
-        towpath.strategy("zero1", TWO, route="ring", gradients="int8")
-
-
-def test_exact_strategies_are_lossless() -> None:
-    assert all(is_lossless(towpath.strategy(name, TWO, exact=True), "bf16") for name in ("ddp", "zero1", "paro-iig"))
-    assert not is_lossless(towpath.strategy("paro-iig", TWO, exact=True, gradients="int4"), "bf16")
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1", "zero3", "paro-iig"])

@@ -80,11 +80,6 @@ def test_a_rank_gets_a_number_beside_the_others_of_its_rack(
     assert gpus["rank"] == 1 and os.environ["RANK"] == "1"
 
 
-def test_one_process_takes_the_first_gpu(gpus: dict[str, Any]) -> None:
-    assert towpath.init() == torch.device("cuda", 0)
-    assert (gpus["backend"], gpus["rank"], gpus["world_size"]) == ("cpu:gloo,cuda:nccl", 0, 1)
-
-
 @pytest.mark.usefixtures("gpus")
 def test_more_ranks_than_gpus_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED, "LOCAL_RANK": "2"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from towpath.core.launches import Launches as Counted
 from towpath.core.launches import launches_of
 from towpath.core.presets import parse_strategy
 from towpath.core.routes import Op
+from towpath.core.steady_step import Compute, settled, steady_step
+from towpath.core.step_state import Submit, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range
 from towpath.engine.streams.queue import MAX_CTAS
@@ -128,6 +131,24 @@ def test_small_buckets_of_a_unit_are_reduced_together(name: str, most: int) -> N
     reduced = [counts for sent, counts in launches.jobs if {t.kind for t in sent} == {TransferKind.REDUCE}]
     calls = {(counts[CALLS], counts[TOGETHER]) for counts in reduced}
     assert len(reduced) == 6 and (calls == {(1, 2)} if most else all(count > 1 for count, _ in calls)), calls
+
+
+def test_gathers_of_two_units_are_submitted_together_only_where_a_pass_begins() -> None:
+    """So coalescing across units would save one of 25 gathers, and no reduction."""
+    strategy = towpath.strategy("mics", towpath.Topology(2, 4))
+    plans = towpath.schedule(strategy, {"": 1 << 16, **{f"blocks.{i}": 1 << 16 for i in range(12)}}, 1).plans
+    submitted, behind, after = Counter[TransferKind](), Counter[TransferKind](), Counter[TransferKind]()
+    for _, action in steady_step(settled(plans), plans, 4):
+        if isinstance(action, Submit):
+            kind = action.task.kind
+            submitted[kind] += 1
+            behind[kind] += after[kind] > 0
+            after[kind] += 1
+        elif isinstance(action, (Wait, Compute)):
+            after.clear()
+    gathers = submitted[TransferKind.GATHER] + submitted[TransferKind.BACKWARD_GATHER]
+    assert (gathers, submitted[TransferKind.REDUCE]) == (4 * 25, 4 * 13)
+    assert +behind == {TransferKind.GATHER: 4}
 
 
 def test_kernels_of_all_to_alls_inside_a_node_take_few_thread_blocks() -> None:

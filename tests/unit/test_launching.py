@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, fake_world
 from tests.profiles import made_profile
 from towpath import planning
-from towpath.auto.probe import launches_to_measure
 from towpath.core import exact
 from towpath.core.formats import Precision
 from towpath.core.launches import Launches
@@ -33,7 +29,6 @@ from towpath.sim.hardware import CodecSpeed, Hardware, Launching, Link
 from towpath.sim.replay import ComputeSeconds, Replay
 from towpath.sim.timeline import Timeline
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups
 
 TOPOLOGY = Topology(2, 2)
 DEPTH = 4
@@ -136,21 +131,6 @@ def test_a_profile_of_devices_has_the_measured_launches() -> None:
     assert found.message == pytest.approx(10e-6)
     assert (found.codec, found.operation) == (25e-6, Launching().operation)
     assert found.of(Launches(calls=1, together=8)) == pytest.approx(130e-6)
-
-
-def test_the_probe_launches_what_it_names() -> None:
-    with fake_world(2, 2) as (_, launches):
-        group = dist.new_group(list(range(4)), backend="fake")
-        assert isinstance(group, dist.ProcessGroup)
-        counts: dict[tuple[str, int], tuple[int, ...]] = {}
-        for what, size, work in launches_to_measure(Groups(), group, torch.device("cpu")):
-            launches.counts.clear()
-            work()
-            counts[what, size] = tuple(launches.counts[name] for name in (CALLS, MESSAGES, CODECS))
-    assert counts[profile.LAUNCHED_CALLS, 1] == (1, 0, 0)
-    assert counts[profile.LAUNCHED_CALLS, 8] == (1, 0, 0)  # together
-    assert [counts[profile.LAUNCHED_IN_A_BATCH, n] for n in (2, 16)] == [(0, 2, 0), (0, 16, 0)]
-    assert len(counts) == 7
 
 
 # --- the planner -----------------------------------------------------------------------------------------------------

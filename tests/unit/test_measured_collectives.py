@@ -42,11 +42,7 @@ def test_ratios_are_interpolated_in_the_logarithm_of_the_size() -> None:
     assert [interpolated(ratios, size) for size, _ in ratios] == [0.5, 1.5, 3.0]
     assert interpolated(ratios, 1 << 11) == pytest.approx(1.0)
     assert interpolated(ratios, 1 << 16) == pytest.approx(2.25)
-
-
-def test_outside_the_measured_sizes_the_message_model_prices_the_rest() -> None:
-    """Below, in proportion; above, what one measured more stays as it is."""
-    ratios = [(1 << 10, 0.5), (1 << 20, 3.0)]
+    # Outside the measured sizes: below, in proportion; above, what one measured more stays as it is.
     assert interpolated(ratios, 1) == 0.5
     assert interpolated(ratios, 1 << 21) == pytest.approx(2.0)  # twice the seconds, and as many more as before
     assert interpolated(ratios, 1 << 40) == pytest.approx(1.0, abs=1e-5)

@@ -152,14 +152,6 @@ def test_the_planner_prices_copies_of_params() -> None:
         assert with_copies > without, seconds
 
 
-def test_processors_do_not_copy_params() -> None:
-    cluster = load_cluster("ethernet-25g", 4)
-    processors = replace(cluster, hardware=replace(cluster.hardware, cores=64.0, launching=None))
-    solver = Solver(describe_model("llama-7b", 2048), processors, Request(64, 80 << 30, offload="params"))
-    found = solver.predict(towpath.strategy("paro-igg", towpath.Topology(4, 4), offload="params"), Batching(1, 1, True))
-    assert found.host_memory["params"] > 0 == found.host_copy_bytes
-
-
 @pytest.mark.parametrize("offload", [seldom("optimizer"), seldom("params"), "optimizer+params"])
 def test_what_does_not_fit_otherwise_fits(offload: Offload) -> None:
     """Where all that the planner may choose offloads, and its bounds know of it."""

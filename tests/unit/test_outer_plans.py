@@ -12,7 +12,7 @@ from tests.unit.test_planner import small_cluster
 from towpath.auto import choice
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import ConfigError
-from towpath.planner import islands, tables
+from towpath.planner import islands
 from towpath.planner.catalog import load_cluster
 from towpath.planner.islands import HIDDEN, OuterPlanner, worth_it
 from towpath.planner.model import Transformer
@@ -97,15 +97,6 @@ def test_exchanges_use_the_smallest_codec_that_is_allowed(allow: tuple[str, ...]
     transport = step.strategy.outer.transport
     assert str(transport.codec).startswith(codec)
     assert transport.feedback == ("none" if codec == "none" else "all")
-
-
-def test_a_predicted_step_shows_for_how_long_exchanges_run_and_are_waited_for() -> None:
-    solver = solver_at(0.01)  # nothing hides an exchange
-    step = outer_step(solver)
-    # The rest of the time, differences are computed and the result is applied.
-    assert 0 < exchanged(step) == pytest.approx(step.in_flight[TransferKind.OUTER], rel=0.1)
-    rows = {name.strip(): cell for name, cell in tables.compare([step], solver)}
-    assert "exposed" in rows["outer"]
 
 
 def test_the_slower_the_link_the_more_outer_steps_save() -> None:

@@ -105,17 +105,13 @@ def test_sums_are_of_what_was_decoded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bits", "told"), [("int8", 8, "not one of"), ("Sign", 1, "small letters"), ("x", 3, "1, 2, 4, 8")]
+    ("name", "bits", "told"),
+    [("int8", 8, "not one of"), ("Sign", 1, "small letters"), ("x", 3, "1, 2, 4, 8"), ("sign", 2, "already")],
 )
 def test_what_cannot_be_a_codec_is_refused(name: str, bits: int, told: str) -> None:
+    _signs()
     with pytest.raises(ConfigError, match=told):
         register(name, bits=bits, encode=lambda x: (x, x), decode=lambda s, c: c)
-
-
-def test_another_number_of_bits_under_the_same_name_is_refused() -> None:
-    _signs()
-    with pytest.raises(ConfigError, match="already"):
-        register("sign", bits=2, encode=lambda x: (x, x), decode=lambda s, c: c)
 
 
 def test_functions_that_return_something_else_are_told_so() -> None:

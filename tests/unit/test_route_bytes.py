@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import product
 
 import pytest
 
@@ -112,21 +111,6 @@ def in_calls(op: Op, route: str, shape: Topology, order: str = "rank order", ele
     move = GroupCollective(op, 1, (group_of(shape, order),))
     payload = Range("", "", SLICE * shape.world if elements is None else elements, "float32")
     return Transfer(TransferKind.GRAD_SYNC, payload, move, Transport(route), shape, form=Form.COLLECTIVES)
-
-
-def test_what_columns_and_rows_send_is_counted_call_by_call() -> None:
-    """A call of n members sends n − 1 times what each has, and a column crosses with all of it."""
-    shape = Topology(4, 8)
-    nodes, width = 4, 8
-    mine = SLICE * 4
-    for op, route in product((Op.ALL_GATHER, Op.REDUCE_SCATTER), ("hierarchical", "ho-ring")):
-        transfer = in_calls(op, route, shape)
-        assert transfer.route == "hierarchical" and transfer.parts == 1
-        assert transfer.inter_bytes == width * nodes * (nodes - 1) * mine
-        assert transfer.intra_bytes == nodes * width * (width - 1) * (nodes * mine)
-        assert {len(row) for row in transfer.rows} == {width} and {len(c) for c in transfer.columns} == {nodes}
-    both = in_calls(Op.ALL_REDUCE, "two-hop", shape)
-    assert both.inter_bytes == 2 * width * nodes * (nodes - 1) * mine
 
 
 def test_wire_buffers_hold_a_bundle_unless_columns_are_contiguous() -> None:

@@ -31,23 +31,11 @@ def predicted(outer: Outer | None, name: str = "mics") -> Prediction:
     return solver().predict(towpath.strategy(name, solver().cluster.topology, outer=outer), BATCHING)
 
 
-def test_the_longer_the_period_the_shorter_the_mean_step() -> None:
-    means = [predicted(Outer(every=every)).seconds for every in (1, 4, 16)]
-    assert means[0] > means[1] > means[2]
-    assert predicted(None).seconds > means[1]
-
-
 def test_a_period_costs_one_exchange_more_than_its_steps() -> None:
     """What a period takes beyond steps without exchanges is the same for any number of them."""
     added = [outer.every * predicted(outer).exposed[TransferKind.OUTER] for outer in (Outer(8), Outer(16))]
     assert added[0] == pytest.approx(added[1], rel=0.05)
     assert added[0] > 0
-
-
-def test_a_long_delay_hides_the_exchange() -> None:
-    waits = [predicted(Outer(32, delay=delay)).exposed[TransferKind.OUTER] for delay in (0, 8, 31)]
-    assert waits[0] > waits[1] > waits[2]
-    assert waits[2] < 0.03 * predicted(Outer(32, delay=31)).seconds
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero3", "paro-iig"])

@@ -46,16 +46,6 @@ def test_without_feedback_nothing_is_kept_but_what_the_next_factors_start_from()
     assert not torch.equal(made.encoding.decoded(made.encoded(second)), second)
 
 
-def test_of_its_own_rank_a_message_arrives_whole() -> None:
-    generator = torch.Generator().manual_seed(3)
-    rows, columns = (torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in (24, 16))
-    x = (rows @ columns.T).view(SHAPE)
-    made = sender(LOW_RANK, torch.float64)
-    message = made.encoded(x)
-    assert message.numel() == 2 * (24 + 16) < x.numel()
-    assert torch.allclose(made.encoding.decoded(message), x, atol=1e-12)
-
-
 @pytest.mark.parametrize("transport", [LOW_RANK, INT8], ids=str)
 def test_what_is_not_finite_arrives_so_and_no_later_message_hears_of_it(transport: Transport) -> None:
     made, (first, second) = sender(transport), drawn(2)

@@ -82,21 +82,6 @@ def test_it_does_not_begin_before_what_it_comes_after(stream: Stream) -> None:
     assert seen == ["published True", "begins", "goes on"]
 
 
-def test_jobs_run_one_after_the_other_though_each_has_a_thread(stream: Stream) -> None:
-    seen: list[str] = []
-    second_waits = Event()
-
-    def first(workspace: Workspace) -> None:
-        workspace.links_free()
-        assert second_waits.wait(DEADLINE_SECONDS)
-        seen.append("first")
-
-    stream.submit(job(first))
-    stream.submit(job(lambda _: seen.append("second"), begin=lambda _: second_waits.set()))
-    stream.submit(job(lambda _: seen.append("third"))).wait()
-    assert seen == ["first", "second", "third"]
-
-
 def test_a_failure_to_begin_is_that_of_the_job_it_belongs_to(stream: Stream) -> None:
     seen: list[str] = []
     failed = Event()

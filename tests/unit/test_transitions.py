@@ -90,17 +90,3 @@ def test_each_cut_lies_inside_the_one_before(topology: Topology, placement: Plac
     for coarse, fine in ((moves.params, moves.grads), (moves.grads, moves.optimizer)):
         ratio = fine.count // coarse.count
         assert all(f // ratio == c for c, f in zip(coarse.slots, fine.slots, strict=True))
-
-
-def test_transitions_below_a_spanning_extent_stay_in_their_column() -> None:
-    """MiCS and PaRO rest on it: what follows a node-local reduction crosses only between like local ranks."""
-    topology = Topology(4, 2)
-    from towpath.core.presets import strategy
-
-    for name in ("paro-igg", "paro-iig", "paro-nig"):
-        grad_sync_and_param_sync = [*strategy(name, topology).moves.grad_sync]
-        if name != "paro-nig":
-            grad_sync_and_param_sync += strategy(name, topology).moves.param_sync
-        for move in grad_sync_and_param_sync:
-            for group in move.groups:
-                assert len({topology.local_of(r) for r in group.ranks}) == 1
