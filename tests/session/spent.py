@@ -1,12 +1,7 @@
 """What each test took, with its fixtures: the ten slowest at the end of a run, and the tests over the limit.
 
-<<<<<<< HEAD
 On a machine that was idle when the run began, such a test fails the run. On a busy one it is only named, because others
 have used the processors too.
-=======
-On a machine that was idle when the run began such a test fails the run; on a busy one it is named, since its seconds
-are the neighbours', too.
->>>>>>> refs/heads/lab
 """
 
 from __future__ import annotations
