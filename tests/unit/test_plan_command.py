@@ -6,8 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,6 @@ from typer.testing import CliRunner
 
 from tests.profiles import made_profile
 from towpath.cli import main, plan_report
-from towpath.cli import plan as plan_command
 from towpath.cli import probe as probe_command
 from towpath.cli.plots import svg
 from towpath.core.strategy import Strategy
@@ -129,18 +126,6 @@ def test_the_batching_of_a_given_strategy_is_the_fastest_that_fits() -> None:
         for size in ("1", "2", "4"):
             other = json.loads(told_wide(*SMALL[:-1], size, "--strategy", name, "--strategy", name, "--json"))
             assert step["seconds"] <= other["strategies"][0]["seconds"] or other["strategies"][0]["margin_bytes"] < 0
-
-
-def test_what_takes_long_tells_how_much_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
-    @contextmanager
-    def bar(about: str) -> Generator[Callable[[int, int], None]]:
-        yield lambda done, total: said.append(f"{about} {0 <= done <= total}")
-
-    monkeypatch.setattr(plan_command, "progress_bar", bar)
-    told_wide(*PLAN, "--strategy", "zero3")
-    assert set(said) == {"Simulating True", "Planning True"}
 
 
 def test_a_strategy_that_does_not_fit_is_told_the_offload_with_which_it_would() -> None:

@@ -444,12 +444,6 @@ def test_micro_batches_are_all_divisors_however_large_the_batch_is() -> None:
     assert [each.micro_batch for each in found] == [1, 2, 3, 4, 6, 12]
 
 
-def test_progress_covers_bounds_and_replays() -> None:
-    told: list[float] = []
-    solver(small_cluster(), batch=16).solve(best=2, most=10, say=lambda done, total: told.append(done / total))
-    assert told == sorted(told) and told[0] == 0 and told[-1] > 0.5
-
-
 def test_planning_needs_no_torch() -> None:
     program = (
         "import sys; from towpath.planner.solver import Solver; from towpath.planner import catalog, model, profile; "

@@ -41,17 +41,8 @@ def prepare_command(
 
     The folder appears when it is complete. Exit code: 0, or 2 if the folder could not be made.
     """
-    console = Console(stderr=True)
-    with console.status("Tokens") as status:
-        made = prepare(
-            sources,
-            output,
-            tokenizer,
-            column=column,
-            split=split,
-            name=name,
-            progress=lambda count: status.update(f"{count:,} tokens"),
-        )
+    with Console(stderr=True).status("Preparing tokens"):
+        made = prepare(sources, output, tokenizer, column=column, split=split, name=name)
     bytes_of_file = (output.expanduser() / "tokens.bin").stat().st_size
     Console(highlight=False, soft_wrap=True).print(
         f"{output}: {made.tokens:,} tokens of {made.documents:,} documents, vocabulary {made.vocabulary:,}, "

@@ -150,24 +150,10 @@ class Pipelines:
         self._plans: dict[object, UnitPlan] = {}
         self._solvers: dict[tuple[int, int, int], Solver] = {}
 
-    def solve(
-        self,
-        layouts: Sequence[Layout],
-        best: int = 10,
-        say: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[PipelinePrediction]:
-        """Find the best strategies for the copies of stages.
+    def solve(self, layouts: Sequence[Layout], best: int = 10) -> list[PipelinePrediction]:
+        """Return the best strategies for the copies of stages that fit into memory, the fastest first.
 
-        Args:
-            layouts: How the model may be distributed. Their strategies do not count.
-            best: Number of predictions to return.
-            say: Called with the amount of finished work and the total amount.
-
-        Returns:
-            The best of those that fit into memory, the fastest first.
-
-        Raises:
-            PlanError: If the ranks cannot be divided so.
+        `layouts` says how the model may be distributed. Their strategies do not count.
         """
         order = [
             (self._bound(layout, batching), number, layout, batching)
@@ -175,7 +161,6 @@ class Pipelines:
         ]
         heapq.heapify(order)
         found: list[PipelinePrediction] = []
-        total = len(order)
         # A layout whose computation alone takes longer than the best steps is not simulated.
         while order and (
             len(ordinary := [p.seconds for p in found if not p.launches_too_long]) < best
@@ -186,7 +171,6 @@ class Pipelines:
                 layout = self._exact_form(layout)
             if sum(self._memory(layout, batching).values()) <= self.request.memory:
                 found.append(self.predict(layout, batching))
-            say(total - len(order), total)
         return sorted(self._with_exact(found, best), key=lambda p: p.order)[:best]
 
     def _with_exact(self, found: Sequence[PipelinePrediction], most: int) -> Iterator[PipelinePrediction]:

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,6 @@ def prepare(
     column: str = "text",
     split: str = "train",
     name: str | None = None,
-    progress: Callable[[int], object] | None = None,
 ) -> Manifest:
     """Write the tokens of texts into a folder.
 
@@ -151,7 +150,6 @@ def prepare(
         column: The column of a dataset that has the text. Each row is a document.
         split: The split of a dataset.
         name: The configuration of a dataset.
-        progress: Called now and then with the number of tokens so far.
 
     Raises:
         ConfigError: The texts cannot be read, the folder cannot be written, or there is no text.
@@ -175,8 +173,6 @@ def prepare(
                     file.write(content)
                     digest.update(content)
                     count, documents = count + len(tokens) + len(end), documents + ends
-                if progress:
-                    progress(count)
             os.fsync(file.fileno())
         if not documents:
             raise ConfigError(f"no text in {', '.join(sources)}: expected text files, or a dataset with rows.")
