@@ -71,23 +71,15 @@ _CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
 
 @dataclass(frozen=True, slots=True)
 class _Effort:
-    """How thorough the measurements are whose time does not depend on the budget.
+    """How thorough the measurements are whose time does not depend on the budget."""
 
-    Args:
-        repeats: Number of repetitions.
-        short_seconds: The least time between two barriers.
-        all_at_once_seconds: The same for products on all ranks. A rank that leaves the barrier late must count little.
-        small_messages: Number of small messages that are sent during a product.
-        warm_steps: Steps of a model before the measured ones.
-        complete: Whether collectives are measured.
-    """
-
-    repeats: int
-    short_seconds: float
+    repeats: int  # number of repetitions
+    short_seconds: float  # the least time between two barriers
+    # The same for products on all ranks. A rank that leaves the barrier late must count little.
     all_at_once_seconds: float
-    small_messages: int
-    warm_steps: int
-    complete: bool
+    small_messages: int  # number of small messages that are sent during a product
+    warm_steps: int  # steps of a model before the measured ones
+    complete: bool  # whether collectives are measured
 
 
 _THOROUGH = _Effort(5, 0.01, 0.15, 100, 2, complete=True)

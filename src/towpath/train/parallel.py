@@ -39,11 +39,7 @@ _MEASURED_SEQUENCES = (1, 4)
 
 
 def copies_of_model(parallel: ParallelConfig, world: int) -> int:
-    """Return the data-parallel degree: the number of copies of the model, which share the samples of a step.
-
-    Raises:
-        ConfigError: The ranks cannot be divided into copies.
-    """
+    """Return the data-parallel degree: the number of copies of the model, which share the samples of a step."""
     if world % parallel.ranks == 0:
         return world // parallel.ranks
     raise ConfigError(
@@ -53,11 +49,7 @@ def copies_of_model(parallel: ParallelConfig, world: int) -> int:
 
 
 def topology_of_copies(parallel: ParallelConfig, launched: Topology) -> Topology:
-    """Return the topology of the ranks that hold the same part of the model, which a strategy applies to.
-
-    Raises:
-        ConfigError: The ranks that share a layer would be on several nodes, or the ranks of a stage do not fill nodes.
-    """
+    """Return the topology of the ranks that hold the same part of the model, which a strategy applies to."""
     ranks = launched.ranks_per_node
     if ranks % parallel.tensor:
         raise ConfigError(
@@ -150,8 +142,7 @@ class _WithLoss(nn.Module):
 def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[TrainConfig, Strategy]:
     """Return the strategy that the planner ranks first for the model and the cluster. Every rank must call it.
 
-    Returns:
-        The section [train] with the micro-batch and activation checkpointing that the planner chose, and the strategy.
+    Also return the section [train] with the micro-batch and activation checkpointing that it chose.
     """
     train, options, parallel = config.train, config.strategy, config.parallel
     topology, offload = options.topology(job.topology), cast("Offload | None", options.offload or None)

@@ -56,11 +56,7 @@ class Manifest:
 
     @staticmethod
     def load(folder: Path) -> Manifest:
-        """Read the manifest of a folder.
-
-        Raises:
-            ConfigError: The folder is missing, or is not what `towpath data prepare` writes.
-        """
+        """Read the manifest of a folder."""
         path = folder / MANIFEST
         try:
             table = json.loads(path.read_text(encoding="utf-8"))

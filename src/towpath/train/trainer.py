@@ -47,12 +47,8 @@ _EVALUATED_BATCHES = 4  # of train.batch sequences
 def run_training(config: Config) -> int:
     """Train on this rank. Every rank must call it.
 
-    Returns:
-        The exit code of the command, the same on every rank: 0 after the last step, or 130 or 143 if Ctrl-C or SIGTERM
-        stopped a rank before, and the state was saved.
-
-    Raises:
-        TowpathError: The configuration cannot be trained, or the training failed.
+    Return the exit code of the command: 0 after the last step, or 130 or 143 if Ctrl-C or SIGTERM stopped a rank
+    before, and the state was saved.
     """
     with handle_signals() as stop, init_distributed() as job, job.as_step_errors():
         if alone():
@@ -178,8 +174,7 @@ class Trainer:
     def train_step(self) -> StepResult:
         """Do one optimizer step. Afterwards all ranks know of a signal that a rank had received during it.
 
-        Raises:
-            StepError: The loss or the gradient is not finite. Nothing is saved after that.
+        If the loss or the gradient is not finite, it raises StepError, and nothing is saved.
         """
         config, state, began = self.config.train, self.state, time.perf_counter()
         rate = learning_rate(config, state.step)
