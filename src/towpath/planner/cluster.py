@@ -80,7 +80,14 @@ class Cluster:
         return self.hardware.topology
 
     def peak_of(self, dtype: str) -> float:
-        """Return the peak FLOP/s of a rank."""
+        """Return the peak FLOP/s of a rank.
+
+        Args:
+            dtype: The dtype of the computation, such as "bfloat16".
+
+        Raises:
+            ConfigError: If the description does not have this dtype.
+        """
         peaks = dict(self.estimated) | dict(self.peak)
         if dtype not in peaks:
             raise ConfigError(

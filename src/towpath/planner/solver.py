@@ -150,7 +150,11 @@ class Solver:
                     yield Candidate(placement, w, g, batching, form)
 
     def exact_form(self, strategy: Strategy) -> Strategy:
-        """Return a strategy with the exact transports that candidates of its placement can have."""
+        """Return a strategy with the exact transports that candidates of its placement can have.
+
+        Args:
+            strategy: The strategy without them.
+        """
         shapes = move_shapes(strategy.placement, self._topology)
         kinds = [kind for kind in EXACT_KINDS if self._is_exact(kind, shapes[kind])]
         return replace(strategy, **{kind.value: replace(strategy.transport(kind), exact=True) for kind in kinds})
@@ -325,7 +329,15 @@ class Solver:
         return self._kept[key]
 
     def predict_memory(self, strategy: Strategy, batching: Batching) -> dict[str, int]:
-        """Predict the memory of a rank without simulating the step."""
+        """Predict the memory of a rank without simulating the step.
+
+        Args:
+            strategy: The strategy.
+            batching: How each rank computes its share.
+
+        Returns:
+            The bytes that a rank holds at most, by part.
+        """
         return self._memory(self._phases(self._with_frozen_placed(strategy, batching)), batching)
 
     def _memory(self, phases: Iterable[_Phase], batching: Batching) -> dict[str, int]:

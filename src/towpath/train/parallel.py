@@ -152,7 +152,7 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         )
         return train, presets.strategy("ddp", topology, offload=offload)
     # Imported only here, because they import what traces a model.
-    from towpath.auto.choice import Pipelined, choose
+    from towpath.auto.choice import choose
     from towpath.auto.measure import describe_measured
 
     weights, gradients = codecs_for_both(options.allow)
@@ -188,8 +188,7 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         layout = Layout(parallel.pipeline, parallel.schedule, compression=parallel.compression, tensor=parallel.tensor)
         return next(iter(Pipelines(stages, cluster, request, walks).solve([layout], best=1)), None)
 
-    pipelined = Pipelined(staged, only=True) if parallel.ranks > 1 else None
-    choice = choose(job.groups, topology, describe, request, options.profile, pipelined)
+    choice = choose(job.groups, topology, describe, request, options.profile, staged if parallel.ranks > 1 else None)
     job.print_once(choice.why)
     batching = choice.batching
     chosen = replace(train, micro_batch=batching.micro_batch, checkpointing=batching.checkpointing)
