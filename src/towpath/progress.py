@@ -24,18 +24,19 @@ def size(count_bytes: float) -> str:
 
 
 @contextmanager
-def progress_bar(about: str) -> Generator[Callable[[int, int], None]]:
+def counting_bar(about: str, total: int) -> Generator[Callable[[int], None]]:
     """Show the progress of a long operation: a bar on a terminal, and otherwise a line now and then.
 
     Yields:
-        A function to call with how much is done, and how much there is to do.
+        A function to call with how much was done since the last call.
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        last = time.monotonic()
+        done, last = 0, time.monotonic()
 
-        def line(done: int, total: int) -> None:
-            nonlocal last
+        def line(more: int) -> None:
+            nonlocal done, last
+            done += more
             if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
                 last = time.monotonic()
                 print(f"{about}: {done / total:.0%}", file=sys.stderr, flush=True)
@@ -44,23 +45,5 @@ def progress_bar(about: str) -> Generator[Callable[[int, int], None]]:
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(about, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def counting_bar(about: str, total: int) -> Generator[Callable[[int], None]]:
-    """Show the progress of a long operation as `progress_bar` does.
-
-    Yields:
-        A function to call with how much was done since the last call.
-    """
-    done = 0
-    with progress_bar(about) as progress:
-
-        def advance(more: int) -> None:
-            nonlocal done
-            done += more
-            progress(done, total)
-
-        yield advance
+        task = bar.add_task(about, total=total)
+        yield lambda more: bar.advance(task, more)

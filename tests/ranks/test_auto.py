@@ -282,7 +282,7 @@ def _measured_collectives(topology: towpath.Topology) -> list[str]:
     from towpath.topology.groups import Groups
 
     groups = Groups()
-    prober = probe._Prober(groups, topology, 0.0, lambda done, total: None, largest=1 << 10)
+    prober = probe._Prober(groups, topology, 0.0, largest=1 << 10)
     prober._collectives(0.0)
     assert "probe" not in groups.describe_made()  # communicators hold memory
     return [point.what for point in prober._points]
@@ -355,25 +355,17 @@ def _laid_out(options: tuple[str, ...]) -> Any:
     return bytes_planned, said.getvalue(), training.config.parallel, training.strategy.topology, sent
 
 
-def test_stages_are_chosen_where_nothing_else_is_quicker_or_fits() -> None:
+def test_configured_stages_are_planned_or_do_not_fit() -> None:
     shape, profile = Transformer(256, 64, 4, 4, 256), made_profile()
-    model, cluster = shape.model("gpt", TOKENS), profile.cluster()
+    request = Request(8, 1 << 30, towpath.Precision())
+    pipelines = Pipelines(lambda count: shape.staged("gpt", TOKENS, count), profile.cluster(), request)
 
-    def chosen(batch: int, memory: int, seconds: float | None, only: bool = False) -> auto.Choice:
-        """`seconds`: that stages take; None: none fit."""
-        request, whole = (Request(b, m, towpath.Precision()) for b, m in ((batch, memory), (8, 1 << 30)))
-        pipelines = Pipelines(lambda count: shape.staged("gpt", TOKENS, count), cluster, whole)
-        (best,) = pipelines.solve([Layout(2)], best=1)
-        found = None if seconds is None else replace(best, seconds=seconds)
-        pipelined = auto.Pipelined(lambda model, cluster, request: found, only)
-        return auto._planned(profile, "as made up", model, lambda memory: request, pipelined)
+    def chosen(layouts: list[Layout]) -> auto.Choice:
+        model = shape.model("gpt", TOKENS)
+        best = next(iter(pipelines.solve(layouts, best=1)), None)
+        return auto._planned(profile, "as made up", model, lambda memory: request, lambda *_: best)
 
-    assert chosen(8, 1 << 30, seconds=1e-6).layout == Layout(2, strategy="zero1")
-    slower = chosen(8, 1 << 30, seconds=1e6)
-    assert slower.layout is None and "stages" not in slower.why
-    assert chosen(8, 1 << 30, seconds=1e6, only=True).layout is not None
-    assert "nothing fits without stages" in chosen(8, 1, seconds=1e6).why
-    assert "nothing fits without stages" in chosen(2, 1 << 30, seconds=1e6).why  # of which four ranks get no share
-    for batch, memory, only, words in ((8, 1, True, "no stages fit into"), (2, 1 << 30, False, "shared out evenly")):
-        with pytest.raises(TowpathError, match=words):
-            chosen(batch, memory, None, only)
+    found = chosen([Layout(2)])
+    assert found.strategy.topology.world == 2 and "the layout is as configured" in found.why
+    with pytest.raises(TowpathError, match="no stages fit into"):
+        chosen([])

@@ -187,7 +187,7 @@ def test_all_ranks_connect_before_some_of_them_are_probed() -> None:
     with _gpus(BOTH) as patch, _recorded(patch) as calls:
         patch.setattr(probe, "device_of_job", lambda: torch.device("cpu"))
         patch.setattr(probe, "LARGEST", probe.SMALLEST)
-        prober = probe._Prober(Groups(), towpath.Topology(2, 2), 0.0, lambda done, total: None)
+        prober = probe._Prober(Groups(), towpath.Topology(2, 2), 0.0)
         prober._links("inter", 0.0)
     first = next(what for what, group in calls if group in (None, dist.group.WORLD))
     assert first == "all-reduce", calls[:3]

@@ -135,15 +135,16 @@ def test_without_the_libraries_the_extra_is_named(
         prepare([str(tmp_path / "rows.jsonl")], tmp_path / "tokens")
 
 
-def test_what_was_written_before_an_interrupt_is_removed(tmp_path: Path) -> None:
+def test_what_was_written_before_an_interrupt_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("some text\n")
 
-    def stop(count: int) -> None:
+    def stop(_: int) -> None:
         assert [path.name[:16] for path in tmp_path.glob(".*")] == [".tokens.partial-"]
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(preparing.os, "fsync", stop)
     with pytest.raises(KeyboardInterrupt):
-        prepare([str(tmp_path / "a.txt")], tmp_path / "tokens", progress=stop)
+        prepare([str(tmp_path / "a.txt")], tmp_path / "tokens")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import sys
 import threading
@@ -15,17 +14,16 @@ import torch
 
 import towpath
 from towpath.core.strategy import TransferKind
-from towpath.engine.streams.record import Sums, TransferStats
+from towpath.engine.streams.record import TransferStats
 from towpath.errors import ConfigError
 from towpath.observing import Stats
 from towpath.train.config import Config
 from towpath.train.metrics import (
     JsonLines,
-    StepTimers,
     TensorBoard,
     WeightsAndBiases,
-    memory_bytes,
     open_writers,
+    peak_memory,
     stated_flops,
     times,
 )
@@ -55,28 +53,13 @@ def test_every_row_is_a_line_of_json_as_soon_as_it_is_written(tmp_path: Path) ->
     first = json.loads(path.read_text())  # before close()
     writer.write("validation", 1, {"loss": 2.0, "seconds": 0.1})
     writer.close()
-    assert first == {"kind": "train", "step": 1} | {name: value for name, value in ROW.items() if name != "mfu"}
+    assert first == {"kind": "train", "step": 1} | ROW
     assert json.loads(path.read_text().splitlines()[1]) == {
         "kind": "validation",
         "step": 1,
         "loss": 2.0,
         "seconds": 0.1,
     }
-
-
-def test_numbers_that_are_not_finite_stay_valid_json_and_can_be_told_apart(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    writer = JsonLines(path)
-    for loss in (math.nan, math.inf, -math.inf):
-        writer.write("train", 1, ROW | {"loss": loss})
-    writer.close()
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    found = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert [row["loss"] for row in found] == ["NaN", "Infinity", "-Infinity"]
-    assert math.isnan(float(found[0]["loss"])) and float(found[2]["loss"]) == -math.inf
 
 
 def test_a_resumed_run_appends_also_after_half_a_line(tmp_path: Path) -> None:
@@ -90,10 +73,16 @@ def test_a_resumed_run_appends_also_after_half_a_line(tmp_path: Path) -> None:
     assert lines[1] == '{"kind": "tra' and [json.loads(line)["step"] for line in lines[2:]] == [2, 3]
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write .*metrics\.jsonl"):
+        JsonLines(tmp_path / "taken" / "metrics.jsonl")
+
+
 def test_a_run_does_not_begin_where_its_first_row_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     config = Config.from_dict({"log": {"folder": str(tmp_path)}})
-    with pytest.raises(ConfigError, match=f"cannot write to {tmp_path}: No space left on device"):
+    with pytest.raises(ConfigError, match=rf"cannot write to {tmp_path}: .*No space left on device"):
         open_writers(config, towpath.Topology(1, 1), 0)
 
 
@@ -101,7 +90,7 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     before = threading.enumerate()
     writer = TensorBoard(tmp_path)
     for step in (1, 2):
-        writer.write("train", step, ROW | {"loss": 3.0 - step})
+        writer.write("train", step, ROW | {"loss": 3.0 - step, "mfu": 0.5})
     writer.write("validation", 2, {"loss": 0.5})
     writer.close()
     assert threading.enumerate() == before
@@ -110,15 +99,15 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
     assert [(e.step, e.value) for e in events.Scalars("validation/loss")] == [(2, 0.5)]
-    assert "train/mfu" not in events.Tags()["scalars"]
 
 
 def test_weights_and_biases_needs_no_network_and_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _nowhere(tmp_path, monkeypatch)
+    (run := tmp_path / "run").mkdir()
     before, children = threading.enumerate(), _children()
-    writer = WeightsAndBiases("towpath-tests", tmp_path / "run", {"train": {"steps": 2}})
+    writer = WeightsAndBiases("towpath-tests", run, {"train": {"steps": 2}})
     writer.write("train", 1, ROW)
     assert writer._run.name == "run"
     writer.close()
@@ -153,19 +142,16 @@ def _nowhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "http://127.0.0.1:1")
 
 
-@pytest.mark.parametrize(
-    ("package", "make"),
-    [
-        ("tensorboard", lambda folder: TensorBoard(folder)),
-        ("wandb", lambda folder: WeightsAndBiases("p", folder, {})),
-    ],
-)
+@pytest.mark.parametrize(("package", "key"), [("tensorboard", True), ("wandb", "project")])
 def test_a_missing_package_is_one_line_with_the_remedy(
-    package: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, key: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"log\.{package}.*pip install 'towpath\[log\]'"):
-        make(tmp_path)
+    config = Config.from_dict({"log": {"folder": str(tmp_path), package: key}})
+    with pytest.raises(ConfigError, match=rf"log: .*{package}.*pip install 'towpath\[log\]'"):
+        open_writers(config, towpath.Topology(1, 1), 0)
 
 
 # --- the device ------------------------------------------------------------------------------------------------------
@@ -181,13 +167,13 @@ def test_the_peak_is_the_data_sheets_where_the_gpu_is_known() -> None:
     assert stated_flops(torch.device("cpu"), torch.float32) is None
 
 
-def test_memory_is_what_is_resident() -> None:
-    before = memory_bytes(torch.device("cpu"))
+def test_the_peak_of_memory_does_not_fall() -> None:
     size = 100_000_000
     # Fresh from the system: a tensor's may be what the process had let go of, and was resident all along.
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as kept:
         kept[::4096] = b"x" * len(range(0, size, 4096))
-        assert memory_bytes(torch.device("cpu")) - before > 0.9 * size
+        peak = peak_memory(torch.device("cpu"))
+    assert peak_memory(torch.device("cpu")) >= peak > size
 
 
 # --- what a person sees ----------------------------------------------------------------------------------------------
@@ -214,11 +200,10 @@ def test_stats_can_be_taken_of_a_part_of_a_run() -> None:
 
 def test_the_times_add_up_to_the_run() -> None:
     done = _stats(10)
-    aside = Sums(exposed_seconds={TransferKind.GATHER: 1.5}, host_seconds=0.1)
-    found = times(done, StepTimers(passes=15.0, optimizer=1.0, evaluation=3.0), 20.0, aside)
+    found = times(done, {"passes": 15.0, "optimizer": 1.0}, 20.0)
     assert sum(found.values()) == pytest.approx(20.0)
     gathers = sum(t.seconds_exposed for t in done.transfers if t.transfer.kind is TransferKind.GATHER)
-    assert found["waiting for gather"] == pytest.approx(gathers - 1.5)
-    assert found["the engine's own work"] == pytest.approx(0.4)
-    assert found["the rest"] == pytest.approx(1.0)
-    assert found["compute"] == pytest.approx(15.0 - done.seconds_exposed + 1.5 - 0.4)
+    assert found["waiting for gather"] == pytest.approx(gathers)
+    assert found["the engine's own work"] == pytest.approx(0.5)
+    assert found["the rest"] == pytest.approx(4.0)
+    assert found["compute"] == pytest.approx(15.0 - done.seconds_exposed - 0.5)

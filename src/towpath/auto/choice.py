@@ -32,8 +32,8 @@ from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.islands import OuterPlanner, worth_it
 from towpath.planner.model import Model
-from towpath.planner.pipelines import Layout, PipelinePrediction
-from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
+from towpath.planner.pipelines import PipelinePrediction
+from towpath.planner.prediction import Batching, Prediction, Ranking
 from towpath.planner.profile import Profile
 from towpath.planner.request import OUTER, Optimizer, Request, Workload, codecs_for_both
 from towpath.planner.solver import Solver
@@ -51,28 +51,16 @@ _SHARE_OF_MEMORY = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen strategy, the predicted seconds of a step, and one line for people.
-
-    It has a `layout` if the model is split into stages, or its layers are shared.
-    """
+    """The chosen strategy, the predicted seconds of a step, and one line for people."""
 
     strategy: Strategy
     batching: Batching
     seconds: float
     why: str
-    layout: Layout | None = None
 
 
-# Returns the best pipeline for a model on a cluster, or None if none fits.
+# Returns the best strategy of a model in stages on a cluster, or None if none fits.
 BestPipeline = Callable[[Model, Cluster, Request], PipelinePrediction | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Pipelined:
-    """Pipelines that may be chosen. With `only`, they replace plain strategies."""
-
-    best: BestPipeline
-    only: bool
 
 
 def choose(
@@ -81,19 +69,20 @@ def choose(
     describe: Callable[[torch.device], Model],
     request: Callable[[int], Request],
     profile: str | Path = "",
-    pipelined: Pipelined | None = None,
+    staged: BestPipeline | None = None,
 ) -> Choice:
     """Choose a strategy, identical on all ranks. Every rank must call it.
 
     `describe` describes the model for a device. Rank 0 uses the result. The other ranks call it at the same time,
     because they also work at the same time in a step. `request` returns what a step must do, for some bytes of memory.
+    `staged` plans the job's stages, if it has any.
     """
     if groups.world != (dist.get_world_size() if dist.is_initialized() else 1):
         raise PlanError(
             f'strategy="auto" measures the whole job, and group= has {groups.world} of its ranks. Pass a strategy: '
             "`towpath plan` finds one."
         )
-    planner = _Planner(groups, describe, request, pipelined)
+    planner = _Planner(groups, describe, request, staged)
     kept, where = _kept_profile(groups, topology, profile)
     began = time.monotonic()
     if kept is not None and (profile or still_holds(kept, groups)):  # a profile of the user's is not checked
@@ -222,9 +211,9 @@ class _Planner:
         groups: Groups,
         describe: Callable[[torch.device], Model],
         request: Callable[[int], Request],
-        pipelined: Pipelined | None,
+        staged: BestPipeline | None,
     ) -> None:
-        self._groups, self._describe, self._request, self._pipelined = groups, describe, request, pipelined
+        self._groups, self._describe, self._request, self._staged = groups, describe, request, staged
         self._model: Model | None = None
 
     @property
@@ -255,43 +244,32 @@ class _Planner:
         device = device_of_job()
         if self._groups.rank == 0:
             self._model = self._model or self._describe(device)
-            return _planned(profile, how, self._model, self._request, self._pipelined)
+            return _planned(profile, how, self._model, self._request, self._staged)
         if self._model is None and ranks_measure_together(device):
             self._model = self._describe(device)
         return None
 
 
 def _planned(
-    profile: Profile, how: str, model: Model, request: Callable[[int], Request], pipelined: Pipelined | None
+    profile: Profile, how: str, model: Model, request: Callable[[int], Request], staged: BestPipeline | None
 ) -> Choice:
     cluster = profile.cluster()
     solver = Solver(model, cluster, request(int(cluster.memory * _SHARE_OF_MEMORY)))
-    stages = pipelined.best(model, cluster, solver.request) if pipelined is not None else None
-    if pipelined is not None and pipelined.only:
+    if staged is not None:
+        stages = staged(model, cluster, solver.request)
         if stages is None:
             raise PlanError(
                 f'strategy="auto": no stages fit into {solver.request.memory / GIB:.2f} GiB a rank. Take more of them, '
                 "a smaller micro-batch or activation checkpointing."
             )
         return _choice(stages, "the layout is as configured", how, solver)
-    found: Ranking | Infeasible | None = None
-    try:
-        found = solver.solve(best=1)
-    except ConfigError:
-        if stages is None:  # stages can have a batch that is no multiple of the ranks
-            raise
+    found = solver.solve(best=1)
     if isinstance(found, Ranking):
         best = found.ranked[0]
-        if stages is not None and stages.order < best.order:
-            without = f"without stages {tables.label(best.strategy)} would take {tables.seconds(best.seconds)}"
-            return _choice(stages, without, how, solver)
         outer = OuterPlanner(solver).solve() if solver.request.outer else None
         if outer is not None and worth_it(outer, best):
             best = outer
         return _choice(best, _compared(best, found, solver), how, solver)
-    if stages is not None:
-        return _choice(stages, "nothing fits without stages", how, solver)
-    assert found is not None
     needed, limit = found.nearest.peak_bytes / GIB, solver.request.memory / GIB
     raise PlanError(
         f'strategy="auto": nothing fits into {limit:.2f} GiB a rank; what comes nearest needs {needed:.2f} GiB, '
@@ -301,11 +279,11 @@ def _planned(
 
 
 def _choice(step: Prediction, compared: str, how: str, solver: Solver) -> Choice:
-    layout, batching = None, step.batching
+    batching = step.batching
     waits = f"{sum(step.exposed.values()) / step.seconds:.0%} of it waiting"
     what = f"{tables.label(step.strategy)} (P, G, OS {tables.extents(step.strategy)})"
     if isinstance(step, PipelinePrediction):
-        layout, what, waits = step.layout, str(step.layout), f"{step.idle:.0%} of it idle"
+        what, waits = str(step.layout), f"{step.idle:.0%} of it idle"
     again = ", checkpointed" if batching.checkpointing else ""
     told = "".join(f" {line}" for line in (*tables.exact_bits([step], solver), *tables.launches([step])))
     why = (
@@ -313,7 +291,7 @@ def _choice(step: Prediction, compared: str, how: str, solver: Solver) -> Choice
         f"{tables.seconds(step.seconds)} a step as planned, {waits}, {step.peak_bytes / GIB:.2f} GiB; {compared}; "
         f"{how}.{told}"
     )
-    return Choice(step.strategy, batching, step.seconds, why, layout)
+    return Choice(step.strategy, batching, step.seconds, why)
 
 
 def _compared(best: Prediction, found: Ranking, solver: Solver) -> str:

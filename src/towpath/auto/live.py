@@ -89,25 +89,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """The computation and memory of a traced model. All but `calls` are by unit.
+    """The computation and memory of a traced model. All but `calls` are by unit."""
 
-    Args:
-        flops: FLOPs of a forward pass.
-        kept: Elements in the unit's compute dtype that autograd keeps.
-        kept_besides: Bytes in other dtypes that autograd keeps.
-        entering: Elements of the inputs. For the root, elements that it keeps from before the first unit.
-        kept_input: Elements of the inputs that autograd keeps.
-        passing: Bytes of temporary storages at their peak, in addition to all that is kept.
-        calls: The call of each module.
-    """
-
-    flops: Mapping[str, float]
-    kept: Mapping[str, float]
-    kept_besides: Mapping[str, float]
+    flops: Mapping[str, float]  # FLOPs of a forward pass
+    kept: Mapping[str, float]  # elements in the unit's compute dtype that autograd keeps
+    kept_besides: Mapping[str, float]  # bytes in other dtypes that autograd keeps
+    # Elements of the inputs. For the root, elements that it keeps from before the first unit.
     entering: Mapping[str, float]
-    kept_input: Mapping[str, float]
-    passing: Mapping[str, float]
-    calls: Mapping[nn.Module, Call]
+    kept_input: Mapping[str, float]  # elements of the inputs that autograd keeps
+    passing: Mapping[str, float]  # bytes of temporary storages at their peak, in addition to all that is kept
+    calls: Mapping[nn.Module, Call]  # the call of each module
 
     def units(self, layouts: Sequence[UnitLayout], tokens: int) -> tuple[ModelUnit, ...]:
         """Return the units for the planner. `tokens` is the number of traced tokens."""

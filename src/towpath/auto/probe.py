@@ -71,23 +71,15 @@ _CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
 
 @dataclass(frozen=True, slots=True)
 class _Effort:
-    """How thorough the measurements are whose time does not depend on the budget.
+    """How thorough the measurements are whose time does not depend on the budget."""
 
-    Args:
-        repeats: Number of repetitions.
-        short_seconds: The least time between two barriers.
-        all_at_once_seconds: The same for products on all ranks. A rank that leaves the barrier late must count little.
-        small_messages: Number of small messages that are sent during a product.
-        warm_steps: Steps of a model before the measured ones.
-        complete: Whether collectives are measured.
-    """
-
-    repeats: int
-    short_seconds: float
+    repeats: int  # number of repetitions
+    short_seconds: float  # the least time between two barriers
+    # The same for products on all ranks. A rank that leaves the barrier late must count little.
     all_at_once_seconds: float
-    small_messages: int
-    warm_steps: int
-    complete: bool
+    small_messages: int  # number of small messages that are sent during a product
+    warm_steps: int  # steps of a model before the measured ones
+    complete: bool  # whether collectives are measured
 
 
 _THOROUGH = _Effort(5, 0.01, 0.15, 100, 2, complete=True)
@@ -95,13 +87,11 @@ _QUICK = _Effort(3, 0.003, 0.05, 30, 1, complete=False)
 _QUICK_BUDGET = 3.0  # below this many seconds, the effort is quick
 
 Work = Callable[[], None]
-Say = Callable[[int, int], None]
 
 
 def probe(
     topology: Topology | None = None,
     budget_seconds: float = 60.0,
-    say: Say = lambda done, total: None,
     largest: int | None = None,
 ) -> Profile:
     """Measure the cluster of the running job. Every rank must call it.
@@ -109,7 +99,6 @@ def probe(
     Args:
         topology: The nodes, and the ranks of each node. Default: as the launcher placed them.
         budget_seconds: About how long it may take.
-        say: Called with the number of finished parts and the total number.
         largest: The bytes of the largest unit of the model that will be planned. Collectives are measured with no more.
             Default: 64 MiB.
 
@@ -127,7 +116,7 @@ def probe(
     topology = topology or Topology.detect()
     if topology.world != groups.world:
         raise ConfigError(f"probe: the job has {groups.world} ranks, and {topology} are {topology.world}.")
-    return _Prober(groups, topology, budget_seconds, say, largest).run()
+    return _Prober(groups, topology, budget_seconds, largest).run()
 
 
 def device_of_job() -> torch.device:
@@ -140,12 +129,12 @@ def still_holds(profile: Profile, groups: Groups) -> bool:
     """Return whether a message still takes about as long as in the profile. Every rank must call it."""
     if groups.world == 1:
         return True
-    return _Prober(groups, profile.topology, 0.0, lambda done, total: None).repeats(profile)
+    return _Prober(groups, profile.topology, 0.0).repeats(profile)
 
 
 class _Prober:
-    def __init__(self, groups: Groups, topology: Topology, budget: float, say: Say, largest: int | None = None) -> None:
-        self._groups, self._topology, self._budget, self._say, self._largest = groups, topology, budget, say, largest
+    def __init__(self, groups: Groups, topology: Topology, budget: float, largest: int | None = None) -> None:
+        self._groups, self._topology, self._budget, self._largest = groups, topology, budget, largest
         self._effort = _THOROUGH if budget >= _QUICK_BUDGET else _QUICK
         self._device = device_of_job()
         self._rank = groups.rank
@@ -173,9 +162,8 @@ class _Prober:
             self._launches,
             self._beside_products,
         ]
-        for done, part in enumerate(parts, 1):
+        for part in parts:
             part()
-            self._say(done, len(parts))
         memory = self._memory_of_a_rank()
         return Profile(
             self._topology,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it loads torch, which takes seconds
 def bench(
     strategies: Annotated[
         list[str] | None,
-        typer.Argument(metavar="STRATEGY", help="Strategies.", show_default="zero3, mics, paro-iig and zero++"),
+        typer.Argument(metavar="STRATEGY", help="By default zero3, mics, paro-iig and zero++."),
     ] = None,
     model: Annotated[str, typer.Option(metavar="MODEL", help="tiny, 125m, 1b or 7b.")] = "125m",
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences per rank and micro-batch.")] = 4,
@@ -31,7 +31,7 @@ def bench(
         str, typer.Option(metavar="NAME,…", help="Baselines to compare with.")
     ] = "fsdp2,hsdp,hsdp reshard=no,torch-ddp",
 ) -> None:
-    """Measure whether Towpath is faster than FSDP2, HSDP and DDP on your network, and with which strategy.
+    """Measure which strategy is the fastest on your network, next to FSDP2 and DDP.
 
     Example: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath bench --model 1b mics "mics gradients=int4:64"`
 

@@ -73,7 +73,7 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
 
 @app.command("verify")
 def verify_(folder: Folder, as_json: AsJson = False) -> None:
-    """Read every byte of a checkpoint, or of all in a folder, and compare it with its checksum.
+    """Read every byte of a checkpoint, or of all in a folder, and verify it.
 
     Example: `towpath checkpoint verify runs/a/step-000120`
 
@@ -217,7 +217,7 @@ def export(
     ] = None,
     as_json: FilesAsJson = False,
 ) -> None:
-    """Write the model of a checkpoint as Hugging Face safetensors, or as a PyTorch state dict.
+    """Write the model of a checkpoint as safetensors, or as a PyTorch state dict.
 
     Example: `towpath export runs/a exported/ --dtype bfloat16 --tokenizer tokenizer.json`
 

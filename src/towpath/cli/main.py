@@ -63,7 +63,7 @@ def root(
 ) -> None:
     """Train large PyTorch models across machines joined by slow links.
 
-    Example: `towpath train examples/gpt.toml --ranks 2`
+    Example: `torchrun --nproc-per-node 2 -m towpath train examples/gpt.toml`
     """
     if version:
         print(f"towpath {towpath.__version__}")

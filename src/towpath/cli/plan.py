@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from towpath.cli.terminal import above_zero, check_picture_file, table_of, whole
 from towpath.core import presets
@@ -28,7 +29,6 @@ from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
 from towpath.planner.request import BF16, OUTER, Request, codecs_for_both
 from towpath.planner.solver import MOST, Solver
-from towpath.progress import progress_bar
 
 # The number of strategies whose time and memory a report shows.
 _IN_REPORT = 40
@@ -89,15 +89,15 @@ def plan(
         Literal["bf16", "fp32"],
         typer.Option(metavar="bf16|fp32", help="The dtype of computation and transfers. Masters are fp32."),
     ] = "bf16",
-    offload: Annotated[Offload | None, typer.Option(metavar="WHAT", help=_OFFLOAD, show_default="nothing")] = None,
+    offload: Annotated[Offload | None, typer.Option(metavar="WHAT", help=_OFFLOAD)] = None,
     micro_batch: Annotated[list[int] | None, _number(_MICRO_BATCH, whole(1, 10**6), "all that fit")] = None,
     checkpointing: Annotated[
         bool | None,
         typer.Option("--checkpointing/--no-checkpointing", help="Recompute blocks.", show_default="try both"),
     ] = None,
-    allow: Annotated[str, typer.Option(metavar="NAMES", help=_ALLOW, show_default="nothing")] = "",
-    pipeline: Annotated[list[Any] | None, _number(_PIPELINE, _layout, "no pipeline")] = None,
-    strategy: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_STRATEGY, show_default="rank all")] = None,
+    allow: Annotated[str, typer.Option(metavar="NAMES", help=_ALLOW)] = "",
+    pipeline: Annotated[list[Any] | None, _number(_PIPELINE, _layout)] = None,
+    strategy: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_STRATEGY)] = None,
     top: Annotated[int, _number("How many strategies to show.", whole(1, 10_000))] = 10,
     output: Annotated[
         Path | None,
@@ -111,7 +111,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Rank all strategies for a model on a cluster by their step time, with memory and bytes.
+    """Rank all strategies for a model on a cluster by their step time.
 
     Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64`
 
@@ -185,6 +185,10 @@ def _pipelines(name: str, length: int | None, solver: Solver, layouts: Sequence[
     return Pipelines(lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, walks)
 
 
+def _status(about: str) -> Status:
+    return Console(stderr=True).status(about)
+
+
 def heading(solver: Solver) -> str:
     """Return two lines that describe the model and the cluster."""
     model, found, topology = solver.model, solver.cluster, solver.cluster.topology
@@ -213,8 +217,8 @@ def _show_ranking(solver: Solver, stages: _Stages | None, top: int, files: _File
     if files.report is not None:
         from towpath.cli.plan_report import write_plan_report  # imports matplotlib, which takes a second
 
-        with progress_bar("Drawing") as say:
-            write_plan_report(files.report, found, solver, heading(solver), say)
+        with _status("Drawing"):
+            write_plan_report(files.report, found, solver, heading(solver))
     found = replace(found, ranked=found.ranked[:top])
     first = found.ranked[0]
     write_output_file("--output", files.output, first.strategy.to_toml())
@@ -234,12 +238,11 @@ def _show_ranking(solver: Solver, stages: _Stages | None, top: int, files: _File
 
 def _solve(solver: Solver, stages: _Stages | None, best: int, most: int) -> Ranking | Infeasible:
     """Return the best strategies, with and without stages."""
-    with progress_bar("Planning") as say:
-        found = solver.solve(best=best, most=most, say=say)
-    if stages is None:
-        return found
-    with progress_bar("Planning stages") as say:
-        staged = stages.pipelines.solve(stages.layouts, best, say)
+    with _status("Planning"):
+        found = solver.solve(best=best, most=most)
+        if stages is None:
+            return found
+        staged = stages.pipelines.solve(stages.layouts, best)
     if not staged:
         return found
     if isinstance(found, Infeasible):
@@ -336,11 +339,10 @@ def _show_steps(texts: Sequence[str], solver: Solver, stages: _Stages | None, fi
     layouts = [None] if stages is None else stages.layouts
     shown: list[tuple[int | None, Prediction]] = []
     conclusions: list[str] = []
-    with progress_bar("Simulating") as say:
-        for number, text in enumerate(texts):
+    with _status("Simulating"):
+        for text in texts:
             for layout in layouts:
                 shown += _phases(text, solver, stages, layout)
-            say(number + 1, len(texts))
     steps = [step for _, step in shown]
     _write_trace(files.trace, steps[0], solver, stages)
     if len(steps) == 1:

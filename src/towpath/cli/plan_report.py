@@ -39,20 +39,13 @@ _TOLERANCE = 1.01
 # The number of strategies of which the parts of a step are drawn.
 _SHOWN = 6
 
-Say = Callable[[int, int], None]
 
-
-def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, say: Say) -> None:
-    """Write the page. `say` is called with how many simulations are done and how many there are."""
+def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str) -> None:
+    """Write the page."""
     ranked, shown = found.ranked, found.ranked[:_SHOWN]
-    best, total = shown[0], len(PRESETS) * (len(_RATES) + len(_NODES))
-    counted = iter(range(1, total + 1))
-
-    def step() -> None:
-        say(next(counted), total)
-
-    by_rate = curves(solver, best.batching, rates_of(solver), step)
-    by_nodes = curves(solver, best.batching, nodes_of(solver), step)
+    best = shown[0]
+    by_rate = curves(solver, best.batching, rates_of(solver))
+    by_nodes = curves(solver, best.batching, nodes_of(solver))
     compared = dict.fromkeys([best.strategy, presets.strategy(tables.BASELINE, solver.cluster.topology)])
     steps = [
         (name, simulated_intervals(solver.timeline(strategy, best.batching).events))
@@ -93,17 +86,14 @@ def nodes_of(solver: Solver) -> list[tuple[float, Cluster]]:
     return [(nodes, solver.cluster.on(nodes)) for nodes in counts]
 
 
-def curves(
-    solver: Solver, batching: Batching, clusters: Sequence[tuple[float, Cluster]], step: Callable[[], None]
-) -> list[Curve]:
-    """Return the seconds of a step on each cluster, as a curve for each preset. `step` is called after each point."""
+def curves(solver: Solver, batching: Batching, clusters: Sequence[tuple[float, Cluster]]) -> list[Curve]:
+    """Return the seconds of a step on each cluster, as a curve for each preset."""
     made: list[Curve] = []
     for name in PRESETS:
         points: list[tuple[float, float]] = []
         for at, cluster in clusters:
             seconds = _seconds(name, Solver(solver.model, cluster, solver.request), batching)
             points += [(at, seconds)] if seconds is not None else []
-            step()
         made.append(Curve(name, tuple(points)))
     return made
 

@@ -39,10 +39,7 @@ def svg(draw: Callable[[Any, Any], None], shown: Any, size: tuple[float, float])
 
     Text in the picture is text. Each color is a CSS variable, which the pages of `write_page` change in dark mode.
 
-    Args:
-        draw: A function that draws on a matplotlib figure.
-        shown: What it draws.
-        size: The width and height in inches.
+    `draw` draws `shown` on a matplotlib figure of `size` inches.
     """
     return _with_variables(_drawn(draw, shown, size), ON_DARK)
 

@@ -23,7 +23,7 @@ def probe(
         float, typer.Option("--seconds", metavar="SECONDS", min=1, help="How long it may take, approximately.")
     ] = 60.0,
 ) -> None:
-    """Measure the cluster on which it runs: messages, collectives, codecs, memory, matrix products.
+    """Measure this cluster: messages, collectives, codecs, memory, matrix products.
 
     Example: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath probe -o profile.json`
 
@@ -46,7 +46,6 @@ def _measure(budget: float) -> Profile | None:
     import torch.distributed as dist
 
     from towpath.auto.probe import probe as measure
-    from towpath.progress import progress_bar
     from towpath.topology.init import init
 
     init()
@@ -54,8 +53,8 @@ def _measure(budget: float) -> Profile | None:
         if dist.get_rank():
             measure(budget_seconds=budget)
             return None
-        with progress_bar("Probing") as say:
-            return measure(budget_seconds=budget, say=say)
+        with Console(stderr=True).status(f"Probing, for about {budget:.0f} s"):
+            return measure(budget_seconds=budget)
     finally:
         dist.destroy_process_group()
 

@@ -22,11 +22,11 @@ from towpath.files import check_output_file
 
 
 class Commands(typer.Typer):
-    """A group of commands whose help is written in Markdown."""
+    """A group of commands with plain help, as `argparse` prints it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
-            rich_markup_mode="markdown",
+            rich_markup_mode=None,
             add_completion=False,
             pretty_exceptions_enable=False,
             context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

@@ -99,15 +99,7 @@ def describe_model(what: str | Path, length: int | None = None) -> Model:
 
 
 def model_shape(what: str | Path, length: int | None = None) -> tuple[Transformer, str, int]:
-    """Return the shape of a model, its name, and the tokens of a sequence, for `Transformer.staged`.
-
-    Args:
-        what: A named model, or a file, as in `describe_model`.
-        length: Tokens of a sequence. By default those of the model.
-
-    Raises:
-        ConfigError: The model is unknown, or its file is wrong.
-    """
+    """Return the shape of a model, its name, and the tokens of a sequence, for `Transformer.staged`."""
     path = Path(what, "config.json") if Path(what).is_dir() else Path(what)
     if path.suffix not in (".json", ".toml"):
         return _named(str(what), length)

@@ -85,9 +85,6 @@ class Cluster:
         Args:
             dtype: The dtype of the computation, such as "bfloat16".
 
-        Returns:
-            The FLOP/s.
-
         Raises:
             ConfigError: If the description does not have this dtype.
         """

@@ -30,11 +30,7 @@ WORTH_IT = 0.8
 
 
 class OuterPlanner:
-    """Plans the outer steps of a model on a cluster.
-
-    Args:
-        solver: The solver that has both, and what a step must do.
-    """
+    """Plans the outer steps of a model on a cluster."""
 
     def __init__(self, solver: Solver) -> None:
         self._solver = solver

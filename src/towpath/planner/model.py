@@ -74,34 +74,24 @@ _PEAKS = ("passing", "passing_fp32")
 
 @dataclass(frozen=True, slots=True)
 class ModelUnit:
-    """The parameters of a unit, and what it computes and keeps for one token.
+    """The parameters of a unit, and what it computes and keeps for one token."""
 
-    Args:
-        spec: The parameters.
-        flops: FLOPs of a forward pass.
-        kept: Elements in the compute dtype that autograd keeps for the backward pass.
-        entering: Elements of the input. Checkpointing keeps only these. For the root unit, this is what it keeps from
-            before the first block until the end of the backward pass.
-        kept_fp32: Elements that autograd keeps in fp32, whatever the compute dtype is.
-        kept_input: How many of `kept` are the input itself.
-        kept_input_fp32: How many of `kept_fp32` are the input itself if the unit computes in fp32, and a copy if not.
-        passing: Elements in the compute dtype that the backward pass needs at its peak, in addition to all that is
-            kept. If the unit has several blocks, this is for one of them.
-        passing_fp32: The same in fp32.
-        modules: Number of blocks that run in the unit.
-        measured: Measured times. Without them, times follow from `flops`.
-    """
-
-    spec: UnitSpec
-    flops: float
-    kept: float
+    spec: UnitSpec  # the parameters
+    flops: float  # FLOPs of a forward pass
+    kept: float  # elements in the compute dtype that autograd keeps for the backward pass
+    # Elements of the input. Checkpointing keeps only these. For the root unit, this is what it keeps from before the
+    # first block until the end of the backward pass.
     entering: float
-    kept_fp32: float = 0.0
-    kept_input: float = 0.0
+    kept_fp32: float = 0.0  # elements that autograd keeps in fp32, whatever the compute dtype is
+    kept_input: float = 0.0  # how many of `kept` are the input itself
+    # How many of `kept_fp32` are the input itself if the unit computes in fp32, and a copy if not.
     kept_input_fp32: float = 0.0
+    # Elements in the compute dtype that the backward pass needs at its peak, in addition to all that is kept. If the
+    # unit has several blocks, this is for one of them.
     passing: float = 0.0
-    passing_fp32: float = 0.0
-    modules: int = 1
+    passing_fp32: float = 0.0  # the same in fp32
+    modules: int = 1  # number of blocks that run in the unit
+    # Measured times. Without them, times follow from `flops`.
     measured: MeasuredPasses | None = None
 
     @property
@@ -129,16 +119,11 @@ class ModelUnit:
 
 @dataclass(frozen=True)
 class Model:
-    """A model, described by its units.
+    """A model, described by its units."""
 
-    Args:
-        name: Its name.
-        length: Tokens of a sequence.
-        units: Its units. The root unit comes first. Its arithmetic is that of the model's end (the output layer).
-    """
-
-    name: str
-    length: int
+    name: str  # its name
+    length: int  # tokens of a sequence
+    # Its units. The root unit comes first. Its arithmetic is that of the model's end (the output layer).
     units: tuple[ModelUnit, ...]
 
     @cached_property
@@ -164,18 +149,12 @@ class Model:
 
 @dataclass(frozen=True)
 class StagedModel:
-    """A model that is split into the stages of a pipeline.
+    """A model that is split into the stages of a pipeline."""
 
-    Args:
-        model: The unsplit model.
-        stages: The model of each stage.
-        width: Elements per token that one stage sends to the next.
-        tied: Elements of the embeddings that the first and the last stage share. Neither stage has them in its units.
-    """
-
-    model: Model
-    stages: tuple[Model, ...]
-    width: int
+    model: Model  # the unsplit model
+    stages: tuple[Model, ...]  # the model of each stage
+    width: int  # elements per token that one stage sends to the next
+    # Elements of the embeddings that the first and the last stage share. Neither stage has them in its units.
     tied: int = 0
 
 
@@ -225,15 +204,7 @@ class Transformer:
     def model(self, name: str, length: int) -> Model:
         """Return the model with this shape.
 
-        Args:
-            name: Its name.
-            length: Tokens of a sequence.
-
-        Returns:
-            The model. Its small blocks are combined into units, as `shard()` does.
-
-        Raises:
-            ConfigError: If the length is not a positive integer.
+        Its small blocks are combined into units, as `shard()` does.
         """
         if type(length) is not int or length < 1:
             raise ConfigError(f"model: length = {length!r}: expected a whole number of at least 1.")
@@ -242,19 +213,7 @@ class Transformer:
         return Model(name, length, self._with_ends(units))
 
     def staged(self, name: str, length: int, count: int) -> StagedModel:
-        """Return the model in stages of about equally many parameters, as `towpath.pipeline.split` makes them.
-
-        Args:
-            name: Its name.
-            length: Tokens of a sequence.
-            count: Number of stages.
-
-        Returns:
-            The model in stages.
-
-        Raises:
-            ConfigError: If there are more stages than blocks.
-        """
+        """Return the model in stages of about equally many parameters, as `towpath.pipeline.split` makes them."""
         model, block = self.model(name, length), self._block(length)
         if not 0 < count <= self.depth:
             raise ConfigError(f"{count} stages of a model that has {self.depth} blocks. Expected as many at most.")

@@ -111,16 +111,11 @@ class PipelinePrediction(Prediction):
 
     `computing` is the mean over ranks. `exposed` is that of the rank that waits longest, and `memory` that of the rank
     that needs most.
-
-    Args:
-        layout: How the model is distributed.
-        copies: Number of copies of each stage.
-        idle: The share of the step in which a rank does not compute, on average.
     """
 
-    layout: Layout
-    copies: int
-    idle: float
+    layout: Layout  # how the model is distributed
+    copies: int  # number of copies of each stage
+    idle: float  # the share of the step in which a rank does not compute, on average
 
     def sequences(self, world: int) -> int:
         """Return the sequences of a step. All copies together compute them, whatever `world` is."""
@@ -130,11 +125,8 @@ class PipelinePrediction(Prediction):
 class Pipelines:
     """Predicts and ranks pipelines for a model on a cluster.
 
-    Args:
-        staged: Returns the model in some number of stages, such as `Transformer.staged`.
-        cluster: The cluster.
-        request: What one optimizer step must do.
-        walks: Returns the order of a schedule. The default knows GPipe and 1F1B, and needs no torch.
+    `staged` returns the model in some number of stages, such as `Transformer.staged`. `walks` returns the order of a
+    schedule. The default knows GPipe and 1F1B, and needs no torch.
     """
 
     def __init__(
@@ -150,24 +142,10 @@ class Pipelines:
         self._plans: dict[object, UnitPlan] = {}
         self._solvers: dict[tuple[int, int, int], Solver] = {}
 
-    def solve(
-        self,
-        layouts: Sequence[Layout],
-        best: int = 10,
-        say: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[PipelinePrediction]:
-        """Find the best strategies for the copies of stages.
+    def solve(self, layouts: Sequence[Layout], best: int = 10) -> list[PipelinePrediction]:
+        """Return the best strategies for the copies of stages that fit into memory, the fastest first.
 
-        Args:
-            layouts: How the model may be distributed. Their strategies do not count.
-            best: Number of predictions to return.
-            say: Called with the amount of finished work and the total amount.
-
-        Returns:
-            The best of those that fit into memory, the fastest first.
-
-        Raises:
-            PlanError: If the ranks cannot be divided so.
+        `layouts` says how the model may be distributed. Their strategies do not count.
         """
         order = [
             (self._bound(layout, batching), number, layout, batching)
@@ -175,7 +153,6 @@ class Pipelines:
         ]
         heapq.heapify(order)
         found: list[PipelinePrediction] = []
-        total = len(order)
         # A layout whose computation alone takes longer than the best steps is not simulated.
         while order and (
             len(ordinary := [p.seconds for p in found if not p.launches_too_long]) < best
@@ -186,7 +163,6 @@ class Pipelines:
                 layout = self._exact_form(layout)
             if sum(self._memory(layout, batching).values()) <= self.request.memory:
                 found.append(self.predict(layout, batching))
-            say(total - len(order), total)
         return sorted(self._with_exact(found, best), key=lambda p: p.order)[:best]
 
     def _with_exact(self, found: Sequence[PipelinePrediction], most: int) -> Iterator[PipelinePrediction]:
@@ -277,12 +253,7 @@ class Pipelines:
         return batching.micro_steps * sum(each) / layout.pipeline
 
     def check(self, layout: Layout, batching: Batching) -> None:
-        """Check that a pipeline can run this layout with these micro-batches.
-
-        Raises:
-            PlanError: If the ranks or the micro-batches cannot be divided so.
-            ConfigError: If there is no such strategy.
-        """
+        """Check that a pipeline can run this layout with these micro-batches."""
         self.strategy(layout)
         if needed := asked_of_micro_batches(layout.schedule, layout.pipeline, batching.micro_steps):
             raise PlanError(
@@ -311,15 +282,7 @@ class Pipelines:
         return topology.world // together
 
     def strategy(self, layout: Layout) -> Strategy:
-        """Return the strategy of all stages, before the compression adds codecs to some of them.
-
-        Args:
-            layout: How the model is distributed.
-
-        Raises:
-            PlanError: If the layout's `Strategy` is for another topology than that of the copies of a stage.
-            ConfigError: If there is no preset of the layout's name.
-        """
+        """Return the strategy of all stages, before the compression adds codecs to some of them."""
         topology = self._stage_topology(layout)
         if isinstance(layout.strategy, Strategy):
             if layout.strategy.topology != topology:
@@ -335,15 +298,7 @@ class Pipelines:
     def predict(self, layout: Layout, batching: Batching) -> PipelinePrediction:
         """Simulate one optimizer step of a pipeline.
 
-        Args:
-            layout: How the model is distributed.
-            batching: The micro-batches. Of many micro-batches, only the first few are simulated.
-
-        Returns:
-            The predicted step. It may need more memory than there is.
-
-        Raises:
-            PlanError: If the ranks cannot be divided so.
+        Of many micro-batches, only the first few are simulated. The step may need more memory than there is.
         """
         few, many = (times * layout.pipeline for times in _REPLAYED)
         found = self.replay(layout, replace(batching, micro_steps=min(batching.micro_steps, many))).combined()
@@ -362,15 +317,7 @@ class Pipelines:
         )
 
     def replay(self, layout: Layout, batching: Batching) -> PipelineTimeline:
-        """Simulate every micro-batch of a step. Use it for traces.
-
-        Args:
-            layout: How the model is distributed.
-            batching: The micro-batches.
-
-        Returns:
-            All that the ranks of the pipeline do in the step.
-        """
+        """Simulate every micro-batch of a step. Use it for traces."""
         staged = self._staged(layout.stages)
         order, walk = self._walk(layout, batching)
         stages, tied = self._stages(layout, batching, order), list(self._tied(layout, staged))

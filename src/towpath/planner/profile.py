@@ -125,29 +125,17 @@ class Fit:
 
 @dataclass(frozen=True)
 class Profile:
-    """The measurements of a cluster.
+    """The measurements of a cluster."""
 
-    Args:
-        topology: The nodes, and the ranks of each node.
-        device: The type of the ranks' device.
-        host: The name of rank 0's host.
-        date: When it was measured.
-        cores: Processor cores of a host.
-        ranks_on_host: Ranks that share a host.
-        memory: Bytes of memory per rank.
-        points: The measurements.
-        budget_seconds: The time that the probe was given.
-    """
-
-    topology: Topology
-    device: str
-    host: str
-    date: str
-    cores: int
-    ranks_on_host: int
-    memory: int
-    points: tuple[Point, ...]
-    budget_seconds: float = 60.0
+    topology: Topology  # the nodes, and the ranks of each node
+    device: str  # the type of the ranks' device
+    host: str  # the name of rank 0's host
+    date: str  # when it was measured
+    cores: int  # processor cores of a host
+    ranks_on_host: int  # ranks that share a host
+    memory: int  # bytes of memory per rank
+    points: tuple[Point, ...]  # the measurements
+    budget_seconds: float = 60.0  # the time that the probe was given
 
     def of(self, what: str) -> list[Point]:
         """Return the points of a measurement, the smallest size first. Raise ConfigError if there are none."""
@@ -315,17 +303,7 @@ class Profile:
 
     @staticmethod
     def load(path: str | Path) -> Profile:
-        """Read a profile from a file.
-
-        Args:
-            path: A file that `towpath probe` wrote.
-
-        Returns:
-            The profile.
-
-        Raises:
-            ConfigError: If the file cannot be read, or has another version.
-        """
+        """Read a profile from a file."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

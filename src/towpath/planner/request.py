@@ -26,15 +26,10 @@ OUTER = "outer"
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer, as far as its memory and its speed matter.
+    """An optimizer, as far as its memory and its speed matter."""
 
-    Args:
-        name: Its name.
-        states: Number of state elements that it keeps for each parameter.
-    """
-
-    name: str
-    states: int
+    name: str  # its name
+    states: int  # number of state elements that it keeps for each parameter
 
     @staticmethod
     def named(name: str) -> Optimizer:

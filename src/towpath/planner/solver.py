@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -65,8 +65,6 @@ from towpath.topology.cluster import Extent, Topology
 _REPLAYED = 3
 # The default limit for the number of candidates that are replayed.
 MOST = 60
-# The number of bounds between two reports of progress.
-_BOUNDS_PER_REPORT = 256
 
 # A strategy, and the plans of all units.
 _Phase = tuple[Strategy, list[UnitPlan]]
@@ -357,15 +355,12 @@ class Solver:
 
     # The search -----------------------------------------------------------------------------------------------------
 
-    def solve(
-        self, best: int = 10, most: int = MOST, say: Callable[[int, int], None] = lambda done, total: None
-    ) -> Ranking | Infeasible:
+    def solve(self, best: int = 10, most: int = MOST) -> Ranking | Infeasible:
         """Find the best strategies.
 
         Args:
             best: Number of strategies to return.
             most: Number of candidates to simulate at most. A higher limit can prove that no other candidate is faster.
-            say: Called with the amount of finished work and the total amount. Bounds are the first half of it.
 
         Returns:
             The ranking, or `Infeasible` if nothing fits into memory.
@@ -376,9 +371,7 @@ class Solver:
         candidates = list(self.candidates())
         likely: list[Candidate] = []
         waiting: list[tuple[float, float, int, Candidate]] = []
-        for number, candidate in enumerate(candidates):
-            if number % _BOUNDS_PER_REPORT == 0:
-                say(number * most // len(candidates), 2 * most)
+        for candidate in candidates:
             if self.least_memory(candidate) <= self.request.memory:
                 waiting.append((*self.bound(candidate), len(likely), candidate))
                 likely.append(candidate)
@@ -405,7 +398,6 @@ class Solver:
             found.append(self.predict(strategy, candidate.batching))
             for key in _kinds(candidate):
                 ratios[key] = min(ratios.get(key, inf), found[-1].seconds / bound)
-            say(most + len(found), most + min(most, fitting))
         if not found:
             smallest = min(likely or candidates, key=self.least_memory)
             nearest = self.predict(self.strategy(smallest), smallest.batching)

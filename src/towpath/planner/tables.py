@@ -171,15 +171,7 @@ def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
 
 
 def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]]:
-    """Compare predicted steps, transfer by transfer and part by part.
-
-    Args:
-        steps: The steps, from `Solver.predict`.
-        solver: The solver that predicted them.
-
-    Returns:
-        Rows of text. The first cell of each row is its name, and one cell follows for each step.
-    """
+    """Compare predicted steps, transfer by transfer and part by part."""
     nodes, rows = solver.cluster.topology.nodes, list[tuple[str, ...]]()
 
     def add(name: str, cells: Sequence[str]) -> None:
@@ -220,15 +212,7 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
 
 
 def explain(steps: Sequence[Prediction], solver: Solver) -> str:
-    """Explain in one sentence what makes one of two steps faster, or what a single step waits for.
-
-    Args:
-        steps: One or two steps, from `Solver.predict`.
-        solver: The solver that predicted them.
-
-    Returns:
-        The sentence.
-    """
+    """Explain in one sentence what makes one of two steps faster, or what a single step waits for."""
     limit = solver.request.memory
     if len(steps) == 1:
         return _explain_one(steps[0], solver)

@@ -40,37 +40,26 @@ _TREE_RATE = 0.92
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link between nodes (the cable of one node), or inside a node (what one rank sends there).
+    """A link between nodes (the cable of one node), or inside a node (what one rank sends there)."""
 
-    Args:
-        rate: Bytes per second in each direction.
-        latency: Seconds from the start of a message to its first byte.
-        message: Seconds for which each message keeps its sender busy, however short it is.
-        work: Core seconds per byte, both ends together. Nonzero only where processors move the bytes.
-        message_work: Core seconds per message, both ends together.
-        busy_latency: Extra latency while the processors that carry the message compute. A thread that a message wakes
-            up then waits for a core.
-    """
-
-    rate: float
-    latency: float
-    message: float = 0.0
+    rate: float  # bytes per second in each direction
+    latency: float  # seconds from the start of a message to its first byte
+    message: float = 0.0  # seconds for which each message keeps its sender busy, however short it is
+    # Core seconds per byte, both ends together. Nonzero only where processors move the bytes.
     work: float = 0.0
-    message_work: float = 0.0
+    message_work: float = 0.0  # core seconds per message, both ends together
+    # Extra latency while the processors that carry the message compute. A thread that a message wakes up then waits for
+    # a core.
     busy_latency: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Racks:
-    """A third level of links: each rack of `nodes` nodes shares one of `rate` bytes per second in each direction.
+    """A third level of links: each rack of `nodes` nodes shares one of `rate` bytes per second in each direction."""
 
-    Args:
-        nodes: The nodes of a full rack. A job uses `Topology.nodes_per_rack` of them.
-        rate: The bytes per second that leave a rack, and as many that enter it.
-    """
-
+    # The nodes of a full rack. A job uses `Topology.nodes_per_rack` of them.
     nodes: int
-    rate: float
+    rate: float  # the bytes per second that leave a rack, and as many that enter it
 
     def topology(self, nodes: int, ranks_per_node: int) -> Topology:
         """Return the topology of a job on `nodes` nodes. Racks must divide them, unless one rack holds them all."""
@@ -99,32 +88,20 @@ class PassWork:
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """The processor time of the engine and the optimizer, apart from arithmetic and messages.
+    """The processor time of the engine and the optimizer, apart from arithmetic and messages."""
 
-    Args:
-        forward: Work of the engine in a forward pass.
-        backward: Work of the engine in a backward pass.
-        optimizer: Seconds per parameter in the optimizer's step, with the norm of the gradients.
-        transfer: Seconds per transfer, whatever its size.
-    """
-
-    forward: PassWork = PassWork()
-    backward: PassWork = PassWork()
-    optimizer: float = 0.0
-    transfer: float = 0.0
+    forward: PassWork = PassWork()  # work of the engine in a forward pass
+    backward: PassWork = PassWork()  # work of the engine in a backward pass
+    optimizer: float = 0.0  # seconds per parameter in the optimizer's step, with the norm of the gradients
+    transfer: float = 0.0  # seconds per transfer, whatever its size
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The memory of the host, to which states can be offloaded.
+    """The memory of the host, to which states can be offloaded."""
 
-    Args:
-        copy_rate: Bytes per second between one rank's device and the host, in each direction, while all ranks copy.
-        memory_rate: Bytes per second that one rank's share of the host's processors copies.
-    """
-
-    copy_rate: float
-    memory_rate: float
+    copy_rate: float  # bytes per second between one rank's device and the host, in each direction, while all ranks copy
+    memory_rate: float  # bytes per second that one rank's share of the host's processors copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +109,17 @@ class Launching:
     """The seconds for which the thread that trains is busy with each launch, where a device computes.
 
     The defaults were measured on an H200 with PyTorch 2.11 and NCCL 2.28.9, except for `unit`, which is estimated.
-
-    Args:
-        call: A call of a collective.
-        call_of_several: A call that is launched together with others, in addition to one `call` for all of them.
-        batch: A batch of point-to-point messages.
-        message: Each message of a batch.
-        codec: A kernel of a codec.
-        operation: Any other kernel, such as a copy or a product.
-        task: What surrounds the transfers of one task: a switch of the stream, and events.
-        unit: The engine's own work in a unit's pass.
     """
 
-    call: float = 55e-6
+    call: float = 55e-6  # a call of a collective
+    # a call that is launched together with others, in addition to one `call` for all of them.
     call_of_several: float = 10e-6
-    batch: float = 130e-6
-    message: float = 13e-6
-    codec: float = 28e-6
-    operation: float = 10e-6
-    task: float = 30e-6
-    unit: float = 200e-6
+    batch: float = 130e-6  # a batch of point-to-point messages
+    message: float = 13e-6  # each message of a batch
+    codec: float = 28e-6  # a kernel of a codec
+    operation: float = 10e-6  # any other kernel, such as a copy or a product
+    task: float = 30e-6  # what surrounds the transfers of one task: a switch of the stream, and events
+    unit: float = 200e-6  # the engine's own work in a unit's pass
 
     def of(self, launches: Launches) -> float:
         """Return the seconds that these launches take."""
@@ -167,41 +135,29 @@ class Launching:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The speed of a cluster's links, processors and kernels.
+    """The speed of a cluster's links, processors and kernels."""
 
-    Args:
-        topology: The nodes, and the ranks of each node.
-        intra: The link inside a node.
-        inter: The link between nodes.
-        memory_rate: Bytes per second that one rank copies.
-        sum_rate: Bytes per second that one rank adds to others.
-        codecs: The speed of each codec. Those of exact codecs may be left out.
-        racks: Links that several nodes share, if there are any.
-        cores: Cores that compute, move bytes and encode for `ranks_sharing` ranks together. None means that each rank
-            has a device, which computes without slowing messages down.
-        ranks_sharing: Ranks that share the cores of one host.
-        host: Work of the engine and the optimizer on the processor.
-        host_memory: The host's memory, for offloaded states.
-        launching: What launches cost the thread that trains. None means that they cost nothing, as where processors
-            compute: there, `host` has the engine's work.
-        measured: Collectives that were measured on this cluster. They correct the costs of the same collectives.
-        exact_shares: The bytes of exact messages as a share of their values, as a run of the same model has measured
-            them. Default: as expected on paper.
-    """
-
-    topology: Topology
-    intra: Link
-    inter: Link
-    memory_rate: float
-    sum_rate: float
+    topology: Topology  # the nodes, and the ranks of each node
+    intra: Link  # the link inside a node
+    inter: Link  # the link between nodes
+    memory_rate: float  # bytes per second that one rank copies
+    sum_rate: float  # bytes per second that one rank adds to others
+    # The speed of each codec. Those of exact codecs may be left out.
     codecs: tuple[tuple[str, CodecSpeed], ...] = ()
-    racks: Racks | None = None
+    racks: Racks | None = None  # links that several nodes share, if there are any
+    # Cores that compute, move bytes and encode for `ranks_sharing` ranks together. None means that each rank has a
+    # device, which computes without slowing messages down.
     cores: float | None = None
-    ranks_sharing: int = 1
-    host: HostWork = HostWork()
-    host_memory: HostMemory | None = None
+    ranks_sharing: int = 1  # ranks that share the cores of one host
+    host: HostWork = HostWork()  # work of the engine and the optimizer on the processor
+    host_memory: HostMemory | None = None  # the host's memory, for offloaded states
+    # What launches cost the thread that trains. None means that they cost nothing, as where processors compute: there,
+    # `host` has the engine's work.
     launching: Launching | None = None
+    # Collectives that were measured on this cluster. They correct the costs of the same collectives.
     measured: MeasuredCollectives | None = None
+    # The bytes of exact messages as a share of their values, as a run of the same model has measured them. Default: as
+    # expected on paper.
     exact_shares: Shares = ()
 
     @property
@@ -309,17 +265,11 @@ EVERYWHERE = StageLocation()
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
-    """The cost of one phase of a transfer.
+    """The cost of one phase of a transfer."""
 
-    Args:
-        seconds: Time in addition to the needs, such as the latency of messages.
-        needs: The amount of each resource.
-        busy_seconds: Extra time while the processors compute.
-    """
-
-    seconds: float
-    needs: Mapping[str, float]
-    busy_seconds: float = 0.0
+    seconds: float  # time in addition to the needs, such as the latency of messages
+    needs: Mapping[str, float]  # the amount of each resource
+    busy_seconds: float = 0.0  # extra time while the processors compute
 
     @property
     def crosses(self) -> bool:
@@ -335,35 +285,20 @@ class PhaseCost:
 
 @dataclass(frozen=True, slots=True)
 class TransferShape:
-    """The parts of a transfer that determine its cost.
+    """The parts of a transfer that determine its cost."""
 
-    Args:
-        op: The collective operation.
-        grid: Nodes and ranks per node of one group.
-        stride: Distance between two nodes of a group.
-        route: The route of the messages.
-        parts: Number of parts into which slices are cut.
-        elements: Number of elements of a group's buffer.
-        slice_bytes: Bytes of one member's slice, or of the message, as they are sent.
-        codec: The codec, if the transport encodes.
-        exact: The dtype of the elements, if what crosses nodes is encoded without losing a bit.
-        factored: Elements of the matrices that are sent as low-rank factors.
-        encoded: Whether the gathered shards are stored encoded.
-        form: How the route is executed.
-    """
-
-    op: Op
-    grid: Grid
-    stride: int
-    route: str
-    parts: int
-    elements: int
-    slice_bytes: float
-    codec: Codec | None
-    factored: int = 0
-    encoded: bool = False
-    form: Form = Form.MESSAGES
-    exact: str | None = None
+    op: Op  # the collective operation
+    grid: Grid  # nodes and ranks per node of one group
+    stride: int  # distance between two nodes of a group
+    route: str  # the route of the messages
+    parts: int  # number of parts into which slices are cut
+    elements: int  # number of elements of a group's buffer
+    slice_bytes: float  # bytes of one member's slice, or of the message, as they are sent
+    codec: Codec | None  # the codec, if the transport encodes
+    factored: int = 0  # elements of the matrices that are sent as low-rank factors
+    encoded: bool = False  # whether the gathered shards are stored encoded
+    form: Form = Form.MESSAGES  # how the route is executed
+    exact: str | None = None  # the dtype of the elements, if what crosses nodes is encoded without losing a bit
 
     @staticmethod
     def of(transfer: Transfer) -> TransferShape:

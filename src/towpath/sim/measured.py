@@ -17,14 +17,10 @@ from towpath.topology.cluster import Topology
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The ranks of each group of a collective, while all groups run it at once.
+    """The ranks of each group of a collective, while all groups run it at once."""
 
-    Attributes:
-        grid: The members of a group.
-        stride: The distance between the nodes of a group. It is 1 if the group has one node.
-    """
-
-    grid: Grid
+    grid: Grid  # the members of a group
+    # The distance between the nodes of a group. It is 1 if the group has one node.
     stride: int = 1
 
     def __str__(self) -> str:
@@ -38,14 +34,11 @@ Ratio = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCollectives:
-    """The measured ratios of collectives.
+    """The measured ratios of collectives."""
 
-    Attributes:
-        topology: The nodes and ranks on which they were measured. They hold for no other.
-        ratios: By operation, mesh and route: the ratio for each measured size of a group's region, in ascending order.
-    """
-
+    # The nodes and ranks on which they were measured. They hold for no other.
     topology: Topology
+    # By operation, mesh and route: the ratio for each measured size of a group's region, in ascending order.
     ratios: Mapping[tuple[Op, Mesh, str], Sequence[Ratio]]
 
     def ratio(self, op: Op, mesh: Mesh, route: str, size: float) -> float:

@@ -24,19 +24,12 @@ from towpath.sim.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """The simulated steps of one period.
+    """The simulated steps of one period."""
 
-    Attributes:
-        plan: What is exchanged.
-        steps: The seconds of each step of the period, in order.
-        alone: The seconds of a step in which no exchange is begun, under way or applied.
-        in_flight: The seconds for which exchanges run, as the mean of a step.
-    """
-
-    plan: OuterPlan
-    steps: tuple[float, ...]
-    alone: float
-    in_flight: dict[TransferKind, float]
+    plan: OuterPlan  # what is exchanged
+    steps: tuple[float, ...]  # the seconds of each step of the period, in order
+    alone: float  # the seconds of a step in which no exchange is begun, under way or applied
+    in_flight: dict[TransferKind, float]  # the seconds for which exchanges run, as the mean of a step
 
     @property
     def mean(self) -> float:

@@ -37,23 +37,15 @@ from towpath.sim.timeline import Event, Timeline
 
 @dataclass(frozen=True, slots=True)
 class ComputeSeconds:
-    """The seconds that one rank computes if nothing else runs.
+    """The seconds that one rank computes if nothing else runs."""
 
-    Args:
-        forward: Forward pass of each unit, the root's first.
-        backward: Backward pass of each unit, the root's first.
-        forward_end: Forward pass of the root after all other units.
-        backward_end: Backward pass of the root after all other units.
-        optimizer: The optimizer's step.
-        share: The share of the passes' seconds in which the processor works. During the rest, a device computes, which
-            does not slow down messages and codecs.
-    """
-
-    forward: Sequence[float]
-    backward: Sequence[float]
-    forward_end: float
-    backward_end: float
-    optimizer: float = 0.0
+    forward: Sequence[float]  # forward pass of each unit, the root's first
+    backward: Sequence[float]  # backward pass of each unit, the root's first
+    forward_end: float  # forward pass of the root after all other units
+    backward_end: float  # backward pass of the root after all other units
+    optimizer: float = 0.0  # the optimizer's step
+    # The share of the passes' seconds in which the processor works. During the rest, a device computes, which does not
+    # slow down messages and codecs.
     share: float = 1.0
 
     @property

@@ -27,35 +27,22 @@ _BYTES = ("inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes"
 
 @dataclass(slots=True)
 class Timeline:
-    """A simulated step.
+    """A simulated step."""
 
-    Args:
-        seconds: Duration of the step.
-        computed: Seconds of computation.
-        inter_bytes: Bytes that all ranks together send between nodes.
-        intra_bytes: Bytes that all ranks together send inside nodes.
-        saved_inter_bytes: How many of the bytes between nodes exact transfers are expected not to send.
-        saved_intra_bytes: The same inside nodes.
-        events: All intervals, for a trace.
-        exposed: Seconds that the computation waited for each kind of transfer.
-        in_flight: Seconds for which transfers of each kind ran.
-        launching: Seconds for which the thread that trains launches, where a device computes.
-        unlaunched: Seconds for which the device waits because nothing has been launched yet.
-        host_bytes: Bytes copied between the device and the host, both directions together.
-    """
-
-    seconds: float = 0.0
-    computed: float = 0.0
-    inter_bytes: int = 0
-    intra_bytes: int = 0
-    events: list[Event] = field(default_factory=list[Event])
+    seconds: float = 0.0  # duration of the step
+    computed: float = 0.0  # seconds of computation
+    inter_bytes: int = 0  # bytes that all ranks together send between nodes
+    intra_bytes: int = 0  # bytes that all ranks together send inside nodes
+    events: list[Event] = field(default_factory=list[Event])  # all intervals, for a trace
+    # Seconds that the computation waited for each kind of transfer.
     exposed: dict[TransferKind, float] = field(default_factory=dict[TransferKind, float])
+    # Seconds for which transfers of each kind ran.
     in_flight: dict[TransferKind, float] = field(default_factory=dict[TransferKind, float])
-    launching: float = 0.0
-    unlaunched: float = 0.0
-    saved_inter_bytes: int = 0
-    saved_intra_bytes: int = 0
-    host_bytes: int = 0
+    launching: float = 0.0  # seconds for which the thread that trains launches, where a device computes
+    unlaunched: float = 0.0  # seconds for which the device waits because nothing has been launched yet
+    saved_inter_bytes: int = 0  # how many of the bytes between nodes exact transfers are expected not to send
+    saved_intra_bytes: int = 0  # the same inside nodes
+    host_bytes: int = 0  # bytes copied between the device and the host, both directions together
 
     def waited(self, kind: TransferKind, name: str, began: float, ended: float) -> None:
         """Record that the computation waited for a transfer."""

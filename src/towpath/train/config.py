@@ -165,11 +165,7 @@ class TrainConfig(Section):
             self.refuse("micro_batch", f"a divisor of train.batch = {self.batch}")
 
     def micro_steps(self, copies: int) -> int:
-        """Return the micro-steps of one optimizer step if `copies` copies of the model share its samples.
-
-        Raises:
-            ConfigError: The copies cannot share the batch equally.
-        """
+        """Return the micro-steps of one optimizer step if `copies` copies of the model share its samples."""
         at_once = copies * self.micro_batch
         if self.batch % at_once:
             raise ConfigError(
@@ -273,11 +269,7 @@ class StrategyConfig(Section):
         return Topology(self.nodes, self.ranks_per_node) if self.nodes else launched
 
     def build(self, launched: Topology) -> Strategy:
-        """Return the strategy for ranks that are placed as `launched`. It cannot be "auto".
-
-        Raises:
-            ConfigError: The strategy's file cannot be read, or options are given in addition to it.
-        """
+        """Return the strategy for ranks that are placed as `launched`. It cannot be "auto"."""
         names = ("route", "weights", "gradients", "feedback", "offload", "exact")
         options: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name)}
         if (outer := self.outer.build()) is not None:
@@ -383,13 +375,7 @@ class Config:
     def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         """Read a configuration file.
 
-        Args:
-            path: A TOML file.
-            overrides: Texts of the form `section.key=value` that replace what the file says. The value is TOML; a value
-                that is not TOML is text.
-
-        Raises:
-            ConfigError: The file cannot be read, or a key or a value is not valid.
+        `overrides` have the form `section.key=value`. The value is TOML; a value that is not TOML is text.
         """
         try:
             table = tomllib.loads(_read(Path(path), "the configuration"))
@@ -401,11 +387,7 @@ class Config:
 
     @staticmethod
     def from_dict(table: Mapping[str, Any]) -> Config:
-        """Return the configuration of sections by name, each a mapping of its keys.
-
-        Raises:
-            ConfigError: A section, a key or a value is not valid.
-        """
+        """Return the configuration of sections by name, each a mapping of its keys."""
         return _made(Config, "", table)
 
     def __str__(self) -> str:

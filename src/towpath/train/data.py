@@ -96,14 +96,7 @@ class Tokens:
 def open_tokens(config: DataConfig, length: int, *, seed: int = 0, verify: bool = True) -> Tokens:
     """Open the data of a run, and split it into a part for training and, at the end, one for evaluation.
 
-    Args:
-        config: The section [data].
-        length: Tokens of a sequence.
-        seed: The seed of the order.
-        verify: Whether to compare the checksum of the tokens.
-
-    Raises:
-        ConfigError: The tokens cannot be read, or are too few.
+    With `verify`, it compares the checksum of the tokens.
     """
     if config.tokens:
         folder = Path(config.tokens).expanduser()

@@ -48,11 +48,7 @@ class Job:
 
     @contextmanager
     def fail_together(self) -> Generator[None]:
-        """Raise on every rank if any rank raises inside the context. Every rank must enter it.
-
-        Raises:
-            ConfigError: Another rank has raised. The text names the rank and its error.
-        """
+        """Raise on every rank if any rank raises inside the context. Every rank must enter it."""
         failure: Exception | None = None
         try:
             yield
@@ -95,13 +91,8 @@ class Job:
     def mean(self, values: Tensor, groups: Groups | None = None) -> Callable[[], list[float]]:
         """Sum `values` over the ranks in place, and begin to copy them to the host. Every rank must call it.
 
-        Args:
-            values: This rank's values.
-            groups: Those of fewer ranks, such as an island's.
-
-        Returns:
-            A function that returns the mean of each element. On a GPU it waits for the sum, and not for what was
-            enqueued after it.
+        Return a function that returns the mean of each element. On a GPU it waits for the sum, and not for what was
+        enqueued after it.
         """
         groups = groups or self.groups
         if groups.world > 1:

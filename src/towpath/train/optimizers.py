@@ -16,7 +16,7 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.optim import chain, owner_stepped
 from towpath.train.config import TrainConfig
 
-BETAS, EPS = (0.9, 0.95), 1e-5  # of AdamW, as Llama 2 was trained
+BETAS = (0.9, 0.95)  # of AdamW, as Llama was trained
 FINAL_SHARE = 0.1  # the last learning rate, as a share of the peak
 
 
@@ -45,7 +45,6 @@ def _adamw(trained: Sequence[nn.Parameter], config: TrainConfig) -> torch.optim.
         [g for g in groups if g["params"]],
         lr=config.learning_rate,
         betas=BETAS,
-        eps=EPS,
         fused=all(p.device.type in ("cpu", "cuda") for p in trained),
     )
 

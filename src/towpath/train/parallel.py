@@ -39,11 +39,7 @@ _MEASURED_SEQUENCES = (1, 4)
 
 
 def copies_of_model(parallel: ParallelConfig, world: int) -> int:
-    """Return the data-parallel degree: the number of copies of the model, which share the samples of a step.
-
-    Raises:
-        ConfigError: The ranks cannot be divided into copies.
-    """
+    """Return the data-parallel degree: the number of copies of the model, which share the samples of a step."""
     if world % parallel.ranks == 0:
         return world // parallel.ranks
     raise ConfigError(
@@ -53,11 +49,7 @@ def copies_of_model(parallel: ParallelConfig, world: int) -> int:
 
 
 def topology_of_copies(parallel: ParallelConfig, launched: Topology) -> Topology:
-    """Return the topology of the ranks that hold the same part of the model, which a strategy applies to.
-
-    Raises:
-        ConfigError: The ranks that share a layer would be on several nodes, or the ranks of a stage do not fill nodes.
-    """
+    """Return the topology of the ranks that hold the same part of the model, which a strategy applies to."""
     ranks = launched.ranks_per_node
     if ranks % parallel.tensor:
         raise ConfigError(
@@ -150,8 +142,7 @@ class _WithLoss(nn.Module):
 def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[TrainConfig, Strategy]:
     """Return the strategy that the planner ranks first for the model and the cluster. Every rank must call it.
 
-    Returns:
-        The section [train] with the micro-batch and activation checkpointing that the planner chose, and the strategy.
+    Also return the section [train] with the micro-batch and activation checkpointing that it chose.
     """
     train, options, parallel = config.train, config.strategy, config.parallel
     topology, offload = options.topology(job.topology), cast("Offload | None", options.offload or None)
@@ -161,7 +152,7 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         )
         return train, presets.strategy("ddp", topology, offload=offload)
     # Imported only here, because they import what traces a model.
-    from towpath.auto.choice import Pipelined, choose
+    from towpath.auto.choice import choose
     from towpath.auto.measure import describe_measured
 
     weights, gradients = codecs_for_both(options.allow)
@@ -197,8 +188,7 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         layout = Layout(parallel.pipeline, parallel.schedule, compression=parallel.compression, tensor=parallel.tensor)
         return next(iter(Pipelines(stages, cluster, request, walks).solve([layout], best=1)), None)
 
-    pipelined = Pipelined(staged, only=True) if parallel.ranks > 1 else None
-    choice = choose(job.groups, topology, describe, request, options.profile, pipelined)
+    choice = choose(job.groups, topology, describe, request, options.profile, staged if parallel.ranks > 1 else None)
     job.print_once(choice.why)
     batching = choice.batching
     chosen = replace(train, micro_batch=batching.micro_batch, checkpointing=batching.checkpointing)

@@ -13,6 +13,7 @@ import math
 import os
 import random
 import time
+from collections import defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from towpath.api import average_islands
-from towpath.checkpoint.weights import Safetensors
 from towpath.core.strategy import Strategy
 from towpath.engine.executor import engine_of
 from towpath.engine.saved_activations import offload_activations
@@ -37,7 +37,7 @@ from towpath.train.checkpoints import CheckpointManager, TrainState
 from towpath.train.config import Config
 from towpath.train.data import Batch, Tokens, open_tokens
 from towpath.train.job import SIGNALS, Agreement, Job, StopRequest, handle_signals, init_distributed
-from towpath.train.metrics import JsonLines, MetricsLogger, StepTimers
+from towpath.train.metrics import JsonLines, MetricsLogger
 from towpath.train.models.bundle import build_model, checkpoint_blocks, compile_blocks, next_token_loss
 from towpath.train.models.tensor_parallel import plan_for
 from towpath.train.optimizers import build_optimizer, learning_rate, set_learning_rate
@@ -49,12 +49,8 @@ _EVALUATED_BATCHES = 4  # of train.batch sequences
 def run_training(config: Config) -> int:
     """Train on this rank. Every rank must call it.
 
-    Returns:
-        The exit code of the command, the same on every rank: 0 after the last step, or 130 or 143 if Ctrl-C or SIGTERM
-        stopped a rank before, and the state was saved.
-
-    Raises:
-        TowpathError: The configuration cannot be trained, or the training failed.
+    Return the exit code of the command: 0 after the last step, or 130 or 143 if Ctrl-C or SIGTERM stopped a rank
+    before, and the state was saved.
     """
     with handle_signals() as stop, init_distributed() as job, job.as_step_errors():
         if alone():
@@ -75,26 +71,14 @@ class StepResult:
 
 
 class Trainer:
-    """A sharded model with its data and optimizer, on one rank. Every rank must make the same calls.
-
-    Attributes:
-        config: The configuration, with the micro-batch and the checkpointing that the planner may have chosen.
-        strategy: The sharding strategy.
-        job: The ranks.
-        bundle: The model as it was built, and what is known of it.
-        model: The sharded model, or with stages the `Pipeline`. It has the parameters.
-        optimizer: Its optimizer.
-        tokens: The data.
-        state: The position of the run, which is part of checkpoints.
-        timers: The seconds of this rank's training thread.
-        copies: The number of copies of the model, which is the data-parallel degree.
-        stop: The signal that this rank has received. `state.stopped_by` is the one that all ranks have agreed on.
-    """
+    """A sharded model with its data and optimizer, on one rank. Every rank must make the same calls."""
 
     # Setup ------------------------------------------------------------------------------------------------------------
 
     def __init__(self, config: Config, job: Job, stop: StopRequest | None = None) -> None:
-        self.job, self.stop, train, parallel = job, stop or StopRequest(), config.train, config.parallel
+        self.job, train, parallel = job, config.train, config.parallel
+        # The signal that this rank has received. `state.stopped_by` is the one that all ranks have agreed on.
+        self.stop = stop or StopRequest()
         # The cores that this process may use: a container, or a scheduler, may leave it fewer than the node has.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(train.threads or max(1, cores // job.topology.ranks_per_node))
@@ -104,8 +88,6 @@ class Trainer:
         with job.fail_together():
             if job.rank == 0:
                 JsonLines(Path(config.log.folder, "metrics.jsonl")).close()  # refuses a folder that it cannot write to
-            if config.model.weights:
-                Safetensors(config.model.weights)  # refuses files that are missing or damaged, before data is read
             self.copies = copies_of_model(parallel, job.world)
             if not config.strategy.auto:
                 train.micro_steps(self.copies)  # refuses a batch that the copies cannot share
@@ -122,7 +104,7 @@ class Trainer:
         # Strategy.
         if strategy is None:
             train, strategy = choose_strategy(config, job, bundle)
-        self.config, self.strategy = replace(config, train=train), strategy
+        self.config, self.strategy = replace(config, train=train), strategy  # `auto` also chooses the micro-batch
         self.pipelined = parallel.pipeline > 1
         nodes, ranks = strategy.job.nodes, strategy.job.ranks_per_node
         job.print_once(
@@ -139,14 +121,14 @@ class Trainer:
             compile_blocks(bundle)
         torch.manual_seed(train.seed)
         if self.pipelined:
-            self.model: Any = build_pipeline(self.config, job, bundle, strategy)
+            self.model: Any = build_pipeline(self.config, job, bundle, strategy)  # a `Pipeline`
         else:
             self.model = shard_model(self.config, job, bundle, strategy)
         # Dropout differs between ranks, except between those that compute the same micro-batch.
-        seed = train.seed + 1 + job.rank // parallel.tensor
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        own = train.seed + 1 + job.rank // parallel.tensor
+        torch.manual_seed(own)
+        random.seed(own)
+        np.random.seed(own % (1 << 32))
         self.model.train()
 
         self.optimizer = build_optimizer(self.model.parameters(), train)
@@ -159,7 +141,7 @@ class Trainer:
         self.state = TrainState(order)
         self._agreement = Agreement(job, engine_of(self.model).comm.groups if strategy.islands > 1 else None)
         self._failure: StepError | None = None
-        self.timers = StepTimers()
+        self.timers: dict[str, float] = defaultdict(float)  # the seconds of the training thread
 
     @property
     def micro_steps(self) -> int:
@@ -197,8 +179,7 @@ class Trainer:
     def train_step(self) -> StepResult:
         """Do one optimizer step. Afterwards all ranks know of a signal that a rank had received during it.
 
-        Raises:
-            StepError: The loss or the gradient is not finite. Nothing is saved after that.
+        If the loss or the gradient is not finite, it raises StepError, and nothing is saved.
         """
         config, state, began = self.config.train, self.state, time.perf_counter()
         rate = learning_rate(config, state.step)
@@ -330,36 +311,31 @@ class Trainer:
         """
         if self.tokens.held_out is None:
             return None, 0.0
-        config, before = self.config.train, self.timers.evaluation
-        with self._timed("evaluation"):
-            self.model.train(False)
-            total = torch.zeros((), device=self.job.device, dtype=torch.float64)
-            windows = _EVALUATED_BATCHES * config.batch
-            at_once = config.micro_batch * (self.micro_steps if self.pipelined else 1)
-            turns = windows // (at_once * self.copies)
+        config, began = self.config.train, time.perf_counter()
+        windows = _EVALUATED_BATCHES * config.batch
+        at_once = config.micro_batch * (self.micro_steps if self.pipelined else 1)
+        turns = windows // (at_once * self.copies)
+        total = torch.zeros(1, device=self.job.device, dtype=torch.float64)
+        self.model.train(False)
+        with self._timed("passes"):
             for turn in range(turns):
                 first = (turn * self.copies + self._copy) * at_once
-                batch = self.tokens.held_out.evaluation_batch(first, at_once, windows)
-                inputs, targets = self._to_device(batch)
+                inputs, targets = self._to_device(self.tokens.held_out.evaluation_batch(first, at_once, windows))
                 if self.pipelined:
                     total += self.model.evaluate(inputs, target=targets)
                 else:
                     total += next_token_loss(self.model, inputs, targets)
-            self.model.train()
-            loss = self.job.mean(total.view(1))()[0] / turns
-        return loss, self.timers.evaluation - before
+        self.model.train()
+        return self.job.mean(total)()[0] / turns, time.perf_counter() - began
 
     @contextmanager
     def _timed(self, what: str) -> Generator[None]:
         """Add the seconds of the context to a timer and, if the step is traced, to the trace."""
-        trace = running_trace(self.model)
-        began = time.perf_counter()
-        try:
-            # A trace shows the passes of the model by itself.
-            with nullcontext() if trace is None or what == "passes" else trace.phase(what):
-                yield
-        finally:
-            setattr(self.timers, what, getattr(self.timers, what) + time.perf_counter() - began)
+        trace, began = running_trace(self.model), time.perf_counter()
+        # A trace shows the passes of the model by itself.
+        with nullcontext() if trace is None or what == "passes" else trace.phase(what):
+            yield
+        self.timers[what] += time.perf_counter() - began
 
 
 def _check_same_on_all_ranks(config: Config, tokens: Tokens, job: Job) -> None:

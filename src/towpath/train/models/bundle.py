@@ -53,11 +53,7 @@ class ModelBundle:
 
 
 def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
-    """Build the model for a tokenizer of `vocabulary` tokens.
-
-    Raises:
-        ConfigError: The model cannot be built, is too small for the vocabulary, or its weights do not fit.
-    """
+    """Build the model for a tokenizer of `vocabulary` tokens."""
     if config.hf:
         model, config_json = hugging_face.build(config.hf, vocabulary)
         names = {name: name for name in model.state_dict(keep_vars=True)}

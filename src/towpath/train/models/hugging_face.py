@@ -21,12 +21,7 @@ from towpath.train.models.tensor_parallel import WHOLE_OUTPUT, WORDS, TensorPlan
 def build(path: str, vocabulary: int) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model and its configuration as JSON.
 
-    Args:
-        path: A config.json, or a folder with one.
-        vocabulary: The tokens of the tokenizer, which the model must know.
-
-    Raises:
-        ConfigError: There is no such file, or it is not the configuration of a causal language model.
+    `path` is a config.json, or a folder with one. `vocabulary` is the number of tokens that the model must know.
     """
     try:
         import transformers

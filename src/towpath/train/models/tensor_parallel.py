@@ -64,8 +64,7 @@ def _style_of(name: str, styles: Mapping[str, str]) -> str | None:
 def plan_for(model: nn.Module, plan: TensorPlan | None, ranks: int) -> TensorPlan:
     """Return the plan for a number of ranks, without the ends that these ranks cannot share.
 
-    Raises:
-        ConfigError: The ranks cannot share the blocks of this model.
+    It raises ConfigError if they cannot share the blocks.
     """
     prefix = f"parallel.tensor = {ranks}:"
     if plan is None or not any(_layers_in(model, plan.styles)):
