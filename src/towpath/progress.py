@@ -46,21 +46,3 @@ def progress_bar(about: str) -> Generator[Callable[[int, int], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(about, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def counting_bar(about: str, total: int) -> Generator[Callable[[int], None]]:
-    """Show the progress of a long operation as `progress_bar` does.
-
-    Yields:
-        A function to call with how much was done since the last call.
-    """
-    done = 0
-    with progress_bar(about) as progress:
-
-        def advance(more: int) -> None:
-            nonlocal done
-            done += more
-            progress(done, total)
-
-        yield advance

@@ -391,9 +391,6 @@ def test_a_model_leaves_in_another_dtype_with_its_tokenizer(tmp_path: Path) -> N
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value.bfloat16()), name
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("b a")["input_ids"] == [1, 0]
-    # And as a state dict.
-    [path, *_] = checkpoint.export(tmp_path / "run" / "step-000001", tmp_path / "pt", format="torch", dtype="float16")
-    assert {value.dtype for value in torch.load(path).values()} == {torch.float16}
 
 
 def _tokenizer() -> Any:
@@ -418,15 +415,6 @@ def test_what_a_dtype_cannot_hold_does_not_leave_in_it(tmp_path: Path) -> None:
         checkpoint.export(step, tmp_path / "new", tokenizer=tmp_path / "none.json")
 
 
-def test_a_plain_state_dict_leaves_too(tmp_path: Path) -> None:
-    run = _saved(tmp_path / "run")
-    [path] = checkpoint.export(tmp_path / "run" / "step-000002", tmp_path / "out", format="torch")
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.pt"]
-    model = TiedGPT()
-    model.load_state_dict(torch.load(path, weights_only=True))
-    assert differing(content(model), content(run.model)) == []
-
-
 def test_tensors_leave_under_the_names_that_others_know(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     checkpoint.save(tmp_path / "run", 1, State(model, names={"weight": "lm_head.weight"}))
@@ -442,8 +430,6 @@ def test_what_cannot_leave_or_arrive_is_told_in_one_line(tmp_path: Path) -> None
     newest = tmp_path / "run" / "step-000002"
     with pytest.raises(CheckpointError, match="is not empty: export into a new folder"):
         checkpoint.export(newest, tmp_path / "run")
-    with pytest.raises(CheckpointError, match="format is 'safetensors' or 'torch'; got 'onnx'"):
-        checkpoint.export(newest, tmp_path / "out", format="onnx")
     with pytest.raises(CheckpointError, match=r"expected a \.safetensors file, or a folder with some; found none"):
         checkpoint.import_safetensors(tmp_path / "none", tmp_path / "new")
     (tmp_path / "bad.safetensors").write_bytes(b"\x10" + b"\0" * 30)
@@ -479,12 +465,10 @@ def test_the_command_lists_verifies_and_shows(tmp_path: Path) -> None:
     assert _command("checkpoint", "verify", tmp_path)[0] == 0
     code, text = _command("checkpoint", "show", tmp_path)
     assert code == 0 and "step-000003: step 3, 1 ranks" in text and "model.blocks.0.qkv.weight" in text
-    code, text = _command("checkpoint", "show", tmp_path, "--json")
-    assert json.loads(text)["tensors"]["model.tokens.weight"]["shape"] == [37, 12]
     _flip(tmp_path / "step-000003" / FILE)
     assert _command("checkpoint", "ls", tmp_path)[0] == 0
-    code, text = _command("checkpoint", "verify", tmp_path, "--json")
-    assert code == 1 and [bool(v["problem"]) for v in json.loads(text)] == [True, False]
+    code, text = _command("checkpoint", "verify", tmp_path)
+    assert code == 1 and "corrupted" in text and "step-000002: every byte is what was written" in text
     (tmp_path / "step-000003" / FILE).unlink()
     code, text = _command("checkpoint", "ls", tmp_path, "--json")
     assert code == 1 and "is missing" in json.loads(text)[0]["problem"]
@@ -494,7 +478,8 @@ def test_the_command_lists_verifies_and_shows(tmp_path: Path) -> None:
     assert code == 1 and "is a symbolic link, which is not followed" in linked and usable is None
     code, text = _command("checkpoint", "ls", tmp_path)
     assert f"\nstep-000004: {linked}\nstep-000003: {missing}\n" in text  # each on one line
-    assert _command("checkpoint", "ls", tmp_path / "step-000004")[0] == 0
+    for command in (("checkpoint", "ls"), ("checkpoint", "verify")):
+        assert _command(*command, tmp_path / "step-000004")[0] == 1
     (tmp_path / "step-000004").unlink()
     assert _command("checkpoint", "ls", tmp_path / "none")[0] == 2
 
@@ -510,8 +495,8 @@ def test_the_command_finds_the_checkpoints_in_the_folder_of_a_run(tmp_path: Path
 
 def test_the_command_exports_and_imports(tmp_path: Path) -> None:
     run = _saved(tmp_path / "run")
-    code, text = _command("export", tmp_path / "run", tmp_path / "out", "--json")
-    assert code == 0 and [Path(f["path"]).name for f in json.loads(text)["files"]] == ["model.safetensors"]
+    code, text = _command("export", tmp_path / "run", tmp_path / "out")
+    assert code == 0 and "model.safetensors " in text and len(text.splitlines()) == 1
     assert _command("import", tmp_path / "out", tmp_path / "new")[0] == 0
     model = TiedGPT()
     assert checkpoint.load(tmp_path / "new", State(model)) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from towpath import progress
-from towpath.progress import counting_bar, size
+from towpath.progress import progress_bar, size
 
 
 def test_sizes_are_decimal() -> None:
@@ -18,7 +18,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then(
 ) -> None:
     seconds = iter([0.0, 1.0, 3.0, 3.0, 4.0])  # at the beginning, then one or two readings for each part
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
-    with counting_bar("Verifying", 4) as advance:
-        for _ in range(3):
-            advance(1)
-    assert capsys.readouterr().err == "Verifying: 50%\n"
+    with progress_bar("Planning") as say:
+        for done in (1, 2, 3):
+            say(done, 4)
+    assert capsys.readouterr().err == "Planning: 50%\n"

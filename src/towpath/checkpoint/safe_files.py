@@ -12,7 +12,7 @@ import os
 import reprlib
 import stat
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -26,8 +26,6 @@ from torch import Tensor
 from towpath.errors import CheckpointError
 
 MAX_JSON_BYTES = 64 << 20  # parsed JSON takes up to 20 times as much memory
-
-Progress = Callable[[int], None]  # receives a number of bytes that were read
 
 # O_NONBLOCK: opening a pipe returns at once.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -120,7 +118,7 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     return cast(dict[str, Any], found)
 
 
-def checksum(path: Path, progress: Progress | None = None, *, flush: bool = False) -> tuple[int, int]:
+def checksum(path: Path, *, flush: bool = False) -> tuple[int, int]:
     """Return the size and the CRC-32 of a file. `flush` first waits until its bytes are on the disk."""
     count = crc = 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -129,8 +127,6 @@ def checksum(path: Path, progress: Progress | None = None, *, flush: bool = Fals
             os.fsync(file.fileno())
         while read := file.readinto(buffer):
             count, crc = count + read, zlib.crc32(buffer[:read], crc)
-            if progress is not None:
-                progress(read)
     return count, crc
 
 
