@@ -228,19 +228,11 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _flip_header(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
-
-
 DAMAGES = [
     (FILE, _truncate, f"{FILE} is truncated"),
     (FILE, _flip, f"{FILE} is corrupted: "),
-    (FILE, _flip_header, f"{FILE}"),
     (FILE, Path.unlink, f"{FILE} is missing"),
     ("manifest.json", _truncate, "manifest.json: not a whole manifest"),
-    ("manifest.json", _flip, "manifest.json"),
     ("manifest.json", Path.unlink, "manifest.json is missing"),
 ]
 
@@ -286,14 +278,6 @@ def test_a_path_that_cannot_hold_checkpoints_is_an_error(tmp_path: Path) -> None
         checkpoint.load(tmp_path / "dcp", State(model))
 
 
-def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
-    _saved(tmp_path)
-    names = sorted(p.name for p in (tmp_path / "step-000002").iterdir())
-    assert names == ["manifest.json", "rank-00000-optimizer.safetensors", FILE]
-    assert load_file(tmp_path / "step-000002" / FILE)["model.tokens.weight@0,0"].shape == (37, 12)
-    json.loads((tmp_path / "step-000002" / "manifest.json").read_text())
-
-
 def test_arguments_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     model: Any = nn.Linear(2, 2)
     state, save, saver = State(model), checkpoint.save, checkpoint.Saver
@@ -327,11 +311,12 @@ def test_what_no_checkpoint_can_hold_is_named(tmp_path: Path, caplog: pytest.Log
 
 def test_old_ones_go_when_a_new_one_is_there(tmp_path: Path) -> None:
     run = Run.of("ddp", ALONE)
+    (tmp_path / "step-1234567").mkdir()  # later ones are not its own
     saver = checkpoint.Saver(tmp_path, run.state(), keep_last=2, keep_every=4)
     for step in range(1, 8):
         saver.save(step)
     assert saver.close().ok  # pyright: ignore[reportOptionalMemberAccess]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000006", "step-000007"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{n:06d}" for n in (4, 6, 7, 1_234_567)]
 
 
 # --- leaving and arriving --------------------------------------------------------------------------------------------
@@ -472,15 +457,6 @@ def test_the_command_lists_verifies_and_shows(tmp_path: Path) -> None:
     (tmp_path / "step-000003" / FILE).unlink()
     code, text = _command("checkpoint", "ls", tmp_path, "--json")
     assert code == 1 and "is missing" in json.loads(text)[0]["problem"]
-    (tmp_path / "step-000004").symlink_to(tmp_path / "step-000002")
-    code, text = _command("checkpoint", "ls", tmp_path, "--json")
-    linked, missing, usable = (row["problem"] for row in json.loads(text))
-    assert code == 1 and "is a symbolic link, which is not followed" in linked and usable is None
-    code, text = _command("checkpoint", "ls", tmp_path)
-    assert f"\nstep-000004: {linked}\nstep-000003: {missing}\n" in text  # each on one line
-    for command in (("checkpoint", "ls"), ("checkpoint", "verify")):
-        assert _command(*command, tmp_path / "step-000004")[0] == 1
-    (tmp_path / "step-000004").unlink()
     assert _command("checkpoint", "ls", tmp_path / "none")[0] == 2
 
 

@@ -93,17 +93,9 @@ class _Written:
 
 
 def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: ControlGroup) -> None:
-    """Write a checkpoint into `root`. Every rank of `control` must call it.
+    """Write a checkpoint into `root`. Every rank of `control` must call it. If one fails, all raise the same error.
 
-    Args:
-        root: The folder of checkpoints.
-        step: The step, which names the checkpoint.
-        contents: What this rank writes, or why it has nothing to write.
-        lock: The lock on the folder, which rank 0 holds.
-        control: The ranks that write.
-
-    Raises:
-        CheckpointError: A rank failed. All ranks raise the same error.
+    `contents` is what this rank writes, or why it has nothing to write.
     """
     partial: Path | None = None
 
@@ -191,11 +183,7 @@ def free_bytes(folder: Path) -> int:
 
 @torch.no_grad()
 def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, control: ControlGroup) -> None:
-    """Fill `targets` from a checkpoint. Every rank of `control` must call it.
-
-    Raises:
-        CheckpointError: A rank failed. All ranks raise the same error.
-    """
+    """Fill `targets` from a checkpoint. Every rank of `control` must call it. If one fails, all raise its error."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata: dict[str, Any] = {
         name: TensorStorageMetadata(
