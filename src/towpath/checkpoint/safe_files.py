@@ -97,22 +97,17 @@ def opened(path: Path) -> Generator[FileIO]:
             raise DamagedError(f"{path} cannot be read ({error.strerror}).") from error
 
 
-def read_json(path: Path, what: str = "JSON") -> Any:
-    """Return the parsed content of a JSON file. `what` names the expected content in an error."""
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """Return the JSON object in a file. `what` names the expected content in an error."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_JSON_BYTES:
             raise DamagedError(f"{path} has {size:,} bytes; {what} has at most {MAX_JSON_BYTES:,}.")
         data = file.readall()
     try:
-        return json.loads(data)
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: not {what} ({error}).") from None
-
-
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in a file."""
-    found = read_json(path, what)
     if not isinstance(found, dict):
         raise DamagedError(f"{path}: {shown(found)} is not {what}; expected an object.")
     return cast(dict[str, Any], found)
