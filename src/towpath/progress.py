@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 _SECONDS_BETWEEN_LINES = 2.0  # if there is no terminal
 
@@ -24,26 +23,23 @@ def size(count_bytes: float) -> str:
 
 
 @contextmanager
-def counting_bar(about: str, total: int) -> Generator[Callable[[int], None]]:
-    """Show the progress of a long operation: a bar on a terminal, and otherwise a line now and then.
+def working(about: str) -> Generator[Callable[[str], object]]:
+    """Show that something takes long: a spinner on a terminal, and otherwise a line on stderr now and then.
 
     Yields:
-        A function to call with how much was done since the last call.
+        A function to call with what is being done now.
     """
     console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        done, last = 0, time.monotonic()
-
-        def line(more: int) -> None:
-            nonlocal done, last
-            done += more
-            if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                print(f"{about}: {done / total:.0%}", file=sys.stderr, flush=True)
-
-        yield line
+    if console.is_terminal:
+        with console.status(about) as status:
+            yield status.update
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(about, total=total)
-        yield lambda more: bar.advance(task, more)
+    last = time.monotonic()
+
+    def line(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    yield line

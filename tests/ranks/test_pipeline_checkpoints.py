@@ -170,25 +170,6 @@ def _piped(pipeline: Pipeline, optimizer: torch.optim.Optimizer, step: int, copi
     pipeline.zero_grad()
 
 
-def test_a_pipeline_is_exported_as_one_model(world: Worlds, tmp_path: Path) -> None:
-    world(4).run(_saved, str(tmp_path / "run"))
-    out = tmp_path / "out"
-    saved = checkpoint.latest(tmp_path / "run")
-    assert saved is not None
-    checkpoint.export(saved, out)
-    from safetensors.torch import load_file
-
-    found = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
-    expected = dict(_gpt(tied=True).named_parameters())
-    assert set(found) == set(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def _saved(folder: str) -> None:
-    pipeline = _made((2, 2), "1F1B", "zero3", True)
-    assert checkpoint.save(folder, 0, checkpoint.State(pipeline, _optimizer(pipeline))).ok
-
-
 def test_what_a_checkpoint_of_a_pipeline_cannot_be_is_told_on_every_rank(world: Worlds, tmp_path: Path) -> None:
     world(4).run(_told, str(tmp_path))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ Worlds = Callable[[int], World]
 
 STAGES = 2
 # Stages, data-parallel and tensor-parallel ranks. Half of the copies take the one batch, half the other.
-LAYOUTS = [
+LAYOUTS = [((1, 2, 2), "zero3"), ((2, 2, 1), "zero1"), ((1, 4, 1), "mics"), ((1, 2, 2), "ddp")]
+OF_8_RANKS = [
     ((2, 2, 2), "zero3"),
     ((2, 4, 1), "zero1"),
     ((1, 4, 2), "paro-iig"),
@@ -39,18 +41,20 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parity
-def test_a_checkpoint_fits_other_tensor_parallel_ranks_stages_and_copies(world: Worlds, tmp_path: Path) -> None:
-    world(8).run(_refitted, tmp_path)
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(OF_8_RANKS, marks=pytest.mark.parity)], ids=["4", "8"])
+def test_a_checkpoint_fits_other_tensor_parallel_ranks_stages_and_copies(
+    world: Worlds, tmp_path: Path, layouts: list[Any]
+) -> None:
+    world(prod(layouts[0][0])).run(_refitted, tmp_path, layouts)
     saved = checkpoint.latest(tmp_path)
     assert saved is not None and checkpoint.verify(saved) is None
 
 
-def _refitted(root: Path) -> None:
+def _refitted(root: Path, layouts: list[Any]) -> None:
     """A step under each layout, which goes on from what the one before saved; the same steps in one process."""
     whole = nn.Sequential(*(Plain(seed) for seed in range(STAGES)))
     reference, before = _optimizer(whole), Content()
-    for step, (sizes, strategy) in enumerate(LAYOUTS):
+    for step, (sizes, strategy) in enumerate(layouts):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
         model = _pipeline(mesh, strategy) if sizes[0] > 1 else _one_model(mesh, strategy)
         optimizer = _optimizer(model)
@@ -151,26 +155,6 @@ def _tied(root: Path) -> None:
         assert torch.allclose(found, expected, rtol=0, atol=1e-9), name
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.allclose(other.state[found][key], reference.state[expected][key], rtol=0, atol=1e-9), name
-
-
-def test_what_is_the_same_on_the_whole_mesh_is_written_once_and_exported(world: Worlds, tmp_path: Path) -> None:
-    world(4).run(_saved, tmp_path / "run")
-    saved = checkpoint.latest(tmp_path / "run")
-    assert saved is not None
-    checkpoint.export(saved, tmp_path / "out")
-    from safetensors.torch import load_file
-
-    found = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
-    expected = dict(Plain(0).named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def _saved(root: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model: Any = _tensor_parallel(0, mesh["tp"])
-    towpath.shard(model, "zero3", topology=towpath.Topology(2, 1), group=mesh["dp"].get_group(), units=[Block])
-    assert checkpoint.save(root, 1, State(model)).ok
 
 
 def test_a_part_of_the_job_cannot_save_it(world: Worlds) -> None:

@@ -228,19 +228,11 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _flip_header(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[20] ^= 1
-    path.write_bytes(data)
-
-
 DAMAGES = [
     (FILE, _truncate, f"{FILE} is truncated"),
     (FILE, _flip, f"{FILE} is corrupted: "),
-    (FILE, _flip_header, f"{FILE}"),
     (FILE, Path.unlink, f"{FILE} is missing"),
     ("manifest.json", _truncate, "manifest.json: not a whole manifest"),
-    ("manifest.json", _flip, "manifest.json"),
     ("manifest.json", Path.unlink, "manifest.json is missing"),
 ]
 
@@ -286,14 +278,6 @@ def test_a_path_that_cannot_hold_checkpoints_is_an_error(tmp_path: Path) -> None
         checkpoint.load(tmp_path / "dcp", State(model))
 
 
-def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
-    _saved(tmp_path)
-    names = sorted(p.name for p in (tmp_path / "step-000002").iterdir())
-    assert names == ["manifest.json", "rank-00000-optimizer.safetensors", FILE]
-    assert load_file(tmp_path / "step-000002" / FILE)["model.tokens.weight@0,0"].shape == (37, 12)
-    json.loads((tmp_path / "step-000002" / "manifest.json").read_text())
-
-
 def test_arguments_are_checked_before_anything_is_written(tmp_path: Path) -> None:
     model: Any = nn.Linear(2, 2)
     state, save, saver = State(model), checkpoint.save, checkpoint.Saver
@@ -327,11 +311,12 @@ def test_what_no_checkpoint_can_hold_is_named(tmp_path: Path, caplog: pytest.Log
 
 def test_old_ones_go_when_a_new_one_is_there(tmp_path: Path) -> None:
     run = Run.of("ddp", ALONE)
+    (tmp_path / "step-1234567").mkdir()  # later ones are not its own
     saver = checkpoint.Saver(tmp_path, run.state(), keep_last=2, keep_every=4)
     for step in range(1, 8):
         saver.save(step)
     assert saver.close().ok  # pyright: ignore[reportOptionalMemberAccess]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000004", "step-000006", "step-000007"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{n:06d}" for n in (4, 6, 7, 1_234_567)]
 
 
 # --- leaving and arriving --------------------------------------------------------------------------------------------
@@ -391,9 +376,6 @@ def test_a_model_leaves_in_another_dtype_with_its_tokenizer(tmp_path: Path) -> N
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value.bfloat16()), name
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("b a")["input_ids"] == [1, 0]
-    # And as a state dict.
-    [path, *_] = checkpoint.export(tmp_path / "run" / "step-000001", tmp_path / "pt", format="torch", dtype="float16")
-    assert {value.dtype for value in torch.load(path).values()} == {torch.float16}
 
 
 def _tokenizer() -> Any:
@@ -418,15 +400,6 @@ def test_what_a_dtype_cannot_hold_does_not_leave_in_it(tmp_path: Path) -> None:
         checkpoint.export(step, tmp_path / "new", tokenizer=tmp_path / "none.json")
 
 
-def test_a_plain_state_dict_leaves_too(tmp_path: Path) -> None:
-    run = _saved(tmp_path / "run")
-    [path] = checkpoint.export(tmp_path / "run" / "step-000002", tmp_path / "out", format="torch")
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.pt"]
-    model = TiedGPT()
-    model.load_state_dict(torch.load(path, weights_only=True))
-    assert differing(content(model), content(run.model)) == []
-
-
 def test_tensors_leave_under_the_names_that_others_know(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     checkpoint.save(tmp_path / "run", 1, State(model, names={"weight": "lm_head.weight"}))
@@ -442,8 +415,6 @@ def test_what_cannot_leave_or_arrive_is_told_in_one_line(tmp_path: Path) -> None
     newest = tmp_path / "run" / "step-000002"
     with pytest.raises(CheckpointError, match="is not empty: export into a new folder"):
         checkpoint.export(newest, tmp_path / "run")
-    with pytest.raises(CheckpointError, match="format is 'safetensors' or 'torch'; got 'onnx'"):
-        checkpoint.export(newest, tmp_path / "out", format="onnx")
     with pytest.raises(CheckpointError, match=r"expected a \.safetensors file, or a folder with some; found none"):
         checkpoint.import_safetensors(tmp_path / "none", tmp_path / "new")
     (tmp_path / "bad.safetensors").write_bytes(b"\x10" + b"\0" * 30)
@@ -479,23 +450,13 @@ def test_the_command_lists_verifies_and_shows(tmp_path: Path) -> None:
     assert _command("checkpoint", "verify", tmp_path)[0] == 0
     code, text = _command("checkpoint", "show", tmp_path)
     assert code == 0 and "step-000003: step 3, 1 ranks" in text and "model.blocks.0.qkv.weight" in text
-    code, text = _command("checkpoint", "show", tmp_path, "--json")
-    assert json.loads(text)["tensors"]["model.tokens.weight"]["shape"] == [37, 12]
     _flip(tmp_path / "step-000003" / FILE)
     assert _command("checkpoint", "ls", tmp_path)[0] == 0
-    code, text = _command("checkpoint", "verify", tmp_path, "--json")
-    assert code == 1 and [bool(v["problem"]) for v in json.loads(text)] == [True, False]
+    code, text = _command("checkpoint", "verify", tmp_path)
+    assert code == 1 and "corrupted" in text and "step-000002: every byte is what was written" in text
     (tmp_path / "step-000003" / FILE).unlink()
     code, text = _command("checkpoint", "ls", tmp_path, "--json")
     assert code == 1 and "is missing" in json.loads(text)[0]["problem"]
-    (tmp_path / "step-000004").symlink_to(tmp_path / "step-000002")
-    code, text = _command("checkpoint", "ls", tmp_path, "--json")
-    linked, missing, usable = (row["problem"] for row in json.loads(text))
-    assert code == 1 and "is a symbolic link, which is not followed" in linked and usable is None
-    code, text = _command("checkpoint", "ls", tmp_path)
-    assert f"\nstep-000004: {linked}\nstep-000003: {missing}\n" in text  # each on one line
-    assert _command("checkpoint", "ls", tmp_path / "step-000004")[0] == 0
-    (tmp_path / "step-000004").unlink()
     assert _command("checkpoint", "ls", tmp_path / "none")[0] == 2
 
 
@@ -510,8 +471,8 @@ def test_the_command_finds_the_checkpoints_in_the_folder_of_a_run(tmp_path: Path
 
 def test_the_command_exports_and_imports(tmp_path: Path) -> None:
     run = _saved(tmp_path / "run")
-    code, text = _command("export", tmp_path / "run", tmp_path / "out", "--json")
-    assert code == 0 and [Path(f["path"]).name for f in json.loads(text)["files"]] == ["model.safetensors"]
+    code, text = _command("export", tmp_path / "run", tmp_path / "out")
+    assert code == 0 and "model.safetensors " in text and len(text.splitlines()) == 1
     assert _command("import", tmp_path / "out", tmp_path / "new")[0] == 0
     model = TiedGPT()
     assert checkpoint.load(tmp_path / "new", State(model)) is not None

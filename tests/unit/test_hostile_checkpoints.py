@@ -10,6 +10,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import struct
@@ -109,11 +110,6 @@ def _seal(folder: Path, content: Any) -> None:
     (folder / MANIFEST).write_text(json.dumps(whole))
 
 
-def test_a_manifest_of_another_format_is_refused_as_such(folder: Path) -> None:
-    (folder / MANIFEST).write_text(json.dumps({"format": "towpath checkpoint 9"}))
-    assert f"format is 'towpath checkpoint 9'; expected '{FORMAT}'" in (checkpoint.verify(folder) or "")
-
-
 def _everything(folder: Path, out: Path) -> list[str | None]:
     """What verify, load and export say of it; None where they are content."""
     said: list[str | None] = [checkpoint.verify(folder)]
@@ -134,23 +130,12 @@ def _everything(folder: Path, out: Path) -> list[str | None]:
 
 # --- paths -----------------------------------------------------------------------------------------------------------
 
-NAMES: list[Any] = [
-    "../secret",
-    "/dev/zero",
-    "/etc/passwd",
-    "a/b",
-    "..",
-    ".",
-    "",
-    "a\\b",
-    "a\0b",
-    "\ud800",
-    MANIFEST,
-    7,
-]
 
-
-@pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name)[:20])
+@pytest.mark.parametrize(
+    "name",
+    ["../secret", "/dev/zero", "a/b", "..", "", "a\\b", "a\0b", "\ud800", MANIFEST, 7],
+    ids=lambda name: repr(name),
+)
 @pytest.mark.parametrize("listed", [False, True])
 def test_a_box_names_no_file_but_those_of_its_folder(folder: Path, name: Any, listed: bool) -> None:
     (folder.parent / "secret").write_bytes((folder / FILE).read_bytes())
@@ -162,11 +147,7 @@ def test_a_box_names_no_file_but_those_of_its_folder(folder: Path, name: Any, li
         content["files"] = {str(name): [HUGE, 0]}
     _seal(folder, content)
     for said in _everything(folder, folder.parent / "out"):
-        assert said is not None and MANIFEST in said and ("file" in said)
-
-
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
+        assert said is not None and MANIFEST in said and "file" in said
 
 
 def _link(path: Path) -> None:
@@ -174,38 +155,25 @@ def _link(path: Path) -> None:
     path.symlink_to(path.with_name("target"))
 
 
-SPECIAL: list[tuple[Callable[[Path], None], str]] = [
-    (_pipe, "is a folder, a pipe or a device; expected a regular file"),
-    (_link, "is a symbolic link"),
-    (lambda path: path.symlink_to("/dev/zero"), "is a symbolic link"),
-    (Path.mkdir, "is a folder, a pipe or a device; expected a regular file"),
-]
-
-
-@pytest.mark.parametrize("make, told", SPECIAL)
-@pytest.mark.parametrize("file", [FILE, MANIFEST])
+@pytest.mark.parametrize("make", [os.mkfifo, _link, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
 def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(
-    folder: Path, file: str, make: Callable[[Path], None], told: str
+    folder: Path, tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
-    (folder / file).unlink()
-    make(folder / file)
-    for said in _everything(folder, folder.parent / "out"):
-        assert said is not None and f"{file} {told}" in said
-
-
-@pytest.mark.parametrize("make, told", SPECIAL)
-def test_files_of_others_are_regular_ones_too(tmp_path: Path, make: Callable[[Path], None], told: str) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    make(source / "model.safetensors")
-    for read in (lambda: Safetensors(source), lambda: checkpoint.import_safetensors(source, tmp_path / "new")):
-        with pytest.raises(CheckpointError, match=told):
-            read()
-    shutil.rmtree(source)
-    source.mkdir()
-    make(source / INDEX)
-    with pytest.raises(CheckpointError, match=told):
-        Safetensors(source)
+    told = "is a symbolic link|is a folder, a pipe or a device; expected a regular file"
+    for file in (FILE, MANIFEST):
+        (folder / file).rename(tmp_path / "whole")
+        make(folder / file)
+        for said in _everything(folder, tmp_path / "out"):
+            assert said is not None and re.search(f"{file} ({told})", said)
+        (folder / file).rmdir() if make is Path.mkdir else (folder / file).unlink()
+        (tmp_path / "whole").rename(folder / file)
+    for number, file in enumerate(("model.safetensors", INDEX)):
+        source = tmp_path / f"{number}"
+        source.mkdir()
+        make(source / file)
+        for read in (Safetensors, lambda source: checkpoint.import_safetensors(source, tmp_path / "new")):
+            with pytest.raises(CheckpointError, match=told):
+                read(source)
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/dev/zero", "..", "", "a/b", 3, None, {}])
@@ -214,12 +182,12 @@ def test_an_index_names_no_file_but_those_beside_it(tmp_path: Path, name: Any) -
     source.mkdir()
     save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
     (source / INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
-    for read in (lambda: Safetensors(source), lambda: checkpoint.import_safetensors(source, tmp_path / "new")):
+    for read in (Safetensors, lambda source: checkpoint.import_safetensors(source, tmp_path / "new")):
         with pytest.raises(CheckpointError, match=r"weight_map\['w'\]\) names the file .*; expected the plain name"):
-            read()
+            read(source)
 
 
-def test_links_are_followed_where_the_user_named_them_and_in_the_cache_of_the_hub(tmp_path: Path, folder: Path) -> None:
+def test_links_in_the_cache_of_the_hub_lead_to_its_blobs_and_nowhere_else(tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "models--x" / "snapshots" / "main", tmp_path / "models--x" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -231,25 +199,34 @@ def test_links_are_followed_where_the_user_named_them_and_in_the_cache_of_the_hu
     (blobs / ("ab" * 32)).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="is a symbolic link"):
         Safetensors(snapshot)
-    (tmp_path / "latest").symlink_to(folder)
-    assert checkpoint.load(tmp_path / "latest", Case().state) is not None
-    assert "is a symbolic link, which is not followed. Name its target." in (
-        checkpoint.verify(tmp_path / "latest") or ""
-    )
 
 
-# --- sizes -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("what", ["the checkpoint", "a file of it"])
+def test_no_function_and_no_command_follows_a_link_out_of_a_checkpoint(folder: Path, tmp_path: Path, what: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    if what == "the checkpoint":
+        folder.rename(elsewhere)
+        folder.symlink_to(elsewhere)
+    else:
+        (folder / FILE).rename(elsewhere)
+        (folder / FILE).symlink_to(elsewhere)
+    for said in _everything(folder, tmp_path / "out"):
+        assert said is not None and "is a symbolic link, which is not followed" in said
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
+        checkpoint.load(folder.parent, Case().state)
+    assert checkpoint.latest(folder.parent) is None
+    for path in (folder, folder.parent):
+        for command in ("checkpoint ls", "checkpoint verify"):
+            result = CliRunner().invoke(app, [*command.split(), str(path)])
+            assert result.exit_code == 1 and "is a symbolic link" in result.stdout
+        assert isinstance(
+            CliRunner().invoke(app, ["export", str(path), str(tmp_path / "out")]).exception, CheckpointError
+        )
+
+
+# --- sizes and values -----------------------------------------------------------------------------------------------
 
 TENSOR = "model.0.weight"  # [dtype, shape, boxes], and a box is [offsets, sizes, file]
-
-
-def _giant(content: dict[str, Any]) -> None:
-    content["tensors"][TENSOR][1:] = [[HUGE, HUGE], [[[0, 0], [HUGE, HUGE], FILE]]]
-
-
-def _giant_file(content: dict[str, Any]) -> None:
-    content["tensors"][TENSOR][1:] = [[HUGE, 1], [[[0, 0], [HUGE, 1], FILE]]]
-    content["files"][FILE][0] += HUGE * 4
 
 
 def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
@@ -268,13 +245,27 @@ def _of_tensor(*path: Any) -> Callable[[dict[str, Any]], None]:
     return _set("tensors", TENSOR, *path)
 
 
+def _giant_file(content: dict[str, Any]) -> None:
+    content["tensors"][TENSOR][1:] = [[HUGE, 1], [[[0, 0], [HUGE, 1], FILE]]]
+    content["files"][FILE][0] += HUGE * 4
+
+
+NOT_ONCE = rf"the boxes of tensors\['{TENSOR}'\] do not hold each element"
 MISFITS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
-    (_giant, f"tensors of {FILE} are larger than the file"),
+    (
+        _of_tensor(["float32", [HUGE, HUGE], [[[0, 0], [HUGE, HUGE], FILE]]]),
+        f"tensors of {FILE} are larger than the file",
+    ),
     (_giant_file, f"{FILE} is truncated"),
     (_of_tensor(0, "int32"), f"{TENSOR}@0,0 is not in it as the manifest says"),
-    (_of_tensor(2, []), rf"the boxes of tensors\['{TENSOR}'\] do not hold each element"),
-    (_of_tensor(2, 0, 1, [1, 3]), rf"the boxes of tensors\['{TENSOR}'\] do not hold each element"),
-    (_of_tensor(2, 0, 0, 0, 1), rf"tensors\['{TENSOR}'\] has a box outside its shape"),
+    (_of_tensor(2, []), NOT_ONCE),
+    (_of_tensor(2, 0, 1, [1, 3]), NOT_ONCE),
+    (_of_tensor(2, 0, 0, 0, 1), NOT_ONCE),
+    # Of the right size in all: two that overlap, with a gap beside them, and one outside.
+    (_of_tensor(2, [[[0, 0], [1, 3], FILE], [[0, 0], [1, 3], FILE]]), NOT_ONCE),
+    (_of_tensor(2, [[[0, 0], [2, 1], FILE], [[0, 1], [1, 2], FILE], [[0, 2], [2, 1], FILE]]), NOT_ONCE),
+    (_of_tensor(2, [[[0, 0], [1, 3], FILE], [[2, 0], [1, 3], FILE]]), NOT_ONCE),
+    (_of_tensor(["float32", [1] * 60, [[[0] * 60, [1] * 60, FILE]] * 2]), "more boxes than any checkpoint"),
     (_of_tensor(2, 0, 0, 0, -1), r"boxes\[0\] is -1; expected an integer from 0"),
     (_of_tensor(2, 0, 2, STATES), rf"tensors of {STATES} are larger|{STATES}: {TENSOR}@0,0 is not in it"),
     (_of_tensor(1, 0, 2.0), r"shape\[0\] is 2\.0"),
@@ -322,7 +313,6 @@ def _rewrite(folder: Path, name: str, tensor: torch.Tensor) -> None:
     ("name", "state", "told"),
     [
         ("numpy", torch.tensor([10**6, *[0] * 625]), "NumPy's position is 1000000; expected 0 to 624"),
-        ("numpy", torch.zeros(3, dtype=torch.int64), "no state of a generator"),
         ("python", torch.zeros(3, dtype=torch.int64), "no state of a generator"),
         ("torch", torch.zeros(3, dtype=torch.uint8), "no state of a generator"),
     ],
@@ -337,8 +327,8 @@ def test_a_file_of_holes_that_no_memory_holds_is_refused(folder: Path) -> None:
     content = _content_of(folder)
     content["tensors"]["data.order"][1:] = [[HUGE // 8], [[[0], [HUGE // 8], "holes"]]]
     content["files"]["holes"] = [HUGE, 0]
-    with (folder / "holes").open("wb") as file:
-        file.truncate(HUGE)
+    (folder / "holes").touch()
+    os.truncate(folder / "holes", HUGE)
     _seal(folder, content)
     with pytest.raises(CheckpointError, match=r"data\.order has shape .* for which there is no memory"):
         checkpoint.load(folder, Case().state)
@@ -346,19 +336,11 @@ def test_a_file_of_holes_that_no_memory_holds_is_refused(folder: Path) -> None:
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
-TEXTS = {
-    "deep": b"[" * 100_000,
-    "deep and whole": b'{"a":' * 5000 + b"1" + b"}" * 5000,
-    "not UTF-8": b'{"format": "\xff\xfe"}',
-    "a number of 5000 digits": b'{"crc32": ' + b"9" * 5000 + b"}",
-    "empty": b"",
-    "null": b"null",
-    "a list": b"[1]",
-    "half": b'{"format": "towpath',
-}
+DEEP_TEXT = b"[" * 100_000
+TEXTS = [DEEP_TEXT, b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"format": "\xff\xfe"}', b'{"crc32": ' + b"9" * 5000 + b"}"]
 
 
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("text", [*TEXTS, b"", b"null", b"[1]", b'{"format": "towpath'], ids=range(8))
 def test_json_that_no_program_wrote_is_refused_wherever_it_is_read(tmp_path: Path, folder: Path, text: bytes) -> None:
     (folder / MANIFEST).write_bytes(text)
     assert all(said is not None and MANIFEST in said for said in _everything(folder, folder.parent / "out"))
@@ -370,11 +352,12 @@ def test_json_that_no_program_wrote_is_refused_wherever_it_is_read(tmp_path: Pat
         Safetensors(tmp_path / "x.safetensors")
 
 
-def test_what_is_too_long_is_refused_unread(folder: Path, tmp_path: Path) -> None:
+def test_what_is_too_long_is_refused_unread_and_not_saved(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.truncate(folder / MANIFEST, 2 * GIB)
-    assert "manifest.json has 2,147,483,648 bytes; a whole manifest has at most 67,108,864" in (
-        checkpoint.verify(folder) or ""
-    )
+    told = "manifest.json has 2,147,483,648 bytes; a whole manifest has at most 67,108,864"
+    assert told in (checkpoint.verify(folder) or "")
     for length, size in ((2**63 + 5, 8), (GIB, 2 * GIB)):
         path = tmp_path / "x.safetensors"
         path.write_bytes(struct.pack("<Q", length))
@@ -382,22 +365,15 @@ def test_what_is_too_long_is_refused_unread(folder: Path, tmp_path: Path) -> Non
         for read in (Safetensors, lambda source: checkpoint.import_safetensors(source, tmp_path / "new")):
             with pytest.raises(CheckpointError, match=r"x\.safetensors: not a whole safetensors file"):
                 read(path)
-
-
-def test_a_manifest_that_would_be_too_long_to_read_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("towpath.checkpoint.safe_files.MAX_JSON_BYTES", 1000)
-    assert "and at most 1,000 are read" in (checkpoint.save(tmp_path, 1, Case().state).failure or "")
-    assert list(tmp_path.iterdir()) == []
+    assert "and at most 1,000 are read" in (checkpoint.save(tmp_path / "saved", 1, Case().state).failure or "")
+    assert list((tmp_path / "saved").iterdir()) == []
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
 
 
-def test_bad_folders_do_not_stop_the_search_and_one_that_was_named_is_an_error(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_folders_do_not_stop_the_search_and_one_that_was_named_is_an_error(folder: Path, tmp_path: Path) -> None:
     root = folder.parent
     for step in range(8, 8 + len(MISFITS)):
         bad = Path(shutil.copytree(folder, root / f"step-{step:06d}"))
@@ -407,18 +383,14 @@ def test_bad_folders_do_not_stop_the_search_and_one_that_was_named_is_an_error(
     (root / "step-000100").mkdir()
     os.mkfifo(root / "step-000100" / MANIFEST)
     (root / "step-000101").mkdir()
-    (root / "step-000101" / MANIFEST).write_bytes(TEXTS["deep"])
-    (root / "step-000102").symlink_to(folder)
+    (root / "step-000101" / MANIFEST).write_bytes(DEEP_TEXT)
     (root / "step-000103").write_text("a file")
 
     loaded = checkpoint.load(root, Case().state)
     assert loaded is not None and loaded.path == folder
     skipped = [note.split()[0] for note in loaded.notes]
-    assert skipped == [f"step-{n:06d}" for n in (102, 101, 100, *range(7 + len(MISFITS), 7, -1))]
-    assert "is a symbolic link" in loaded.notes[0]
-    caplog.clear()
+    assert skipped == [f"step-{n:06d}" for n in (101, 100, *range(7 + len(MISFITS), 7, -1))]
     assert checkpoint.latest(root) is not None
-    assert "step-000101 was passed over" in caplog.text and "not a whole manifest" in caplog.text
     with pytest.raises(CheckpointError, match="not a whole manifest"):
         checkpoint.load(root / "step-000101", Case().state)
     for command in (["export", str(root), str(tmp_path / "out")], ["checkpoint", "show", str(root)]):
@@ -426,25 +398,6 @@ def test_bad_folders_do_not_stop_the_search_and_one_that_was_named_is_an_error(
     for command in (["checkpoint", "ls", str(root), "--json"], ["checkpoint", "verify", str(root)]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1 and "a pipe or a device" in result.stdout
-
-
-def test_verify_reads_nothing_outside_the_folder(folder: Path, tmp_path: Path) -> None:
-    """A link to a checkpoint, and a file of one that is a link, are refused with the words of loading."""
-    elsewhere = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
-    tensors = next(path for path in folder.iterdir() if path.suffix == ".safetensors")
-    tensors.unlink()
-    tensors.symlink_to(elsewhere / tensors.name)
-    (folder.parent / "step-000102").symlink_to(elsewhere)
-
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(folder.parent, Case().state)
-    result = CliRunner().invoke(app, ["checkpoint", "verify", str(folder.parent), "--json"])
-    assert result.exit_code == 1
-    problems = [row["problem"] for row in json.loads(result.stdout)]
-    assert len(problems) == 2
-    for problem in problems:
-        assert "is a symbolic link" in problem
-        assert problem in str(caught.value)
 
 
 def test_nothing_is_unpickled(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,6 +418,11 @@ def test_what_a_terminal_would_obey_is_shown_and_markup_is_text(folder: Path) ->
     _seal(folder, content)
     result = CliRunner().invoke(app, ["checkpoint", "show", str(folder)])
     assert result.exit_code == 0 and "\x1b" not in result.stdout and r"\x1b[2J[/b]" in result.stdout
+
+
+def test_a_manifest_of_another_format_is_refused_as_such(folder: Path) -> None:
+    (folder / MANIFEST).write_text(json.dumps({"format": "towpath checkpoint 9"}))
+    assert f"format is 'towpath checkpoint 9'; expected '{FORMAT}'" in (checkpoint.verify(folder) or "")
 
 
 # --- fuzz ------------------------------------------------------------------------------------------------------------
@@ -539,22 +497,12 @@ def test_any_change_of_a_manifest_that_vouches_for_itself_is_an_error_or_a_whole
 
 
 def _change(original: bytes, data: st.DataObject) -> bytes:
-    """Flip, cut, repeat or put in some bytes."""
+    """Flip a bit, or replace some bytes by none, as many or more."""
     at = data.draw(st.integers(0, len(original) - 1))
-    some = data.draw(st.binary(min_size=1, max_size=9))
-    match data.draw(st.sampled_from(["flip", "cut", "drop", "insert", "overwrite", "extend"])):
-        case "flip":
-            return original[:at] + bytes([original[at] ^ 1 << data.draw(st.integers(0, 7))]) + original[at + 1 :]
-        case "cut":
-            return original[:at]
-        case "drop":
-            return original[:at] + original[at + len(some) :]
-        case "insert":
-            return original[:at] + some + original[at:]
-        case "overwrite":
-            return original[:at] + some + original[at + len(some) :]
-        case _:
-            return original + some * data.draw(st.integers(1, 1000))
+    if data.draw(st.booleans()):
+        return original[:at] + bytes([original[at] ^ 1 << data.draw(st.integers(0, 7))]) + original[at + 1 :]
+    left = data.draw(st.sampled_from([at, at + 1, at + 9, len(original)]))
+    return original[:at] + data.draw(st.binary(max_size=9)) + original[left:]
 
 
 @fuzz(50)

@@ -16,7 +16,7 @@ import pytest
 from towpath import checkpoint
 from towpath.cli.main import _delivered
 from towpath.cli.terminal import Output
-from towpath.progress import counting_bar
+from towpath.progress import working
 from towpath.train.prepare import prepare
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
@@ -80,9 +80,9 @@ def test_lines_live_lines_and_libraries_are_quiet_when_the_reader_has_left() -> 
         for _ in range(3):
             print("a line", flush=True)
             print("a line", file=sys.stderr)
-        with counting_bar("a bar", 3) as advance:
-            for _ in range(3):
-                advance(1)
+        with working("a bar") as say:
+            for done in range(3):
+                say(f"{done} of 3")
         for number in (1, 2):
             os.write(number, b"a library's")
         assert output.lost() is None

@@ -1,4 +1,4 @@
-"""Convert checkpoints to Hugging Face safetensors or a plain state dict, and safetensors to checkpoints.
+"""Convert checkpoints to Hugging Face safetensors, and safetensors to checkpoints.
 
 This needs no ranks. The tensors of one file are in memory at a time.
 """
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -59,31 +59,25 @@ _WITH_TOKENIZERS = (
     "generation_config.json",
 )
 
-Progress = Callable[[int], None]  # receives the number of bytes that were converted
-
 
 def export(
     checkpoint: str | Path,
     folder: str | Path,
     *,
-    format: str = "safetensors",
     max_shard_bytes: int = 5_000_000_000,
     config: Mapping[str, Any] | None = None,
     dtype: str | torch.dtype | None = None,
     tokenizer: str | Path | None = None,
     adapter: str | None = None,
     island: int | None = None,
-    progress: Progress | None = None,
 ) -> list[Path]:
-    """Write the model of a checkpoint in a format that other programs read.
+    """Write the model of a checkpoint as safetensors, as `from_pretrained` of Hugging Face reads them.
 
     Only the first name of tied parameters is written as a tensor, as Hugging Face does.
 
     Args:
         checkpoint: The folder of the checkpoint.
         folder: A new or empty folder.
-        format: "safetensors", as `from_pretrained` reads it, or "torch", a state dict for
-            `torch.load(..., weights_only=True)`.
         max_shard_bytes: The largest size of a safetensors file.
         config: The model's configuration for config.json. By default it is the one in the checkpoint, if any.
         dtype: A floating-point dtype, such as "bfloat16", to convert to. By default tensors keep their dtype.
@@ -91,7 +85,6 @@ def export(
         adapter: The name of an adapter of a PEFT model, "default" unless you chose another. Only this adapter is
             written, in files that `PeftModel.from_pretrained` loads.
         island: The island whose weights are written, for a run with outer steps. By default, the slow weights are.
-        progress: Called with the number of bytes of each tensor that was written.
 
     Returns:
         The files that were written.
@@ -100,10 +93,6 @@ def export(
         CheckpointError: The checkpoint is damaged, the folder is not empty, or an argument does not fit.
     """
     source, target = Path(checkpoint), Path(folder)
-    if adapter is not None and format != "safetensors":
-        raise CheckpointError(f"an adapter is written as safetensors, as PEFT loads it; got format={format!r}.")
-    if format not in ("safetensors", "torch"):
-        raise CheckpointError(f"format is 'safetensors' or 'torch'; got {format!r}.")
     manifest = read_manifest(source)
     manifest.check_sizes(source)
     if island is not None and not 0 <= island < islands_of(manifest):
@@ -114,15 +103,13 @@ def export(
     names = _names(manifest, peft["tensors"] if peft else None, source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already, and is not empty: export into a new folder.")
-    weights = _Weights(source, view, names, _floating(dtype), progress)
+    weights = _Weights(source, view, names, _floating(dtype))
     to_copy = {} if tokenizer is None else _tokenizer_files(Path(tokenizer))
     for file in sorted({box.file for name in names for box in weights.stored(name).boxes}):
         manifest.check_file(source, file)
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
-        if format == "torch":
-            written = [_export_torch(weights, manifest, target)]
-        elif peft is not None:
+        if peft is not None:
             written = [weights.write(target / "adapter_model.safetensors", list(names))]
             written.append(_write_config(target / "adapter_config.json", peft["config"]))
         else:
@@ -198,7 +185,6 @@ class _Weights:
     view: View
     names: Mapping[str, str]  # in the view
     dtype: torch.dtype | None  # for floating-point tensors; None keeps their own
-    progress: Progress | None
     _mapped: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
 
     def stored(self, name: str) -> StoredTensor:
@@ -230,8 +216,6 @@ class _Weights:
         converted = tensor.to(self.dtype_of(name))
         if converted.dtype != tensor.dtype and not torch.equal(converted.isfinite(), tensor.isfinite()):
             raise CheckpointError(f"{name} has values that {self.dtype} cannot hold. Export bfloat16 or float32.")
-        if self.progress is not None:
-            self.progress(stored.bytes)
         return converted
 
     def write(self, path: Path, names: list[str]) -> Path:
@@ -262,26 +246,13 @@ def _export_safetensors(weights: _Weights, target: Path, max_shard_bytes: int) -
     return written
 
 
-def _export_torch(weights: _Weights, manifest: Manifest, target: Path) -> Path:
-    state = {name: weights.read(name) for name in weights.names}
-    names: dict[str, str] = manifest.values.get("names", {})
-    tied = {names.get(alias, alias): names.get(first, first) for alias, first in manifest.aliases.items()}
-    state.update({alias: state[first] for alias, first in tied.items() if first in state})
-    path = target / "model.pt"
-    torch.save(state, path)
-    return path
-
-
-def import_safetensors(
-    source: str | Path, root: str | Path, *, config: Mapping[str, Any] | None = None, progress: Progress | None = None
-) -> Path:
+def import_safetensors(source: str | Path, root: str | Path, *, config: Mapping[str, Any] | None = None) -> Path:
     """Make a checkpoint of step 0, without an optimizer, from safetensors files.
 
     Args:
         source: A safetensors file, or a folder with some and perhaps an index.
         root: The folder for the checkpoint.
         config: The model's configuration. By default it is the config.json next to the files, if any.
-        progress: Called with the number of bytes of each tensor that was copied.
 
     Returns:
         The folder of the checkpoint.
@@ -310,8 +281,6 @@ def import_safetensors(
             tensors: dict[str, StoredTensor] = {}
             for number, (path, names) in enumerate(sources.items()):
                 _copy_file(path, names, partial / f"rank-{number:05d}.safetensors", files, tensors)
-                if progress is not None:
-                    progress(path.stat().st_size)
             manifest = Manifest(
                 step=0,
                 written_by=f"towpath {__version__}, imported from {source.name}",

@@ -119,17 +119,8 @@ def sweep(root: Path) -> None:
 
 
 def remove_old(root: Path, step: int, keep_last: int | None, keep_every: int | None) -> None:
-    """Remove checkpoints up to `step` that are not to be kept. Later ones stay.
-
-    Args:
-        root: The folder of checkpoints.
-        step: The step that was just published.
-        keep_last: How many of the newest to keep. None keeps all.
-        keep_every: Keep also those whose step is a multiple of this.
-    """
-    if keep_last is None:
-        return
-    before = [p for p in checkpoints(root) if step_of(p) <= step]
+    """Remove checkpoints up to `step` that a `Saver` with these options does not keep. Later ones stay."""
+    before = [] if keep_last is None else [p for p in checkpoints(root) if step_of(p) <= step]
     for path in before[keep_last:]:
         if keep_every and step_of(path) % keep_every == 0:
             continue

@@ -46,24 +46,16 @@ def islands_of(manifest: Manifest) -> int:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A checkpoint as one island reads it, under the names of a checkpoint without islands.
-
-    Attributes:
-        manifest: The manifest under these names.
-        stored: The name of each tensor in the files.
-    """
+    """A checkpoint as one island reads it, under the names of a checkpoint without islands."""
 
     manifest: Manifest
-    stored: Mapping[str, str]
+    stored: Mapping[str, str]  # the name of each tensor in the files
 
 
 def view_of(manifest: Manifest, island: int | None) -> View:
-    """Return a checkpoint as an island reads it.
+    """Return a checkpoint as an island reads it, which takes its own weights and states.
 
-    Args:
-        manifest: The manifest of the checkpoint.
-        island: The number of the island, whose weights and states it takes. None takes the slow weights, and buffers
-            and states of island 0. So does a run with another number of islands.
+    None, as for a run with another number of islands, takes the slow weights, and buffers and states of island 0.
     """
     if VALUE not in manifest.values:
         return View(manifest, {name: name for name in manifest.tensors})
@@ -117,11 +109,7 @@ class IslandContents:
         return {"count": self.islands, "done": steps.done, "under_way": under_way} | timing
 
     def tensors(self, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that all islands share, and this rank's part of them, by the names of the parameters.
-
-        Args:
-            names: The name of each parameter, by its identity.
-        """
+        """Yield the tensors that all islands share, and this rank's part of them. `names`: by identity."""
         outer = self.outer
         for now, settled, prefix, now_prefix in (
             (outer.slow_weights(), outer.settled_weights(), "model.", _SLOW),

@@ -11,7 +11,7 @@ from pathlib import Path
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.manifest import read_manifest
 from towpath.checkpoint.rank_contents import ControlGroup
-from towpath.checkpoint.safe_files import DamagedError, Progress
+from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import Restore, State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
@@ -60,7 +60,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
         named = folders.is_checkpoint(path)
         if not named:
             folders.refuse_others(path)
-        return named, [path.resolve()] if named else folders.checkpoints(folders.search_folder(path))
+        return named, [path] if named else folders.checkpoints(folders.search_folder(path))
 
     named, paths = control.first(candidates)
     notes: list[str] = []
@@ -95,14 +95,13 @@ def _load(path: Path, state: State, control: ControlGroup) -> Loaded:
 # --- without ranks ----------------------------------------------------------------------------------------------------
 
 
-def latest(root: str | Path, *, quiet: bool = False) -> Path | None:
+def latest(root: str | Path) -> Path | None:
     """Return the newest checkpoint in a folder whose manifest is valid and whose files are complete.
 
     It reads only manifests and sizes. Use `verify` to read the files.
 
     Args:
         root: The folder of checkpoints, or of a `towpath train` run.
-        quiet: Do not log which checkpoints are damaged.
 
     Returns:
         The folder of the checkpoint, or None if there is none.
@@ -114,19 +113,17 @@ def latest(root: str | Path, *, quiet: bool = False) -> Path | None:
         try:
             read_manifest(path).check_sizes(path)
         except DamagedError as error:
-            if not quiet:
-                _LOG.warning("%s was passed over: %s", path.name, error)
+            _LOG.warning("%s was passed over: %s", path.name, error)
             continue
         return path
     return None
 
 
-def verify(path: str | Path, progress: Progress | None = None) -> str | None:
+def verify(path: str | Path) -> str | None:
     """Read every byte of a checkpoint and compare each file with its checksum.
 
     Args:
         path: The folder of the checkpoint.
-        progress: Called with the number of bytes in each part that was read.
 
     Returns:
         What is damaged, or None if every byte is what was written.
@@ -136,7 +133,7 @@ def verify(path: str | Path, progress: Progress | None = None) -> str | None:
         manifest = read_manifest(folder)
         manifest.check_sizes(folder)
         for name in manifest.files:
-            manifest.check_file(folder, name, progress)
+            manifest.check_file(folder, name)
     except DamagedError as error:
         return str(error)
     return None

@@ -13,12 +13,15 @@ so that nobody computes the checksums of states to load weights. A box is called
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -26,13 +29,14 @@ from typing import Any, cast
 import torch
 
 from towpath.checkpoint import safe_files
-from towpath.checkpoint.safe_files import DamagedError, Progress, checksum, is_plain, opened, read_object, shown
+from towpath.checkpoint.safe_files import DamagedError, checksum, is_plain, opened, read_object, shown
 from towpath.errors import CheckpointError
 from towpath.files import sync_folder
 
 NAME = "manifest.json"
 FORMAT = "towpath checkpoint 2"
 _YEAR_10000 = 253_000_000_000  # the last year that Python's dates can have is 9999
+_MOST_CORNERS = 1 << 24  # of boxes: a manifest of MAX_JSON_BYTES has fewer in up to four dimensions
 _PART = re.compile(r"(island\.\d+\.|)(.*)", re.DOTALL)  # the values of an island, and those of the job
 _WITHOUT_TENSORS = ("model", "names", "config", "peft")
 
@@ -121,9 +125,9 @@ class Manifest:
                 what = "truncated" if size < file.bytes else "longer than it was"
                 raise DamagedError(f"{folder / name} is {what}: {size:,} bytes, expected {file.bytes:,}.")
 
-    def check_file(self, folder: Path, name: str, progress: Progress | None = None) -> None:
+    def check_file(self, folder: Path, name: str) -> None:
         """Raise DamagedError unless every byte of a file is what was written."""
-        if checksum(folder / name, progress) != (self.files[name].bytes, self.files[name].crc32):
+        if checksum(folder / name) != (self.files[name].bytes, self.files[name].crc32):
             raise DamagedError(f"{folder / name} is corrupted: its checksum is not that of what was written.")
 
 
@@ -255,6 +259,12 @@ def _parsed(content: dict[str, Any]) -> Manifest:
             if box.file not in room:
                 raise ValueError(f"tensors[{shown(name)}] names the file {shown(box.file)}; expected one of its files.")
             room[box.file] -= prod(box.sizes) * tensor.dtype.itemsize
+    if sum(len(t.boxes) << len(t.shape) for t in tensors.values() if len(t.boxes) > 1) > _MOST_CORNERS:
+        raise ValueError("tensors have more boxes than any checkpoint of Towpath.")
+    for name, tensor in tensors.items():
+        if not _hold_each_element_once(tensor.shape, tuple((box.offsets, box.sizes) for box in tensor.boxes)):
+            where = f"tensors[{shown(name)}]"
+            raise ValueError(f"the boxes of {where} do not hold each element of {list(tensor.shape)} once.")
     if over := [name for name, left in room.items() if left < 0]:  # so nobody allocates more than the files have
         raise ValueError(f"tensors of {over[0]} are larger than the file.")
     for name, value in content["values"].items():
@@ -280,11 +290,25 @@ def _tensor(name: str, dtype: Any, shape: Any, boxes: Any) -> StoredTensor:
     stored = StoredTensor(found, tuple(shape), tuple(StoredBox(tuple(o), tuple(n), file) for o, n, file in boxes))
     for box in stored.boxes:
         _check([*box.offsets, *box.sizes], [_COUNT], f"{where}.boxes")
-        if not all(o + n <= length for o, n, length in zip(box.offsets, box.sizes, stored.shape, strict=True)):
-            raise ValueError(f"{where} has a box outside its shape {list(shape)}.")
-    if sum(prod(box.sizes) for box in stored.boxes) != prod(shape) or not stored.boxes:
-        raise ValueError(f"the boxes of {where} do not hold each element of {list(shape)} once.")
     return stored
+
+
+@lru_cache(1024)  # the layers of a model have tensors of the same shapes, cut in the same way
+def _hold_each_element_once(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> bool:
+    """Return whether boxes, given as offsets and sizes, hold each element of a tensor, and no two the same."""
+    whole = (0,) * len(shape), shape
+    if len(boxes) < 2:
+        return boxes == (whole,)
+    # The corners of each box are counted with alternating signs. Where boxes adjoin, they cancel. Only the corners of
+    # the whole tensor are left if each element is in one box, and otherwise others are.
+    corners, signs = Counter[tuple[int, ...]](), [1]
+    for _ in shape:
+        signs = [factor * sign for sign in signs for factor in (1, -1)]
+    for sign, (offsets, sizes) in ((-1, whole), *((1, box) for box in boxes)):
+        ends = [(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+        for corner, factor in zip(itertools.product(*ends), signs, strict=True):
+            corners[corner] += sign * factor
+    return not any(corners.values())
 
 
 def box_in(held: Mapping[str, torch.Tensor], name: str, stored: StoredTensor, box: StoredBox) -> torch.Tensor:

@@ -256,11 +256,10 @@ def rng_state() -> dict[str, torch.Tensor]:
     if "numpy" in sys.modules:
         import numpy as np
 
-        legacy: Any = np.random.get_state(legacy=False)
-        inside = legacy["state"]
-        words = [inside["pos"], legacy["has_gauss"], *inside["key"].tolist()]
-        state["numpy"] = torch.tensor(words, dtype=torch.int64)
-        state["numpy_gauss"] = torch.tensor(legacy["gauss"], dtype=torch.float64)
+        legacy: Any = np.random.get_state()
+        _, key, position, has_gauss, stored = legacy
+        state["numpy"] = torch.tensor([position, has_gauss, *key.tolist()], dtype=torch.int64)
+        state["numpy_gauss"] = torch.tensor(stored, dtype=torch.float64)
     return state
 
 
@@ -279,9 +278,8 @@ def set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
             position, has_gauss, *key = state["numpy"].tolist()
             if not 0 <= position <= _NUMPY_WORDS:  # NumPy does not check this, and would read outside its state
                 raise ValueError(f"NumPy's position is {position}; expected 0 to {_NUMPY_WORDS}")
-            inside = {"key": np.array(key, dtype=np.uint32), "pos": position}
-            legacy = {"bit_generator": "MT19937", "state": inside, "has_gauss": has_gauss}
-            np.random.set_state({**legacy, "gauss": state["numpy_gauss"].item()})
+            words = np.array(key, dtype=np.uint32)
+            np.random.set_state(("MT19937", words, position, has_gauss, state["numpy_gauss"].item()))
     except (KeyError, IndexError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise DamagedError(f"the random numbers are no state of a generator ({error}).") from error
 
@@ -324,17 +322,11 @@ def gather_or_raise(groups: Groups, what: str, mine: Callable[[], Value]) -> lis
 
 
 def check_same(given: Sequence[Mapping[str, object]], ranks: Sequence[int] | None = None) -> None:
-    """Raise RefusedError if ranks have passed different arguments.
-
-    Args:
-        given: The arguments of each rank, by name.
-        ranks: The numbers of these ranks. By default they are 0, 1, 2, and so on.
-    """
+    """Raise RefusedError if the arguments `given` on these ranks, by name, differ. The default is all ranks."""
     numbers = range(len(given)) if ranks is None else ranks
     for rank, mine in zip(numbers, given, strict=True):
         for what in {**given[0], **mine}:
-            first, here = given[0].get(what), mine.get(what)
-            if first != here:
+            if (first := given[0].get(what)) != (here := mine.get(what)):
                 raise RefusedError(
                     f"{what} is {first} on rank {numbers[0]} and {here} on rank {rank}. Pass the same on every rank."
                 )

@@ -12,7 +12,7 @@ import os
 import reprlib
 import stat
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -26,8 +26,6 @@ from torch import Tensor
 from towpath.errors import CheckpointError
 
 MAX_JSON_BYTES = 64 << 20  # parsed JSON takes up to 20 times as much memory
-
-Progress = Callable[[int], None]  # receives a number of bytes that were read
 
 # O_NONBLOCK: opening a pipe returns at once.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -99,28 +97,23 @@ def opened(path: Path) -> Generator[FileIO]:
             raise DamagedError(f"{path} cannot be read ({error.strerror}).") from error
 
 
-def read_json(path: Path, what: str = "JSON") -> Any:
-    """Return the parsed content of a JSON file. `what` names the expected content in an error."""
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """Return the JSON object in a file. `what` names the expected content in an error."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_JSON_BYTES:
             raise DamagedError(f"{path} has {size:,} bytes; {what} has at most {MAX_JSON_BYTES:,}.")
         data = file.readall()
     try:
-        return json.loads(data)
+        found = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path}: not {what} ({error}).") from None
-
-
-def read_object(path: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in a file."""
-    found = read_json(path, what)
     if not isinstance(found, dict):
         raise DamagedError(f"{path}: {shown(found)} is not {what}; expected an object.")
     return cast(dict[str, Any], found)
 
 
-def checksum(path: Path, progress: Progress | None = None, *, flush: bool = False) -> tuple[int, int]:
+def checksum(path: Path, *, flush: bool = False) -> tuple[int, int]:
     """Return the size and the CRC-32 of a file. `flush` first waits until its bytes are on the disk."""
     count = crc = 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -129,8 +122,6 @@ def checksum(path: Path, progress: Progress | None = None, *, flush: bool = Fals
             os.fsync(file.fileno())
         while read := file.readinto(buffer):
             count, crc = count + read, zlib.crc32(buffer[:read], crc)
-            if progress is not None:
-                progress(read)
     return count, crc
 
 

@@ -44,7 +44,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._stream: torch.cuda.Stream | None = None
         self.made = 0
 
     def snapshot(self, found: Mapping[str, Pieces], version: Callable[[], int]) -> tuple[dict[str, Pieces], Snapshot]:
@@ -70,11 +70,9 @@ class HostMemory:
                 else:
                     copies[offsets].copy_(box, non_blocking=True)
             out[name] = Pieces(pieces.dtype, pieces.shape, copies)
-        stream = None
-        if device is not None:
-            stream = self._streams[device] if device in self._streams else torch.cuda.Stream(device)
-            self._streams[device] = stream
-        return out, Snapshot(late, version, stream)
+        if device is not None and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return out, Snapshot(late, version, self._stream)
 
 
 def _aligned(count_bytes: int) -> int:

@@ -83,27 +83,14 @@ class Contents:
     strategy: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What a rank has written: its files, and its boxes of each tensor."""
-
-    files: dict[str, StoredFile]
-    tensors: dict[str, StoredTensor]
-    values: Mapping[str, Any]
+# What a rank has written: its files, its boxes of each tensor, and its values.
+_Written = tuple[dict[str, StoredFile], dict[str, StoredTensor], Mapping[str, Any]]
 
 
 def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: ControlGroup) -> None:
-    """Write a checkpoint into `root`. Every rank of `control` must call it.
+    """Write a checkpoint into `root`. Every rank of `control` must call it. If one fails, all raise the same error.
 
-    Args:
-        root: The folder of checkpoints.
-        step: The step, which names the checkpoint.
-        contents: What this rank writes, or why it has nothing to write.
-        lock: The lock on the folder, which rank 0 holds.
-        control: The ranks that write.
-
-    Raises:
-        CheckpointError: A rank failed. All ranks raise the same error.
+    `contents` is what this rank writes, or why it has nothing to write.
     """
     partial: Path | None = None
 
@@ -131,7 +118,8 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
     def publish(ranks: list[_Written]) -> None:
         assert partial is not None and isinstance(contents, Contents)
         tensors: dict[str, StoredTensor] = {}
-        for name, part in sorted((item for each in ranks for item in each.tensors.items()), key=lambda item: item[0]):
+        parts = (item for _, of_rank, _ in ranks for item in of_rank.items())
+        for name, part in sorted(parts, key=lambda item: item[0]):
             boxes = (*tensors[name].boxes, *part.boxes) if name in tensors else part.boxes
             tensors[name] = StoredTensor(part.dtype, part.shape, boxes)
         manifest = Manifest(
@@ -140,9 +128,9 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
             seconds=time.time(),
             world=control.world,
             strategy=contents.strategy,
-            files={name: file for each in ranks for name, file in each.files.items()},
+            files={name: file for files, _, _ in ranks for name, file in files.items()},
             tensors=tensors,
-            values={name: value for each in ranks for name, value in each.values.items()},
+            values={name: value for _, _, values in ranks for name, value in values.items()},
         )
         with writing(partial):
             write_manifest(partial, manifest)
@@ -178,7 +166,7 @@ def write_files(stem: Path, contents: Contents | str) -> _Written:
     for file, held in files.items():
         with writing(stem.parent / file):
             written[file] = StoredFile(*write_tensors(stem.parent / file, held))
-    return _Written(written, tensors, contents.values)
+    return written, tensors, contents.values
 
 
 def free_bytes(folder: Path) -> int:
@@ -191,11 +179,7 @@ def free_bytes(folder: Path) -> int:
 
 @torch.no_grad()
 def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, control: ControlGroup) -> None:
-    """Fill `targets` from a checkpoint. Every rank of `control` must call it.
-
-    Raises:
-        CheckpointError: A rank failed. All ranks raise the same error.
-    """
+    """Fill `targets` from a checkpoint. Every rank of `control` must call it. If one fails, all raise its error."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata: dict[str, Any] = {
         name: TensorStorageMetadata(

@@ -15,12 +15,11 @@ from rich.table import Table
 from towpath.cli.terminal import Commands, load_torch
 from towpath.core.formats import shape_text
 from towpath.errors import CheckpointError
-from towpath.progress import counting_bar, size
+from towpath.progress import size, working
 
 app = Commands()
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints, or one checkpoint.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.callback()
@@ -32,7 +31,9 @@ def group() -> None:
 
 
 @app.command()
-def ls(folder: Folder, as_json: AsJson = False) -> None:
+def ls(
+    folder: Folder, as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+) -> None:
     """List the checkpoints in a folder, and whether each can be used.
 
     Example: `towpath checkpoint ls runs/a`
@@ -72,8 +73,8 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
 
 
 @app.command("verify")
-def verify_(folder: Folder, as_json: AsJson = False) -> None:
-    """Read every byte of a checkpoint, or of all in a folder, and verify it.
+def verify_(folder: Folder) -> None:
+    """Read every byte of a checkpoint, or of all in a folder, and compare it with its checksum.
 
     Example: `towpath checkpoint verify runs/a/step-000120`
 
@@ -82,24 +83,22 @@ def verify_(folder: Folder, as_json: AsJson = False) -> None:
     load_torch()
     from towpath.checkpoint import verify
 
-    paths = _checkpoints(folder)
-    with counting_bar("Verifying", sum(map(_bytes, paths))) as progress:
-        problems = {path.name: verify(path, progress) for path in paths}
-    if as_json:
-        print(json.dumps([{"name": name, "problem": problem} for name, problem in problems.items()], indent=2))
-    else:
-        for name, problem in problems.items():
-            print(f"{name}: {problem or 'every byte is what was written'}")
-    _exit(any(problems.values()))
+    damaged = False
+    for path in _checkpoints(folder):
+        with working(f"Reading {path}"):
+            problem = verify(path)
+        print(f"{path.name}: {problem or 'every byte is what was written'}", flush=True)
+        damaged = damaged or problem is not None
+    _exit(damaged)
 
 
 @app.command()
-def show(folder: Folder, as_json: AsJson = False) -> None:
+def show(folder: Folder) -> None:
     """Show what a checkpoint holds. In a folder of checkpoints, show the newest one.
 
     Example: `towpath checkpoint show runs/a`
 
-    Exit code: 0, or 2 if the checkpoint cannot be read.
+    Its `manifest.json` has the same as JSON. Exit code: 0, or 2 if the checkpoint cannot be read.
     """
     load_torch()
     from towpath.checkpoint import latest
@@ -109,13 +108,6 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     found = _checkpoints(folder)
     path = found[0] if len(found) == 1 else latest(folder) or found[0]
     manifest = read_manifest(path)
-    tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rank.")}
-    if as_json:
-        listed = {n: {"dtype": _dtype(t.dtype), "shape": t.shape, "boxes": len(t.boxes)} for n, t in tensors.items()}
-        facts: dict[str, Any] = {"step": manifest.step, "ranks": manifest.world, "written_by": manifest.written_by}
-        facts |= {"strategy": manifest.strategy, "tensors": listed, "values": manifest.values}
-        print(json.dumps(facts, indent=2))
-        return
     out = _console()
     written_by = visible(manifest.written_by)
     out.print(f"{path.name}: step {manifest.step}, {manifest.world} ranks, {written_by}", style="bold")
@@ -123,9 +115,11 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
         out.print(visible(manifest.strategy.splitlines()[0]).replace("name", "strategy"))
     out.print(f"holds {visible(', '.join(manifest.values))}")
     table = _table("tensor", "shape", "dtype", "boxes", "size")
-    for name, tensor in tensors.items():
-        row = shape_text(tensor.shape), _dtype(tensor.dtype), str(len(tensor.boxes)), size(tensor.bytes)
-        table.add_row(visible(name), *row)
+    for name, tensor in manifest.tensors.items():
+        if not name.startswith("rank."):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            row = shape_text(tensor.shape), dtype, str(len(tensor.boxes)), size(tensor.bytes)
+            table.add_row(visible(name), *row)
     out.print(table)
 
 
@@ -134,23 +128,10 @@ def _checkpoints(folder: Path) -> list[Path]:
     from towpath.checkpoint import folders
 
     one = folders.is_checkpoint(folder) and folder.is_dir()
-    found = [folder.resolve()] if one else folders.checkpoints(folders.search_folder(folder))
+    found = [folder] if one else folders.checkpoints(folders.search_folder(folder))
     if not found:
         raise CheckpointError(f"{folder}: there is no checkpoint (a folder named step-000120, say). Check the path.")
     return found
-
-
-def _bytes(path: Path) -> int:
-    from towpath.checkpoint.manifest import read_manifest
-
-    try:
-        return read_manifest(path).bytes
-    except CheckpointError:
-        return 0
-
-
-def _dtype(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _console() -> Console:
@@ -178,7 +159,6 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="The model's config.json.", show_default="the one that came with the model"),
 ]
-FilesAsJson = Annotated[bool, typer.Option("--json", help="Print the written files as JSON.")]
 
 TokenizerFile = Annotated[
     Path | None,
@@ -198,9 +178,6 @@ def export(
         typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a folder of them: the newest that is not damaged."),
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new or empty folder for the files.")],
-    format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="safetensors (Hugging Face), or torch (one state dict).")
-    ] = "safetensors",
     max_shard_gb: Annotated[
         float, typer.Option(metavar="GB", min=0.001, help="The size of the largest file, in 10^9 bytes.")
     ] = 5.0,
@@ -215,53 +192,41 @@ def export(
         int | None,
         typer.Option(metavar="N", min=0, help="Of outer steps: an island.", show_default="the slow weights"),
     ] = None,
-    as_json: FilesAsJson = False,
 ) -> None:
-    """Write the model of a checkpoint as safetensors, or as a PyTorch state dict.
+    """Write the model of a checkpoint as Hugging Face safetensors.
 
     Example: `towpath export runs/a exported/ --dtype bfloat16 --tokenizer tokenizer.json`
 
     It starts no ranks, and reads checkpoints of any strategy and number of ranks. It holds the tensors of one file in
-    memory at a time, and with --format torch all of them.
+    memory at a time.
 
     Exit code: 0, or 2 if the checkpoint or the folder cannot be used.
     """
     load_torch()
     from towpath import checkpoint as checkpoints
     from towpath.checkpoint import folders
-    from towpath.checkpoint.manifest import read_manifest
 
-    source = checkpoint.resolve() if folders.is_checkpoint(checkpoint) else checkpoints.latest(checkpoint)
+    source = checkpoint if folders.is_checkpoint(checkpoint) else checkpoints.latest(checkpoint)
     if source is None:
         raise CheckpointError(f"{checkpoint}: there is no checkpoint in it that could be exported. Check the path.")
-    manifest = read_manifest(source)
-    only = manifest.values.get("peft", {}).get(adapter, {}).get("tensors", {})
-    total = sum(
-        stored.bytes
-        for name, stored in manifest.tensors.items()
-        if name.startswith("model.") and (adapter is None or name.removeprefix("model.") in only)
-    )
-    with counting_bar("Exporting", total) as progress:
+    with working(f"Exporting {source}"):
         written = checkpoints.export(
             source,
             folder,
-            format=format,
             max_shard_bytes=int(max_shard_gb * 1e9),
             config=_config(config),
             dtype=dtype,
             tokenizer=tokenizer,
             adapter=adapter,
             island=island,
-            progress=progress,
         )
-    _print_files(written, manifest.step, as_json)
+    _print_files(written)
 
 
 def import_(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A .safetensors file, or a folder with such files.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder for the checkpoint step-000000.")],
     config: ConfigFile = None,
-    as_json: FilesAsJson = False,
 ) -> None:
     """Make a checkpoint of Hugging Face safetensors, from which any strategy can start.
 
@@ -272,10 +237,9 @@ def import_(
     load_torch()
     from towpath import checkpoint as checkpoints
 
-    total = sum(p.stat().st_size for p in (source.glob("*.safetensors") if source.is_dir() else [source]) if p.exists())
-    with counting_bar("Importing", total) as progress:
-        written = checkpoints.import_safetensors(source, folder, config=_config(config), progress=progress)
-    _print_files(sorted(written.iterdir()), 0, as_json)
+    with working(f"Importing {source}"):
+        written = checkpoints.import_safetensors(source, folder, config=_config(config))
+    _print_files(sorted(written.iterdir()))
 
 
 def _config(path: Path | None) -> dict[str, Any] | None:
@@ -286,10 +250,6 @@ def _config(path: Path | None) -> dict[str, Any] | None:
     return read_object(path.resolve(), "a model's configuration")
 
 
-def _print_files(written: list[Path], step: int, as_json: bool) -> None:
-    if as_json:
-        files = [{"path": str(path), "bytes": path.stat().st_size} for path in written]
-        print(json.dumps({"step": step, "files": files}, indent=2))
-        return
+def _print_files(written: list[Path]) -> None:
     for path in written:
         print(f"{path}  {size(path.stat().st_size)}")

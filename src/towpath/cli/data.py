@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from towpath.cli.terminal import Commands
-from towpath.progress import size
+from towpath.progress import size, working
 from towpath.train.prepare import prepare
 
 app = Commands()
@@ -41,8 +41,7 @@ def prepare_command(
 
     The folder appears when it is complete. Exit code: 0, or 2 if the folder could not be made.
     """
-    console = Console(stderr=True)
-    with console.status("Tokens") as status:
+    with working("Tokens") as say:
         made = prepare(
             sources,
             output,
@@ -50,7 +49,7 @@ def prepare_command(
             column=column,
             split=split,
             name=name,
-            progress=lambda count: status.update(f"{count:,} tokens"),
+            progress=lambda count: say(f"{count:,} tokens"),
         )
     bytes_of_file = (output.expanduser() / "tokens.bin").stat().st_size
     Console(highlight=False, soft_wrap=True).print(

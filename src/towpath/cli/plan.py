@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.status import Status
 
 from towpath.cli.terminal import above_zero, check_picture_file, table_of, whole
 from towpath.core import presets
@@ -29,6 +28,7 @@ from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
 from towpath.planner.request import BF16, OUTER, Request, codecs_for_both
 from towpath.planner.solver import MOST, Solver
+from towpath.progress import working
 
 # The number of strategies whose time and memory a report shows.
 _IN_REPORT = 40
@@ -185,10 +185,6 @@ def _pipelines(name: str, length: int | None, solver: Solver, layouts: Sequence[
     return Pipelines(lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, walks)
 
 
-def _status(about: str) -> Status:
-    return Console(stderr=True).status(about)
-
-
 def heading(solver: Solver) -> str:
     """Return two lines that describe the model and the cluster."""
     model, found, topology = solver.model, solver.cluster, solver.cluster.topology
@@ -217,7 +213,7 @@ def _show_ranking(solver: Solver, stages: _Stages | None, top: int, files: _File
     if files.report is not None:
         from towpath.cli.plan_report import write_plan_report  # imports matplotlib, which takes a second
 
-        with _status("Drawing"):
+        with working("Drawing"):
             write_plan_report(files.report, found, solver, heading(solver))
     found = replace(found, ranked=found.ranked[:top])
     first = found.ranked[0]
@@ -238,7 +234,7 @@ def _show_ranking(solver: Solver, stages: _Stages | None, top: int, files: _File
 
 def _solve(solver: Solver, stages: _Stages | None, best: int, most: int) -> Ranking | Infeasible:
     """Return the best strategies, with and without stages."""
-    with _status("Planning"):
+    with working("Planning"):
         found = solver.solve(best=best, most=most)
         if stages is None:
             return found
@@ -339,7 +335,7 @@ def _show_steps(texts: Sequence[str], solver: Solver, stages: _Stages | None, fi
     layouts = [None] if stages is None else stages.layouts
     shown: list[tuple[int | None, Prediction]] = []
     conclusions: list[str] = []
-    with _status("Simulating"):
+    with working("Simulating"):
         for text in texts:
             for layout in layouts:
                 shown += _phases(text, solver, stages, layout)

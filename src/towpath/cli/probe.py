@@ -13,6 +13,7 @@ from towpath.cli.terminal import check_launched, load_torch, table_of
 from towpath.files import check_output_file, write_output_file
 from towpath.planner.profile import BROADCAST, Profile, collective_of, collective_seconds
 from towpath.planner.tables import seconds
+from towpath.progress import working
 
 
 def probe(
@@ -53,7 +54,7 @@ def _measure(budget: float) -> Profile | None:
         if dist.get_rank():
             measure(budget_seconds=budget)
             return None
-        with Console(stderr=True).status(f"Probing, for about {budget:.0f} s"):
+        with working(f"Probing, for about {budget:.0f} s"):
             return measure(budget_seconds=budget)
     finally:
         dist.destroy_process_group()

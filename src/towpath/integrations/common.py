@@ -148,7 +148,7 @@ def not_installed(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError
 def save_into(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Replace the checkpoint in `folder`. Every rank must call it, and every rank raises if it fails."""
     state = State(model, optimizer)
-    newest = _on_rank_0(model, lambda: latest(folder, quiet=True))
+    newest = _on_rank_0(model, lambda: latest(folder))
     step = 0 if newest is None else step_of(newest) + 1
     saver = Saver(folder, state, keep_last=1, background=False)
     outcome = saver.save(step).outcome()

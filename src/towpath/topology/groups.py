@@ -373,12 +373,6 @@ def rendezvous_address() -> str:
     return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '29500')}"
 
 
-def launcher_run() -> str:
-    """Return the launcher's name of this run, which restarts keep, or an empty string if it has none."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return "" if name == "none" else name
-
-
 def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
     """Return the environment variables of a rank on one node. The ranks use a store that listens already."""
     return {

@@ -177,5 +177,5 @@ class CheckpointManager:
             self._job.print_once(f"stopped after step {step}. The same command goes on from there.")
 
     def _newest(self) -> str:
-        newest = checkpoint.latest(self._folder, quiet=True)
+        newest = checkpoint.latest(self._folder)
         return "there is no checkpoint of this run" if newest is None else f"the same command goes on from {newest}"
