@@ -65,7 +65,6 @@ class ColumnRowAllGather(Collective):
     """An all-gather over columns and then over rows.
 
     Args:
-        members: The group, with its row and column.
         start: Where the bundle starts in the wire buffer. Callers use the elements before it.
     """
 
@@ -131,11 +130,7 @@ class Reordered(Collective):
     The slices are copied to a wire buffer in another order, or from there. `inner` works on that buffer.
 
     Args:
-        op: `Op.ALL_GATHER` or `Op.REDUCE_SCATTER`.
-        members: The group, with the slice of the region that each member holds.
         slots: The slice of the copy that each member holds.
-        inner: The collective on the copy.
-        device: The device of the tensors.
         start: Where the copy starts in the wire buffer. Callers use the elements before it.
     """
 
@@ -187,11 +182,6 @@ def grouped(op: Op, route: str, members: GroupRank, elements: int, device: torch
     """Return a gather or reduce-scatter as calls of the backend, if all slices have the same length.
 
     Args:
-        op: `Op.ALL_GATHER` or `Op.REDUCE_SCATTER`.
-        route: 'flat' or 'hierarchical'.
-        members: The group, with its row and column for 'hierarchical'.
-        elements: The length of the region.
-        device: The device of the tensors.
         start: The elements of the wire buffer that the caller uses itself.
     """
     if not is_direct(route, members):

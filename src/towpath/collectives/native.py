@@ -102,11 +102,6 @@ class FlatMaximum(Collective):
         dist.all_reduce(region, dist.ReduceOp.MAX, group=self.members.process_group)
 
 
-# --- reduce then gather -----------------------------------------------------------------------------------------------
-#
-# An all-reduce is made of a reduce-scatter, and an all-gather of each member's slice of the sum.
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class ReduceThenGather(Collective):
@@ -133,8 +128,6 @@ class ReduceThenGather(Collective):
         self.gather.run(region, mine, workspace)
 
 
-# --- encoded ----------------------------------------------------------------------------------------------------------
-#
 # Each member encodes its slice, unless it is stored encoded already. After the gather it decodes all slices. It decodes
 # its own slice too, so that every member has the same values.
 

@@ -36,10 +36,6 @@ from towpath.core.strategy import BY_MAXIMUM, TransferKind
 from towpath.core.transfer import Range, Ranks, Transfer
 from towpath.errors import ConfigError, StepError
 
-# --- select -----------------------------------------------------------------------------------------------------------
-#
-# These functions choose the class that executes a transfer, by its operation, its form, its route and its codec.
-
 
 def form_for(backend: str) -> Form:
     """Return the form of transfers on a backend, such as 'nccl' or 'gloo'."""
@@ -50,9 +46,6 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
     """Return the collective that executes `transfer` on this rank.
 
     Args:
-        transfer: The operation, its form, its route and codec, and the length of the region.
-        members: The group, and this rank's position in it.
-        device: The device of the tensors.
         start: The elements of the wire buffer that the caller uses itself.
     """
     if transfer.kind in BY_MAXIMUM:
@@ -96,11 +89,8 @@ def group_rank(
     """Return the group of `transfer` that `rank` belongs to, with the process groups that execute the transfer.
 
     Args:
-        transfer: The transfer.
-        rank: This rank.
         group_of: A function that returns this rank's process group of some sets of ranks, which have every rank once.
             Its second argument says which part of the transfer's groups they are: '', ' in nodes' or ' between nodes'.
-        first: The number of rank 0 in the job.
     """
     group = transfer.move.group_of(rank)
     nodes = tuple(map(transfer.topology.node_of, group.ranks))
@@ -116,8 +106,6 @@ def group_rank(
     return GroupRank(whole, group, position, nodes, each, each, first)
 
 
-# --- coalesced --------------------------------------------------------------------------------------------------------
-#
 # Several all-gathers or reduce-scatters of one group run as one (MiCS, section 4). The time of small ones is mostly
 # latency, which is then paid once.
 
@@ -230,11 +218,7 @@ class RankTransfer:
                 self.observer.encoded(self.transfer, after[0] - values, after[1] - messages)
 
     def check_fit(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes.
-
-        Raises:
-            StepError: If a tensor's length, dtype or layout is not what the collective was made for.
-        """
+        """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes."""
         tensors = ("region", region), ("shard", shard)
         for (name, tensor), (elements, dtype) in zip(tensors, self._expected, strict=False):
             if tensor.numel() != elements or tensor.dtype != dtype or not tensor.is_contiguous():

@@ -291,12 +291,9 @@ class CollectiveLog:
     """The log of one model on one rank. The engine notes transfers and calls, and compares step logs at boundaries.
 
     Args:
-        strategy: The strategy of the model, which says which ranks compare what.
-        rank: This rank.
         model: The number of the model, the same on all ranks.
         last: For each group of ranks, the model whose collective came last there. All models of a process group share
             it, and their logs keep it up to date.
-        lanes: The communicators that several queues share.
         first: The number of rank 0 in the job. Errors name ranks by their numbers in the job.
     """
 
@@ -378,9 +375,6 @@ class CollectiveLog:
         Args:
             combined: The maximum of what all ranks have encoded. It is the same on all ranks, so that all raise.
             of_all_ranks: A collective that takes this rank's step log, and returns the step logs of all ranks.
-
-        Raises:
-            StepError: If the digests of any group differ.
         """
         found: list[tuple[Scope, int]] = []  # the groups whose members differ
         for scope in self.scopes:
@@ -418,9 +412,7 @@ def difference(
     """Return the first difference between the step logs of two ranks, or None if there is none yet.
 
     Args:
-        scope: The kinds of entry to compare.
         one: A rank and its step log. The difference names ranks by the numbers that they have here.
-        other: Another rank and its step log.
         ended: Treat both step logs as complete. Otherwise a missing entry is a difference only if its log has ended.
     """
     (rank, step_log), (peer, theirs) = one, other

@@ -87,11 +87,7 @@ ROTATED = 32  # number of elements that a rotation mixes
 
 
 def add_format(name: str, bits: int) -> None:
-    """Add `name` to the codecs of blocks. `codecs/kernels/registered.py` registers the functions that compute it.
-
-    Raises:
-        ConfigError: If the name or the number of bits is not allowed, or the name is registered with other bits.
-    """
+    """Add `name` to the codecs of blocks. `codecs/kernels/registered.py` registers the functions that compute it."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in (*CODECS, "none"):
         raise ConfigError(
             f"codec {name!r}: expected a name of small letters, digits and underscores that is not one of "
@@ -119,18 +115,14 @@ class Codec:
     """The format in which the elements of a message are written.
 
     As text it is for example 'int4:64+hadamard+stochastic', 'int8', 'int8:whole' or 'bf16'.
-
-    Attributes:
-        name: A built-in or registered codec.
-        block: How many elements share a scale. With 0, all elements of a message share one.
-        hadamard: Rotate each 32 elements before encoding. A single large value then costs the other elements less
-            precision.
-        stochastic: Round up with a probability that preserves the mean. Available for int8 and int4.
     """
 
     name: str
+    # How many elements share a scale. With 0, all elements of a message share one.
     block: int = _DEFAULT_BLOCK
+    # Rotate each 32 elements before encoding. A single large value then costs the other elements less precision.
     hadamard: bool = False
+    # Round up with a probability that preserves the mean. Available for int8 and int4.
     stochastic: bool = False
 
     def __post_init__(self) -> None:
@@ -213,12 +205,6 @@ class Codec:
 def cell_alignment(nbytes: int) -> int:
     """Return the bytes that the starts of cells of `nbytes` bytes are a multiple of."""
     return _LARGE_CELL_ALIGNMENT if nbytes >= _LARGE_CELL_BYTES else CELL_ALIGNMENT
-
-
-# --- precision --------------------------------------------------------------------------------------------------------
-#
-# Mixed precision: the dtypes in which weights are gathered and compute, and gradients are sent and summed. The user's
-# parameters stay in the model's own dtype.
 
 
 _SHORT = {

@@ -149,8 +149,6 @@ def most_in_flight(passes: Sequence[StagePass]) -> int:
     return most
 
 
-# --- pipeline walk ----------------------------------------------------------------------------------------------------
-#
 # The operations of each rank in a pipeline's step: passes to compute, messages to post and messages to wait for. They
 # match what `torch.distributed.pipelining` does. A message is sent once both ranks have posted it.
 
@@ -274,11 +272,6 @@ def _received(message: Message | None) -> Iterator[Operation]:
 def _sent(message: Message | None) -> Iterator[Operation]:
     if message is not None:
         yield Await(message, sends=True)
-
-
-# --- compression ------------------------------------------------------------------------------------------------------
-#
-# What a pipeline compresses (Optimus-CC): messages between stages, and gradients inside stages.
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,6 @@ def legal_placements(topology: Topology, *, copies: bool = False) -> list[Placem
     """Return every legal placement: P divides G, and G divides OS (Lins, section IV-B).
 
     Args:
-        topology: The nodes and ranks of the job.
         copies: Also return variants with a backward copy that is spread over fewer ranks than P.
     """
     legal = legal_extents(topology)
@@ -107,10 +106,6 @@ def check_extent(extent: Extent, topology: Topology, what: str) -> None:
         )
 
 
-# --- transitions ------------------------------------------------------------------------------------------------------
-#
-# These functions derive the collectives of a step from a placement.
-#
 # A unit's flat buffer is cut into slices for P. Each of these is cut for G, and each of those is cut for OS. A
 # `Partition` says which slice each rank holds. A `GroupCollective` is one collective from one partition to another, run
 # by all its groups at the same time:

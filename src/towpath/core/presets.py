@@ -212,14 +212,7 @@ class NamedStrategy:
         return CUSTOM if isinstance(self.name, Placement) else self.name
 
     def on(self, topology: Topology) -> Strategy:
-        """Return the strategy on `topology`.
-
-        Args:
-            topology: The nodes and ranks of the job.
-
-        Raises:
-            ConfigError: If options contradict each other, or an extent does not fit the topology.
-        """
+        """Return the strategy on `topology`."""
         options = self.options
         outer, topology = _islands(options.get("outer"), topology)
         placement = self.name
@@ -308,10 +301,6 @@ def parse_strategy(text: str, topology: Topology, offload: Offload | None = None
         text: The name, and options as `strategy()` takes them. An extent is written as RANKSxNODES.
         topology: The nodes and ranks of the job.
         offload: The option `offload`, unless the text names it.
-
-    Raises:
-        ConfigError: If a word is no option with a value, there is no such preset or option, or options contradict each
-            other.
     """
     name, *words = text.split() or [""]
     if name in ("", "auto"):

@@ -73,14 +73,10 @@ class Lanes:
     Gathers and reductions have lanes of their own, with two exceptions, so that few presets need more than three
     communicators. They share columns, which are used little where rows are used much. If every micro-step uses columns
     for both gathers and reductions, they share rows instead, because links inside a node are the faster ones.
-
-    Attributes:
-        share_rows: True if gathers and reductions share rows, and not columns.
-        with_all_to_alls: The communicators that carry all-to-alls.
     """
 
-    share_rows: bool = False
-    with_all_to_alls: frozenset[Communicator] = frozenset()
+    share_rows: bool = False  # True if gathers and reductions share rows, and not columns
+    with_all_to_alls: frozenset[Communicator] = frozenset()  # the communicators that carry all-to-alls
 
     @staticmethod
     def of(plans: Iterable[UnitPlan]) -> Lanes:
@@ -119,15 +115,11 @@ class SharedLane:
 
     Queues with communicators of their own may interleave differently on each rank. Here that would let an all-gather
     meet a reduction, so the ranks of each communicator compare the order at the boundary.
-
-    Attributes:
-        lane: The lane.
-        ranks: The ranks of the communicator that each rank is in.
-        kinds: The kinds of the transfers. `UNUSED_PARAMS` stands for shared calls, such as norms and full tensors.
     """
 
     lane: str
-    ranks: Ranks
+    ranks: Ranks  # the ranks of the communicator that each rank is in
+    # The kinds of the transfers. `UNUSED_PARAMS` stands for shared calls, such as norms and full tensors.
     kinds: frozenset[TransferKind]
 
 

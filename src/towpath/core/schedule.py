@@ -38,7 +38,6 @@ def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tu
     Then follow digests of what each rank has submitted (`core/collective_log.py`).
 
     Args:
-        strategy: The strategy, whose topology names the ranks.
         parameters: The number of trainable parameters. Without any, nothing is compared.
         log: The bytes of the digests, as `log_bytes` returns them.
     """
@@ -170,16 +169,8 @@ def schedule(
     """Return the schedule of one optimizer step in steady state.
 
     Args:
-        strategy: The placement, and the route and codec of each kind of transfer.
-        units: The units of the model. At most one of them is the root (`kept`).
-        micro_steps: How many forward and backward passes make one step.
-        precision: The dtypes for compute, reduction and accumulation. None means `Precision()`.
         passes: For a pipeline stage, the passes that it computes, in order.
         whole: The parameters that the optimizer steps as full matrices.
-        form: How transfers are executed: as messages with gloo, as collectives with NCCL.
-
-    Raises:
-        ConfigError: If `micro_steps` is not an integer of at least 1.
     """
     if type(micro_steps) is not int or micro_steps < 1:
         raise ConfigError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
@@ -214,10 +205,6 @@ def _laid_out(
         yield transfer.in_micro_step(micro_steps - 1)
 
 
-# --- frozen -----------------------------------------------------------------------------------------------------------
-#
-# The placement of frozen parameters, if the strategy leaves it open.
-#
 # Frozen parameters never change. With one copy in each node they cross between nodes only once, at the start, but they
 # take more memory than one copy over all nodes. That placement is chosen if P spans nodes and memory allows. A model
 # without trainable parameters, as in inference, keeps the strategy's own placement.
@@ -253,11 +240,7 @@ def decided(
     """Decide the placement of frozen parameters. Ranks with equal arguments decide the same.
 
     Args:
-        strategy: The strategy, whose `frozen` may be None.
-        units: The units of the model.
-        precision: The dtypes for compute and reduction.
         memory: The bytes that a rank has for the engine and everything else. None means enough.
-        form: How transfers are executed.
 
     Returns:
         The strategy with `frozen` decided, and the reason. It stays None if the model has no frozen parameters, or if
@@ -304,11 +287,6 @@ def _kinds(units: Sequence[UnitSpec]) -> tuple[bool, bool]:
     return False in kinds, True in kinds
 
 
-# --- job --------------------------------------------------------------------------------------------------------------
-#
-# The transfers of a pipeline's step: those of every stage's schedule, and the messages between stages.
-
-
 Shape = tuple[tuple[int, ...], str]  # the shape and dtype of a tensor
 
 
@@ -349,11 +327,8 @@ def job_schedule(
     """Return the schedule of a job with pipeline stages.
 
     Args:
-        topology: The nodes and ranks of the whole job.
         pipelines: One entry for each tensor-parallel rank: the stages of its pipeline in order. Parts of the model that
             are sharded by themselves over the ranks of several stages, such as tied embeddings, follow the stages.
-        order: The passes that each rank of a pipeline computes.
-        compression: The codecs of messages between stages.
         walks: How many times a step runs the whole order, with gradient accumulation. Default: 1.
     """
     found: list[Transfer] = []
@@ -377,11 +352,8 @@ def message_transfers(
     """Yield the transfers of one message, one for each tensor.
 
     Args:
-        message: The message between two stages.
         pairs: The sending and the receiving rank of each copy of the pipeline. All of them send at once.
         outputs: The outputs of the stage `message.output_of`.
-        topology: The nodes and ranks of the whole job.
-        compression: The codecs of messages between stages.
     """
     move = send(pairs)
     kind = TransferKind.ACTIVATION_GRADIENT if message.backward else TransferKind.ACTIVATION
@@ -391,11 +363,7 @@ def message_transfers(
 
 
 def transport_for(dtype: str, transport: Transport) -> Transport:
-    """Return the transport of a tensor that stages exchange. Tensors that are not floats, such as tokens, use no codec.
-
-    Raises:
-        ConfigError: If the codec of `transport` does not take the dtype.
-    """
+    """Return the transport of a tensor that stages exchange. Tensors that are not floats use no codec."""
     if dtype not in FLOATING:
         return Transport()
     if transport.encoding is not None and dtype not in ENCODED:

@@ -34,10 +34,6 @@ from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import UnitPlan
 from towpath.errors import StepError
 
-# --- reductions -------------------------------------------------------------------------------------------------------
-#
-# The order in which units reduce gradients, and the slots for these. A gradient sync follows each at a boundary.
-
 
 class Reductions:
     """The part of `StepMachine` that reduces gradients."""

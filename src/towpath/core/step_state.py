@@ -19,10 +19,6 @@ from towpath.core.transfer import Transfer
 if TYPE_CHECKING:
     from towpath.core.unit_plan import UnitPlan
 
-# --- actions ----------------------------------------------------------------------------------------------------------
-#
-# What the step machine returns: transfers to submit, and what to do around them, to be executed in order.
-
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Slot:

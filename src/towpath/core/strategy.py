@@ -23,21 +23,12 @@ from towpath.core.transport import Transport
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology, counted
 
-# --- toml -------------------------------------------------------------------------------------------------------------
-#
-# Values are written in TOML syntax. `tomllib` reads them back.
-
-
 # TOML escapes what JSON escapes, and DEL. It has no surrogate pairs, so all other characters are written unescaped.
 _ESCAPED = re.compile('[\x00-\x1f\x7f"\\\\]')
 
 
 def written(value: str | bool | int | float | Iterable[Any]) -> str:
-    """Return a scalar, or an array of scalars, in TOML syntax.
-
-    Raises:
-        ValueError: If text contains lone surrogates, which no file can hold.
-    """
+    """Return a scalar, or an array of scalars, in TOML syntax."""
     if isinstance(value, str):
         value.encode()  # raises UnicodeEncodeError, a ValueError, for lone surrogates
         return f'"{_ESCAPED.sub(_escape, value)}"'
@@ -419,8 +410,6 @@ def _of_frozen(strategy: Strategy) -> Strategy:
     return replace(strategy, placement=placement, **plain)
 
 
-# --- move shapes ------------------------------------------------------------------------------------------------------
-#
 # These functions describe the collectives of a placement without naming ranks. They give the operation, the shape of
 # the groups, and how far apart a group's nodes are.
 #
@@ -433,18 +422,13 @@ _ONE = Extent(1)
 
 @dataclass(frozen=True, slots=True)
 class MoveShape:
-    """The shape of one collective that several groups run at the same time.
-
-    Attributes:
-        op: The collective.
-        regions: How many regions the flat buffer is divided into. Each group works on one of them.
-        grid: The members of each group.
-        stride: The distance between the nodes of a group. It is 1 if the group has one node.
-    """
+    """The shape of one collective that several groups run at the same time."""
 
     op: Op
+    # How many regions the flat buffer is divided into. Each group works on one of them.
     regions: int
-    grid: Grid
+    grid: Grid  # the members of each group
+    # The distance between the nodes of a group. It is 1 if the group has one node.
     stride: int
 
     @property

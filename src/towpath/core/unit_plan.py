@@ -352,20 +352,7 @@ def largest(needs: Iterable[Needs]) -> Needs:
 
 
 def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision, form: Form = Form.MESSAGES) -> UnitPlan:
-    """Plan all buckets of a unit.
-
-    Args:
-        strategy: The placement, and the route and codec of each kind of transfer.
-        unit: The sizes and dtypes of the unit's parameters.
-        precision: The dtypes for compute, reduction and accumulation.
-        form: How transfers are executed.
-
-    Returns:
-        The plan, the same on all ranks.
-
-    Raises:
-        ConfigError: If a codec does not take the dtype of a bucket.
-    """
+    """Plan all buckets of a unit."""
     return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision, form) for bucket in unit.buckets))
 
 

@@ -117,11 +117,7 @@ class OuterSync:
         """Compare how many steps all islands have made, and check that none has begun another. Every rank must call it.
 
         Args:
-            step: The number of this rank's steps.
             awaits_step: Whether this rank has gradients of the last one that no optimizer has used.
-
-        Raises:
-            StepError: They differ, or a rank has gradients to use, or another rank does not call it.
         """
         advice = "Let every island make equally many steps, for example with towpath.join(model, batches)."
         try:
@@ -150,11 +146,7 @@ class OuterSync:
                 )
 
     def raise_problems(self) -> None:
-        """Raise on all ranks of all islands if a rank found slow weights that differ. Every rank must call it.
-
-        Raises:
-            StepError: Slow weights differ.
-        """
+        """Raise on all ranks of all islands if a rank found slow weights that differ. Every rank must call it."""
         problems, self._problems = self._problems, []
         for what in (what for found in self._comm.job.gather_objects(problems) for what in found):
             raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
@@ -268,11 +260,7 @@ class FragmentExchange:
             self._digest.copy_(torch.stack([digest, ~digest]))
 
     def run(self, workspace: Workspace) -> None:
-        """Exchange the digest and the differences with the other islands.
-
-        Raises:
-            StepError: The exchange failed.
-        """
+        """Exchange the digest and the differences with the other islands."""
         try:
             for bound in self._check:
                 bound.run(self._digest, self._digest, workspace)

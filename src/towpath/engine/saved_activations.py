@@ -100,9 +100,6 @@ class _OnHost:
         return self.kept.to(self.device)
 
 
-# --- memory on the host -----------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, eq=False)
 class _Slab:
     """Page-locked memory of several tensors. `free`: its unused ranges of bytes, in order.
@@ -141,9 +138,6 @@ class _Range:
     slab: _Slab
     start: int
     end: int
-
-
-# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -247,13 +241,7 @@ class _Offloaded:
 
 @final
 class DeviceCopies:
-    """Copies of saved tensors between a device and the host, and the host's memory for them.
-
-    Args:
-        device: The device.
-        to_host: The stream of copies to the host.
-        to_device: The stream of copies back.
-    """
+    """Copies of saved tensors between a device and the host, and the host's memory for them."""
 
     def __init__(self, device: torch.device, to_host: Stream, to_device: Stream) -> None:
         self.device, self.to_host, self.to_device = device, to_host, to_device
@@ -367,9 +355,6 @@ def _copies_on(device: torch.device) -> DeviceCopies | None:
     if device.type != "cuda":
         return None
     return DeviceCopies(device, CudaStream(device, 1), CudaStream(device, 1))
-
-
-# --- forward passes ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager

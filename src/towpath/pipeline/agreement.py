@@ -28,8 +28,6 @@ from towpath.topology.groups import Groups
 
 Tensors = tuple[torch.Tensor, ...]
 
-# --- shapes -----------------------------------------------------------------------------------------------------------
-
 
 def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Tensors:
     """Return the outputs of a stage on the meta device, without computing them."""
@@ -119,9 +117,6 @@ def check_exchanged(between: Sequence[Tensors], compression: Compression) -> Non
             )
 
 
-# --- calls ------------------------------------------------------------------------------------------------------------
-
-
 def check_batch(batch: Sequence[torch.Tensor], example: Tensors, micro_batches: int) -> None:
     """Raise `StepError` if the batch does not consist of `micro_batches` micro-batches of the example's shape."""
     expected = [(micro_batches * t.shape[0], *t.shape[1:]) if t.dim() else () for t in example]
@@ -203,12 +198,7 @@ class CallCheck:
         """Return if all ranks make this call in the same optimizer step and none refuses it. Otherwise raise on all.
 
         Args:
-            call: One of `CALLS`.
             step: The number of optimizer steps before it.
-            refusal: The reason why this rank cannot execute it, if any.
-
-        Raises:
-            StepError: Ranks differ, or one of them refuses.
         """
         number = len(CALLS) * step + CALLS.index(call)
         word = torch.tensor([number, -number] if refusal is None else [torch.iinfo(torch.int64).max, 0])

@@ -29,8 +29,6 @@ from towpath.engine.layout import torch_dtype
 from towpath.engine.streams.trace import BETWEEN, INSIDE, Trace
 from towpath.pipeline.observed import trace_messages
 
-# --- encoded messages -------------------------------------------------------------------------------------------------
-#
 # A message in fewer bytes: as low-rank factors, or in a codec of blocks. Both ends of a link have the same encodings,
 # and know which messages are encoded. So messages need no header.
 
@@ -141,9 +139,6 @@ class Sender:
         values = x.to(self.encoding.dtype).reshape(-1)
         kernels_for(x.device).encode(codec, values, message, self._seed + int(self._drawn))
         return values.isfinite().all()
-
-
-# --- the stage --------------------------------------------------------------------------------------------------------
 
 
 class TowpathStage(PipelineStage):

@@ -39,7 +39,6 @@ class Groups:
     a new group take part in its creation, and they connect at once: see `new_group` and `connect`.
 
     Args:
-        parent: The process group.
         first: The number of the parent's first rank in the job, if the parent is an island of it. Errors name ranks by
             their numbers in the job.
         chosen: The device that the user chose for a model. None leaves it to the model.
@@ -111,7 +110,6 @@ class Groups:
         Args:
             partition: Every rank of the parent once. A rank that communicates with no other stands alone.
             purpose: A name that tells groups of the same ranks apart.
-            backend: A PyTorch backend, by default the parent's.
             max_ctas: How many thread blocks a kernel of NCCL may use. By default, NCCL decides.
         """
         mine = next(ranks for ranks in partition if self.rank in ranks)
@@ -155,11 +153,7 @@ class Groups:
             new_group([dist.get_rank()], "in place of a closed group", backend="gloo")
 
     def abort(self, *others: Groups) -> None:
-        """Abort the running transfers on the device, in all groups. No group can be used afterwards.
-
-        Args:
-            *others: Groups inside other parents, such as those of an island, to abort at the same time.
-        """
+        """Abort the running transfers on the device, in all groups. No group can be used afterwards."""
         backends: list[Any] = []
         # The group of an island is among those that the job has made.
         made = [group for each in (self, *others) for group in (each.parent, *each._made.values())]
@@ -216,7 +210,6 @@ class Groups:
         """Return the row of every rank, stacked: [ranks, ...]. Rows are in host memory, of one shape and dtype.
 
         Args:
-            row: This rank's row.
             wait: A function that waits for the collective, such as `Program.wait`.
         """
         if self._alone:
@@ -282,11 +275,7 @@ def new_group(
     number of groups that a rank has had. That number must be the same on all members (`align_group_counts`).
 
     Args:
-        ranks: The global ranks.
-        purpose: What the group is for, for PyTorch's logs.
         backend: A PyTorch backend, by default the one of all ranks. A group of 'nccl' has no backend for the host.
-        timeout: How long a call waits for other members. By default, as PyTorch does.
-        max_ctas: How many thread blocks a kernel of NCCL may use. By default, NCCL decides.
     """
     options: dict[str, Any] = {}
     if backend == "nccl":
@@ -397,9 +386,6 @@ def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
     """Return the number of nodes, of ranks on each, and of nodes in each rack, which are the fields of `Topology`.
 
     The launcher's GROUP_RANK or else the host name tells nodes apart, and `rack_name` racks.
-
-    Raises:
-        ConfigError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
     """
     groups = groups or Groups()
     told = groups.gather_objects((os.environ.get("GROUP_RANK") or socket.gethostname(), rack_name()))
@@ -425,8 +411,6 @@ def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
     return len(sizes), ranks, _nodes_per_rack([rack for _, rack in told[::ranks]], groups)
 
 
-# --- racks ------------------------------------------------------------------------------------------------------------
-#
 # A node learns the name of its rack from its environment. `towpath.init()` numbers the ranks rack by rack, in whatever
 # order the launcher has numbered the nodes.
 
@@ -449,9 +433,6 @@ def numbers_by_rack(racks: Sequence[RackName]) -> list[int]:
 
     Args:
         racks: The rack of each rank, by the launcher's numbers.
-
-    Raises:
-        ConfigError: The racks that the user named do not have equally many ranks.
     """
     names = _checked_racks(racks)
     first = {name: names.index(name) for name in set(names)}

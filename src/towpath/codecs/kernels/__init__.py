@@ -84,21 +84,15 @@ class Kernels:
     message need a second one, which finds the largest values. `kept` is the error feedback of all pieces, in float32:
     it is added before the encoding, and then it becomes what the encoding rounded away. Back ends without such a
     kernel compute it in `scratch`, which has twice the elements of the longest piece, in float32.
-
-    Attributes:
-        name: The name of the back end.
-        encode: Encode one message, as `reference.encode` does. It may start at any byte.
-        decode: Decode one message.
-        encode_pieces: Encode each piece of `values` into its cell of `wire`. `seed` is the one before the first.
-        sum_pieces: Decode each piece of all rows of `wire`, sum them, and encode the sum into the piece's cell.
-        decode_pieces: Decode each piece of all rows of `wire`, and sum them into the piece of `out`.
     """
 
     name: str
     encode: Encode
     decode: Callable[[Codec, torch.Tensor, torch.Tensor], None]
+    # Encode each piece of `values` into its cell of `wire`. `seed` is the one before the first.
     encode_pieces: EncodePieces
-    sum_pieces: SumPieces
+    sum_pieces: SumPieces  # decode each piece of all rows of `wire`, sum them, and encode the sum into the piece's cell
+    # Decode each piece of all rows of `wire`, and sum them into the piece of `out`.
     decode_pieces: Callable[[Pieces, torch.Tensor, torch.Tensor], None]
 
 

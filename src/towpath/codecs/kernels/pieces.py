@@ -22,21 +22,13 @@ _WIDE = 16
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece of a buffer.
+    """One piece of a buffer."""
 
-    Attributes:
-        length: Its number of elements.
-        start: Its first element in the flat buffer that is encoded, or decoded into.
-        source: The byte of the wire buffer where the message to decode starts, in the first row.
-        target: The byte of the wire buffer where the encoded message starts.
-        kept: The first element of its error feedback.
-    """
-
-    length: int
-    start: int = 0
-    source: int = 0
-    target: int = 0
-    kept: int = 0
+    length: int  # its number of elements
+    start: int = 0  # its first element in the flat buffer that is encoded, or decoded into
+    source: int = 0  # the byte of the wire buffer where the message to decode starts, in the first row
+    target: int = 0  # the byte of the wire buffer where the encoded message starts
+    kept: int = 0  # the first element of its error feedback
 
 
 @final
@@ -47,9 +39,7 @@ class Pieces:
     rounding seed, the number of rows, and the bytes between them.
 
     Args:
-        codec: The codec of all pieces.
         pieces: The pieces, in the order of their rounding seeds.
-        device: The device of the table.
         rows: How many rows are summed.
         stride: The bytes from one row to the next.
     """
@@ -100,8 +90,6 @@ def next_seed(seed: int) -> int:
     return (seed * _SEED_FACTOR + _SEED_STEP) & _32_BITS
 
 
-# --- loops ------------------------------------------------------------------------------------------------------------
-#
 # `module` is a back end that encodes and decodes one message at a time.
 
 

@@ -43,10 +43,6 @@ from towpath.logs import logger
 from towpath.topology.groups import Groups, rendezvous_address
 from towpath.topology.store import StatusStore
 
-# --- presence ---------------------------------------------------------------------------------------------------------
-#
-# On GPUs, each rank watches whether the next rank's process has ended.
-#
 # On a CPU a transfer fails as soon as a peer's connection closes. On a GPU the host has gone on, and the device waits
 # until NCCL's watchdog stops it. So each rank holds a connection to the next one, over which only a token is sent. The
 # kernel closes it when that process ends, and its keepalive notices when that machine or the link to it fails. A rank
@@ -345,11 +341,7 @@ class StallMonitor:
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
 
     def oversee(self, island: StallMonitor) -> None:
-        """Report also what this rank does in its island. The island then learns which process of the job has ended.
-
-        Args:
-            island: The monitor of this rank's island. Without islands, it is this one.
-        """
+        """Report also what this rank does in its island. The island then learns which process of the job has ended."""
         self.activity = island.activity
         if island is not self and island not in self._islands:
             self._islands.append(island)
@@ -404,11 +396,7 @@ class StallMonitor:
         return f"This rank: {self.activity.describe()}. What its peers last said of themselves:{said}"
 
     def come_together(self, call: str) -> None:
-        """Return once every rank has made this call.
-
-        Raises:
-            StepError: A rank makes another call, does not come within the timeout, or waits for a transfer instead.
-        """
+        """Return once every rank has made this call."""
         if self.world == 1:
             return
         self.activity.meets(call)
@@ -576,10 +564,6 @@ def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None
         peers = reference()
 
 
-# --- failed passes ----------------------------------------------------------------------------------------------------
-#
-# Before the next pass, all ranks agree on a forward or backward pass that ended in an exception.
-#
 # Suppose that one rank catches the exception and goes on, and its peers do not. The transfers of its next pass would
 # meet those that the peers still wait for. So after a failed pass a rank first waits until all others have failed, too.
 
@@ -632,11 +616,7 @@ class FailedPasses:
             self._peers.activity.failed(f"{self._failure}, and was caught")
 
     def agree(self) -> None:
-        """Return once all ranks have failed like this one, if it has. The engine calls it before the next pass.
-
-        Raises:
-            StepError: Some rank has not failed, or the ranks ran different units before they failed.
-        """
+        """Return once all ranks have failed like this one, if it has. The engine calls it before the next pass."""
         if not self._failure:
             return
         failure, self._failure = self._failure, ""

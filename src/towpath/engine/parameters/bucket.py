@@ -50,10 +50,6 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams.queue import CommContext
 from towpath.errors import ShardError
 
-# --- buffers ----------------------------------------------------------------------------------------------------------
-#
-# The memory behind the step machine's slots. Its size is fixed at the start, and each allocation is counted.
-#
 # Autograd keeps views of the weights that a forward gathered. A unit's backward gather must therefore write to the
 # same memory, so each unit keeps one slot.
 
@@ -90,11 +86,6 @@ class SlotMemory:
     def nbytes(self) -> int:
         """The bytes of all slots, shared or reserved for one unit. The slot of a unit kept unsharded does not count."""
         return sum(b.numel() * item_bytes(dtype) for slot in self._slots.all for dtype, b in self.of(slot).items())
-
-
-# --- unsharded parameter ----------------------------------------------------------------------------------------------
-#
-# The unsharded parameter that modules compute with, in memory that the engine assigns and takes back.
 
 
 class OwnedParameter(nn.Parameter):

@@ -26,9 +26,6 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
     """Return the units that hold the parameters of `modules`, and with the root its leaves.
 
     Every rank must pass the same modules.
-
-    Raises:
-        ShardError: A module is not part of the model, or ranks passed different modules.
     """
     engine.comm.record.peers.come_together("full_parameters()")
     failure: TowpathError | None = None
@@ -76,9 +73,7 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
     """Undo `unshard`, and take over the writes to the unsharded parameters.
 
     Args:
-        engine: The engine of the model.
         modifier_rank: The rank whose writes all ranks take over. By default, all ranks must have written the same.
-        units: The units to reshard, by default all that are unsharded.
 
     Raises:
         StepError: Ranks wrote different values. The writes are not taken over.

@@ -25,10 +25,6 @@ from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import StepError
 
-# --- slices -----------------------------------------------------------------------------------------------------------
-#
-# Views of the parts of flat memory that belong to one rank.
-
 
 def slice_of(whole: torch.Tensor, cut: Partition, rank: int) -> torch.Tensor:
     """Return the slice of `whole` that belongs to `rank` when `whole` is partitioned by `cut`."""
@@ -44,10 +40,6 @@ def slice_within(outer: torch.Tensor, cut: Partition, inner: Partition, rank: in
     return outer.view(ratio, -1)[inner.slots[rank] % ratio]
 
 
-# --- optimizer memory -------------------------------------------------------------------------------------------------
-#
-# The memory that the optimizer works on: the model's own, or the host's (`shard(…, offload="optimizer")`).
-#
 # With offload the host's memory holds the master, which is this rank's slice of the parameters in their own dtype.
 # It also holds the `.grad` of that slice and the states of the user's optimizer. Two copies connect it with the
 # device. Each runs on the stream of the transfer that it belongs to:

@@ -146,12 +146,7 @@ class MatrixSteps:
         Every rank must call this.
 
         Args:
-            states: This rank's optimizer states.
-            device: Where the tensors of the results are stored. By default, on the model's device.
             wanted: Whether this rank needs the results. If False, it takes part in the broadcasts and yields nothing.
-
-        Raises:
-            CheckpointError: A state is a tensor subclass made of other tensors.
         """
         groups = self._comm.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}

@@ -122,14 +122,7 @@ class Partial(torch.Tensor):
     def norms_of(
         locals_: Sequence[torch.Tensor], order: float, specs: Sequence[ShardSpec], dtype: torch.dtype | None = None
     ) -> list[Partial]:
-        """Return the partial norm of each slice. One call computes many, because a call costs more than a small norm.
-
-        Args:
-            locals_: This rank's slices.
-            order: The order of the norms.
-            specs: The spec of each slice.
-            dtype: The dtype of the results. By default, that of each slice.
-        """
+        """Return the partial norm of each slice, in one call, because a call costs more than a small norm."""
         order = float(order)
         # Norms are kept in float64, so that combining their squares neither overflows nor rounds. PyTorch defines no
         # norm of order inf, or of an order below zero, for an empty slice. Such a slice gets the neutral element.

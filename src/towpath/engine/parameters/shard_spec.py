@@ -20,10 +20,6 @@ from towpath.core.units import overlap
 from towpath.engine.parameters.parallel import Parallel
 from towpath.engine.parameters.partial_sums import Replica
 
-# --- span -------------------------------------------------------------------------------------------------------------
-#
-# Describes which elements of a parameter a rank holds.
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardSpec:
@@ -86,10 +82,6 @@ class ShardSpec:
         return (start - base, end - base) if end > start else (0, 0)
 
 
-# --- encoded shard ----------------------------------------------------------------------------------------------------
-#
-# A shard of frozen parameters that is stored encoded (`frozen_codec=`).
-#
 # No block crosses the border of a parameter or a shard (`BucketSpec.in_blocks`), so each parameter's part can be read
 # and written by itself. A write compares block by block first. A block that already decodes to the new values is
 # left unchanged, because encoding it again might round it once more.
@@ -191,11 +183,6 @@ class EncodedSlice:
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return the decoded elements on the host, as PyTorch's checkpoint stagers expect."""
         return self.read().cpu()
-
-
-# --- full tensors ----------------------------------------------------------------------------------------------------
-#
-# All-gathers of slices.
 
 
 class Sliced(Protocol):

@@ -269,8 +269,6 @@ class _FullTensor(torch.autograd.Function):
         return ShardTensor(ctx.shard_spec.part_of(mean).clone(), ctx.shard_spec)
 
 
-# --- operations -------------------------------------------------------------------------------------------------------
-#
 # Elementwise operations and optimizers run on the slices. Norms and sums are combined over the ranks that share the
 # tensor (`partial_sums.py`). Any other operation raises `ShardError`.
 #

@@ -146,7 +146,6 @@ class Unit:
         as a forward of its own.
 
         Args:
-            index: The position of the parameter in `views`.
             unsharded: Calls a function as a forward of the unit.
         """
         view, key = self.views[index], (index, torch.is_grad_enabled())
@@ -386,11 +385,6 @@ def _starts(sizes: Sequence[tuple[str, int]]) -> list[int]:
     return starts
 
 
-# --- unused parameters ------------------------------------------------------------------------------------------------
-#
-# The ranks compare at every boundary which parameters got a gradient, and whether all ranks did the same.
-
-
 # Default of `shard(check_every=)`: how many boundaries pass between two comparisons of parameter values.
 CHECK_EVERY = 100
 
@@ -418,9 +412,6 @@ class UnusedParams:
         Args:
             boundary: The number of this boundary. At each `check_every`-th boundary checksums of the parameters are
                 taken, and the ranks compare them at the next boundary.
-
-        Raises:
-            StepError: The ranks have not done the same. Every rank raises it.
         """
         mine = [used for unit in self._trained for bucket in unit.trainable for used in bucket.gradients.used]
         if not self._transfers:

@@ -95,14 +95,7 @@ class Queues:
         """Submit a job to the queue of `kind`.
 
         Args:
-            kind: The kind of the transfers.
-            transfers: The transfers that the job executes, for the record and the collective log.
-            works: The functions that execute them, one after the other.
-            after: Handles of jobs in any queue that must end first.
             begin: The first part of the first transfer. It may run as soon as the job before has released the links.
-
-        Returns:
-            The handle to wait for the job's results.
         """
         self._record.peers.raise_if_diverged()
         submitted = [bound.transfer for bound in transfers]
@@ -372,11 +365,6 @@ class _ThreadHandle(Handle):
             if self._future.done():  # the job itself raised the TimeoutError
                 raise
         return self._future.done()
-
-
-# --- wiring -----------------------------------------------------------------------------------------------------------
-#
-# The transfers of a plan get the collectives and process groups that execute them on this rank.
 
 
 # How many thread blocks a kernel of NCCL may use in a group that crosses nodes, or that exchanges all-to-all inside a

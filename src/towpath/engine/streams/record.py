@@ -22,8 +22,6 @@ from towpath.engine.checks.activity import Event, StallMonitor
 from towpath.engine.streams.streams import HostClock, HostTimer, Mark, Timer
 from towpath.engine.streams.trace import Trace
 
-# --- profiled ---------------------------------------------------------------------------------------------------------
-#
 # Named ranges for `torch.profiler`.
 #
 #     towpath submit gather blocks.3      on the training thread

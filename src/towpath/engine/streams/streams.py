@@ -20,10 +20,6 @@ from towpath.engine.checks.activity import is_capturing
 if TYPE_CHECKING:
     from towpath.engine.streams.record import TransferWait
 
-# --- timing -----------------------------------------------------------------------------------------------------------
-#
-# Marks of time: by the host's clock, or on a GPU by events in the streams that do the work.
-#
 # The host's own work is timed by its clock on GPUs, too. The time of an event is read only after the device has reached
 # it, so that timing never waits for the device. Events cost the host some microseconds each, so transfers on a GPU are
 # timed only while someone reads their seconds.
@@ -118,11 +114,6 @@ class DeviceTimer:
 def timer_for(device: torch.device) -> Timer:
     """Return a new timer for work on `device`."""
     return DeviceTimer(device) if device.type == "cuda" else HostTimer()
-
-
-# --- host clock -------------------------------------------------------------------------------------------------------
-#
-# The engine's own work on the training thread is timed, and excluded from `torch.compile`.
 
 
 Arguments = ParamSpec("Arguments")
@@ -229,12 +220,7 @@ class Stream(ABC):
         """Queue a job, which starts after earlier jobs with its buffer index, and after what was computed so far.
 
         Args:
-            job: The work to do.
-            after: Handles of other jobs that must end first.
             waiting: The object to which waits for the job are reported.
-
-        Returns:
-            The handle to wait for the job's results.
         """
 
     @abstractmethod
@@ -248,11 +234,6 @@ class Stream(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the stream's resources. No job may be submitted afterwards."""
-
-
-# --- cuda stream ------------------------------------------------------------------------------------------------------
-#
-# The stream of a queue on a GPU.
 
 
 @final
