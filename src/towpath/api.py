@@ -42,6 +42,7 @@ from towpath.engine.layout import (
     is_saved,
     lay_out,
     least_free_bytes,
+    trainable_places,
 )
 from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
@@ -549,12 +550,10 @@ def schedule(
 def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[OwnedParameter]:
     """Yield the unit, bucket and index of each named parameter."""
     wanted = set(names)
-    for unit, layout in enumerate(layouts):
-        for number, bucket in enumerate(layout.buckets):
-            for index, place in enumerate(bucket.places):
-                if bucket.spec.trainable and not wanted.isdisjoint(place.names):
-                    wanted.difference_update(place.names)
-                    yield OwnedParameter(place.names[0], tuple(place.shape), unit, number, index)
+    for parameter, place in trainable_places(layouts):
+        if not wanted.isdisjoint(place.names):
+            wanted.difference_update(place.names)
+            yield parameter
     if wanted:
         raise ConfigError(
             f"schedule: owner_stepped has {', '.join(sorted(wanted))}; expected names of the model's trainable "

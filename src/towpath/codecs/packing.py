@@ -216,7 +216,6 @@ class RoundingSeeds:
         self.seed = seed
 
     def next(self) -> int:
-        """Return the seed of the next message."""
         self.seed = next_seed(self.seed)
         return self.seed
 

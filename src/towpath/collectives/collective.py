@@ -46,13 +46,8 @@ class WireBuffers:
             if numel:
                 self.take(numel, getattr(torch, dtype))
 
-    def clear(self) -> None:
-        """Drop all buffers."""
-        self._buffers.clear()
-
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(b.nbytes for b in self._buffers.values())
 
 
@@ -127,7 +122,6 @@ class GroupRank:
 
     @property
     def grid(self) -> Grid:
-        """The grid of the members."""
         return Grid.of(self.nodes)
 
 

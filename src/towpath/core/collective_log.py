@@ -69,11 +69,9 @@ class Scope:
 
     @property
     def groups(self) -> int:
-        """The number of groups."""
         return max(self.group_of) + 1
 
     def members(self, group: int) -> list[int]:
-        """Return the ranks of a group."""
         return [rank for rank, theirs in enumerate(self.group_of) if theirs == group]
 
 
@@ -139,12 +137,10 @@ class Entry:
         return self.what if isinstance(self.kind, Call) else f"{self.kind.value} of unit {self.what or 'root'!r}"
 
     def to_json(self) -> list[Any]:
-        """Return the entry as values that JSON can hold."""
         return [self.kind.value, self.what, self.details]
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> Entry:
-        """Return the entry that `to_json` has written."""
         kind, what, details = fields
         return Entry(_KINDS[kind], what, _tuples(details))
 
@@ -236,7 +232,6 @@ class StepLog:
         return tuple(entry for lines in self.lines for entry in lines.entries)
 
     def to_json(self) -> list[Any]:
-        """Return the step log as values that JSON can hold."""
         # Units repeat their entries in each micro-step, and scopes may have common ones. Each is written once.
         distinct = dict[tuple[str, str, str], tuple[int, Entry]]()
 
@@ -249,7 +244,6 @@ class StepLog:
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> StepLog:
-        """Return the step log that `to_json` has written."""
         model, step, ended, lines, inside, distinct = fields
         entries = tuple(map(Entry.from_json, distinct))
         parsed = (Lines(folded, digest, tuple(entries[number] for number in said)) for folded, digest, said in lines)
@@ -330,7 +324,6 @@ class CollectiveLog:
 
     @property
     def number(self) -> int:
-        """This rank, as the job counts."""
         return self.first + self.rank
 
     def compares(self, kind: TransferKind | Call) -> bool:
@@ -352,7 +345,6 @@ class CollectiveLog:
             self._kept[number].note(Entry(kind, what, noted))
 
     def turn(self) -> None:
-        """Begin the step log of the next step."""
         self._step, self._ended, self._kept = self._step + 1, False, [_Kept() for _ in self.scopes]
 
     def step_log(self) -> StepLog:
@@ -441,7 +433,6 @@ def differing_islands(what: str) -> str:
 
 
 def divergence_message(rank: int, found: Difference) -> str:
-    """Return the message of the error that `rank` raises for a difference."""
     if Call.UNDECODED in found.kinds:
         who, what = next(
             (r, e) for r, e in zip(found.ranks, found.entries, strict=True) if e and e.kind is Call.UNDECODED

@@ -97,7 +97,6 @@ class OuterPlan(SentBytes):
 
     @property
     def settings(self) -> Outer:
-        """The settings of the outer steps."""
         assert self.strategy.outer is not None
         return self.strategy.outer
 
@@ -136,7 +135,6 @@ class OuterPlan(SentBytes):
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes of the wire buffers of one rank."""
         queues: dict[str, Needs] = {}
         for kind in OUTER_KINDS:
             queues[QUEUES[kind]] = largest([queues.get(QUEUES[kind], {}), self.wire_needs(kind)])

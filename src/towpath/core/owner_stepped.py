@@ -58,7 +58,6 @@ class Round:
     matrices: tuple[Matrix, ...]
 
     def owned(self, slot: int) -> tuple[Matrix, ...]:
-        """Return the matrices of the owner at `slot`."""
         return tuple(matrix for matrix in self.matrices if matrix.owner == slot)
 
     def held(self, slot: int) -> int:
@@ -223,8 +222,7 @@ def _check_transport(strategy: Strategy, transport: Transport, parameter: OwnedP
     if transport.encoding is not None and bucket.own_dtype not in ENCODED:
         raise ConfigError(
             f"{what} in {transport.codec}: {parameter.name} is {bucket.own_dtype}, and codecs take "
-            f"{', '.join(ENCODED)}. "
-            "Leave the codec out."
+            f"{', '.join(ENCODED)}. Leave the codec out."
         )
 
 

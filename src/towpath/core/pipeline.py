@@ -77,7 +77,6 @@ class Message:
 
 
 def owners(order: Order) -> dict[int, int]:
-    """Return the rank that holds each stage."""
     return {each.stage: rank for rank, passes in order.items() for each in passes}
 
 
@@ -312,8 +311,7 @@ class Compression:
             elif transport.codec != "none" and not isinstance(transport.codec, LowRank):
                 raise ConfigError(
                     f"Compression: gradients takes low rank, such as 'low-rank:4'; got {transport.codec}. Codecs of "
-                    "blocks "
-                    "belong to the strategy."
+                    "blocks belong to the strategy."
                 )
         if not 0 < self.share_of_stages <= 1:
             raise ConfigError(f"Compression: share_of_stages is above 0 and at most 1; got {self.share_of_stages!r}.")

@@ -127,7 +127,6 @@ class Partition:
 
     @property
     def count(self) -> int:
-        """Number of slices."""
         return self.extent.size
 
 
@@ -152,12 +151,10 @@ class GroupCollective:
         return self._hash
 
     def group_of(self, rank: int) -> Group:
-        """Return the group that `rank` belongs to."""
         return next(g for g in self.groups if rank in g.ranks)
 
     @property
     def members(self) -> int:
-        """Number of ranks in each group."""
         return len(self.groups[0].ranks)
 
     def over(self, ranks: Sequence[int]) -> GroupCollective:
@@ -200,7 +197,6 @@ class PlacementCollectives:
 
 @lru_cache(maxsize=256)
 def transitions(placement: Placement, topology: Topology) -> PlacementCollectives:
-    """Return the partitions and the collectives of `placement` on `topology`."""
     levels = _levels(placement)
     params, grads, optimizer = (_cut(levels[: i + 1], topology, _is_nested(placement)) for i in range(3))
     whole = Partition(Extent(1), (0,) * topology.world)

@@ -80,7 +80,6 @@ class Lanes:
 
     @staticmethod
     def of(plans: Iterable[UnitPlan]) -> Lanes:
-        """Return the lanes of a model with these units."""
         transfers = tuple(_transfers(plans))
         kinds = {t.kind for t in transfers if t.by_rows_and_columns}
         lanes = Lanes({TransferKind.GATHER, TransferKind.REDUCE} <= kinds)
@@ -88,7 +87,6 @@ class Lanes:
         return replace(lanes, with_all_to_alls=frozenset(each for t in exchanges for each in lanes.communicators(t)))
 
     def lane(self, queue: str, ranks: Sequence[int], topology: Topology) -> str:
-        """Return the lane of a queue for a group of these ranks."""
         nodes = len(set(map(topology.node_of, ranks)))
         if queue in OUTER_QUEUES:
             return LANES[queue]
@@ -142,12 +140,6 @@ def shared_lanes(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[SharedL
         for communicator, found in kinds.items()
         if len({QUEUES[kind] for kind in found}) > 1
     )
-
-
-def communicators(plans: Collection[UnitPlan]) -> set[Communicator]:
-    """Return the communicators that one rank needs for the transfers of these units, besides the parent."""
-    lanes = Lanes.of(plans)
-    return {each for transfer in _transfers(plans) for each in lanes.communicators(transfer)}
 
 
 def communicator_bytes(plans: Collection[UnitPlan]) -> dict[str, int]:

@@ -125,7 +125,6 @@ class Send(NamedTuple):
 
     @property
     def piece(self) -> Piece:
-        """The part of a slice that the message carries."""
         return Piece(self.slot, self.part, self.parts)
 
 

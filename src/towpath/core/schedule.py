@@ -120,7 +120,6 @@ def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
 
 
 def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
-    """Return the bytes that one rank keeps between steps in host memory, by kind."""
     total: Counter[str] = Counter()
     for bucket in (b for plan in plans for b in plan.buckets):
         total.update(bucket.host_memory_bytes())
@@ -368,8 +367,7 @@ def transport_for(dtype: str, transport: Transport) -> Transport:
         return Transport()
     if transport.encoding is not None and dtype not in ENCODED:
         raise ConfigError(
-            f"stages exchange {dtype}, and the codec {transport.encoding} takes {', '.join(ENCODED)}. Take "
-            "a precision, or "
-            "leave the codec out."
+            f"stages exchange {dtype}, and the codec {transport.encoding} takes {', '.join(ENCODED)}. Take a "
+            "precision, or leave the codec out."
         )
     return transport

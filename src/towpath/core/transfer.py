@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from towpath.core.exact import expected_share
 from towpath.core.exact import wire_bytes as exact_bytes
@@ -66,24 +66,19 @@ class Range:
 class Activation:
     """The output of a pipeline stage for one micro-batch, sent to the next stage; or its gradient, sent back."""
 
+    bucket: ClassVar[str] = ""  # it belongs to no bucket
     stage: int
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def elements(self) -> int:
-        """Number of elements of the tensor."""
         return prod(self.shape)
 
     @property
     def unit(self) -> str:
         """Name of the stage, used in place of a unit's name."""
         return f"stage {self.stage}"
-
-    @property
-    def bucket(self) -> str:
-        """Empty, because an activation belongs to no bucket."""
-        return ""
 
     def __str__(self) -> str:
         return f"{self.unit} [{' × '.join(map(str, self.shape))}]"
@@ -100,7 +95,6 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full matrix."""
         return sum(self.pieces)
 
     @property
@@ -118,6 +112,7 @@ class Matrix:
 class Matrices:
     """The full parameters, gradients or updates that one transfer moves between holders of pieces and owners."""
 
+    bucket: ClassVar[str] = ""  # they may come from several buckets
     matrices: tuple[Matrix, ...]
     dtype: str
 
@@ -130,11 +125,6 @@ class Matrices:
     def unit(self) -> str:
         """Names of the matrices, used in place of a unit's name."""
         return ", ".join(matrix.name for matrix in self.matrices)
-
-    @property
-    def bucket(self) -> str:
-        """Empty, because matrices may come from several buckets."""
-        return ""
 
     def __str__(self) -> str:
         return self.unit
@@ -242,7 +232,6 @@ class Transfer:
 
     @property
     def unit(self) -> str:
-        """Name of the payload's unit."""
         return self.payload.unit
 
     @property
@@ -257,7 +246,6 @@ class Transfer:
 
     @property
     def dtype(self) -> str:
-        """Name of the payload's dtype."""
         return self.payload.dtype
 
     def over(self, ranks: Sequence[int], topology: Topology) -> Transfer:
@@ -349,7 +337,6 @@ class Transfer:
         return byte_grain(self.elements, self.move.members) if gathers_bytes else 1
 
     def bounds(self, slot: int) -> tuple[int, int]:
-        """Return the start and end of slice `slot` in the region."""
         return bounds(self.elements, self.move.members, slot, self.grain)
 
     @property
@@ -424,7 +411,6 @@ class Transfer:
 
     @property
     def _leaving_racks(self) -> tuple[int, ...]:
-        """Bytes that leave each rack."""
         topology = self.topology
         if topology.nodes_per_rack is None:
             return (0,)
@@ -443,7 +429,6 @@ class Transfer:
 
     @property
     def region_bytes(self) -> int:
-        """Bytes of one group's region before encoding."""
         return self.elements * item_bytes(self.dtype)
 
     @property
@@ -520,7 +505,6 @@ class Transfer:
         return cell_elements(self.elements, self.move.members, 1, self.grain) if self.move.op is Op.ALL_REDUCE else 0
 
     def in_micro_step(self, number: int) -> Transfer:
-        """Return this transfer with micro-step `number`."""
         return self if self.micro_step == number else replace(self, micro_step=number)
 
     def __str__(self) -> str:

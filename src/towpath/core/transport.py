@@ -63,7 +63,6 @@ class LowRank:
         return self.rank * (rows + columns) * self.rate < rows * columns
 
     def encoded_elements(self, shape: Sequence[int]) -> int:
-        """Return how many elements a message with a tensor of `shape` has."""
         return self.rank * sum(matrix_of(shape)) if self.pays(shape) else prod(shape)
 
 
@@ -114,7 +113,6 @@ class Factored:
 
     @property
     def elements(self) -> int:
-        """Number of elements of all factored matrices."""
         return sum(m.rows * m.columns for m in self.matrices)
 
     def kept_elements(self, feedback: bool) -> int:

@@ -270,7 +270,6 @@ class UnitPlan:
             object.__setattr__(self, name, value)
 
     def transfers(self, kind: TransferKind) -> Iterator[Transfer]:
-        """Yield the transfers of this kind, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.transfers[kind]
 
@@ -352,7 +351,6 @@ def largest(needs: Iterable[Needs]) -> Needs:
 
 
 def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision, form: Form = Form.MESSAGES) -> UnitPlan:
-    """Plan all buckets of a unit."""
     return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision, form) for bucket in unit.buckets))
 
 

@@ -153,7 +153,6 @@ ARGUMENTS = {
 
 
 def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise if `shard()` got an argument that it does not take."""
     for name in names:
         if name in ARGUMENTS:
             raise ShardError(f"shard() has no {name}=. Use instead: {ARGUMENTS[name]}. See docs/start/from-fsdp2.md.")
@@ -217,7 +216,6 @@ def let_backward_take_parameters() -> None:
 
 
 def attach(model: nn.Module, engine: Engine) -> None:
-    """Install the hooks by which `model` calls `engine`."""
     let_backward_take_parameters()
     kept = kept_modules(model, engine.precision)
     exact = {id(m) for outermost in kept for m in outermost.modules()}

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from towpath.core.formats import FLOATING, Precision, dtype_name, shape_text
+from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.units import LARGE_LEAF, BucketSpec, UnitSpec, together
 from towpath.engine.parameters.parallel import Parallel, boxes_in_whole, local_part, parallel_of, ranges_of
 from towpath.errors import ShardError
@@ -24,7 +25,6 @@ from towpath.topology.groups import Groups
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return PyTorch's dtype of this name, such as "float32"."""
     return getattr(torch, name)
 
 
@@ -59,7 +59,6 @@ class ParameterPlace:
 
     @property
     def numel(self) -> int:
-        """Number of elements of this rank's part."""
         return self.shape.numel()
 
     @property
@@ -375,6 +374,14 @@ def _check(places: list[ParameterPlace]) -> None:
         raise ShardError(f"the model's parameters are on {', '.join(devices)}; move them to one device before shard().")
 
 
+def trainable_places(layouts: Iterable[UnitLayout]) -> Iterator[tuple[OwnedParameter, ParameterPlace]]:
+    """Yield the place of each trainable parameter, and its numbers in the model, in the order of the model."""
+    for unit, layout in enumerate(layouts):
+        for number, bucket in enumerate(layout.buckets):
+            for index, place in enumerate(bucket.places if bucket.spec.trainable else ()):
+                yield OwnedParameter(place.names[0], tuple(place.shape), unit, number, index), place
+
+
 def describe(model: nn.Module, layouts: list[UnitLayout], groups: Groups) -> Iterator[str]:
     """Yield one line for every parameter and buffer. Ranks with the same model get the same lines."""
     home = device_of(layouts, groups)
@@ -399,7 +406,6 @@ def is_saved(model: nn.Module, buffer: str) -> bool:
 
 
 def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.device:
-    """Return the device that the model trains on, as `device_of_parameters` does."""
     parameters = [p.parameter for unit in layouts for bucket in unit.buckets for p in bucket.places]
     if not parameters:
         raise ShardError("the model has no parameters; there is nothing to shard.")

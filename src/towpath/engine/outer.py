@@ -159,7 +159,6 @@ class OuterSync:
             yield from part.held(part.slow)
 
     def momentum(self) -> Iterator[Held]:
-        """Yield the outer momentum of each parameter, if there is any."""
         for part in self._parts:
             yield from part.held(part.momentum) if part.momentum is not None else ()
 
@@ -175,7 +174,6 @@ class OuterSync:
             yield from part.held(part.settled(self.plan, is_pending)[0])
 
     def settled_momentum(self) -> Iterator[Held]:
-        """Yield the momentum as if exchanges under way were applied already."""
         for part, is_pending in self._with_pending():
             momentum = part.settled(self.plan, is_pending)[1]
             yield from part.held(momentum) if momentum is not None else ()
@@ -260,7 +258,6 @@ class FragmentExchange:
             self._digest.copy_(torch.stack([digest, ~digest]))
 
     def run(self, workspace: Workspace) -> None:
-        """Exchange the digest and the differences with the other islands."""
         try:
             for bound in self._check:
                 bound.run(self._digest, self._digest, workspace)
@@ -324,7 +321,6 @@ class PartExchange:
         _copy_all(self._in(self.slow), self._own)
 
     def _in(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the views of the buckets' slices in a flat buffer."""
         return [flat[..., start:end] for start, end in self._ends]
 
     def held(self, flat: torch.Tensor) -> Iterator[Held]:
@@ -362,7 +358,6 @@ class PartExchange:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """The error feedback of this rank."""
         return [kept for bound in self.exchange for kept in bound.collective.state]
 
     def step(self, settings: Outer, islands: int) -> None:
@@ -399,7 +394,6 @@ class PartExchange:
             bucket.version.before_write()
 
     def written(self) -> None:
-        """Count the write to all buckets."""
         for bucket in self._buckets:
             bucket.version.written()
 

@@ -96,7 +96,6 @@ class _OnHost:
     device: torch.device
 
     def unpacked(self) -> torch.Tensor:
-        """Return a copy on the tensor's device."""
         return self.kept.to(self.device)
 
 
@@ -330,7 +329,6 @@ class DeviceCopies:
             stream.uses(0, copied.tensor)
 
     def current_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream of the computation."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, after: Sequence[Handle]) -> Handle:

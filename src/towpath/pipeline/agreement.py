@@ -88,7 +88,6 @@ def exchanged_tensors(
 
 
 def shapes_of(tensors: Tensors) -> str:
-    """Return the shapes and dtypes of tensors as text."""
     return ", ".join(f"{_sizes(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
 
 

@@ -47,7 +47,6 @@ class _SenderState:
     stage: TowpathStage
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors, by the name of their sender."""
         found = self.stage.senders.items()
         return {f"{name}/{i}": kept for name, sender in found for i, kept in enumerate(sender.state)}
 
@@ -55,7 +54,6 @@ class _SenderState:
         """Do nothing: the values were written to the tensors of `state`, which are in use."""
 
     def restart(self) -> None:
-        """Reset the state."""
         for sender in self.stage.senders.values():
             sender.restart()
 

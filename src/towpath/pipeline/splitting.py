@@ -83,7 +83,6 @@ class _CallOrder:
 
 
 def _call_order(model: nn.Module, blocks: Sequence[str], example: torch.Tensor) -> _CallOrder:
-    """Return the order of calls of a forward on tensors without values."""
     inside = set(blocks)
     before: list[str] = []
     after: list[str] = []
@@ -311,7 +310,6 @@ class DescribedStages:
 
 
 def _without(bucket: BucketLayout, tied: Mapping[int, int]) -> BucketSpec:
-    """Return the bucket without the parameters in `tied`."""
     places = [place for place in bucket.places if id(place.parameter) not in tied]
     numels, matrices = (place.numel for place in places), (place.matrix for place in places)
     return replace(bucket.spec, numels=tuple(numels), matrices=tuple(matrices))

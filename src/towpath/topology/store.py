@@ -112,7 +112,6 @@ class StatusStore:
         self._connection: Store | None = None
 
     def post(self, note: str) -> None:
-        """Replace this rank's note."""
         self._ask(lambda store: store.set(self._key("note", self.rank), note), None)
 
     def read(self, ranks: Sequence[int]) -> dict[int, str | None]:
@@ -141,8 +140,6 @@ class StatusStore:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _read(self, keys: Mapping[int, str]) -> dict[int, str]:
-        """Return the values of the keys that exist."""
-
         def existing(store: Store) -> dict[int, str]:
             return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 

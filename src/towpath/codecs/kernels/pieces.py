@@ -73,7 +73,6 @@ class Pieces:
             yield seed
 
     def last_seed(self, seed: int) -> int:
-        """Return the seed of the last piece."""
         factor, step = self._last
         return (seed * factor + step) & _32_BITS
 
@@ -86,7 +85,6 @@ def units(codec: Codec, lengths: Sequence[int], places: Iterable[int]) -> tuple[
 
 
 def next_seed(seed: int) -> int:
-    """Return the rounding seed that follows `seed`."""
     return (seed * _SEED_FACTOR + _SEED_STEP) & _32_BITS
 
 
@@ -102,7 +100,6 @@ def encode_pieces(
     kept: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """Encode the pieces of `values`, as `Kernels.encode_pieces` says."""
     for piece, size, each in zip(pieces.pieces, pieces.sizes, pieces.seeds(seed), strict=True):
         x, out = values[piece.start : piece.start + piece.length], wire[piece.target : piece.target + size]
         if kept is None or scratch is None:
@@ -131,7 +128,6 @@ def sum_pieces(
 
 
 def decode_pieces(module: ModuleType, pieces: Pieces, wire: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode the rows, and sum them into `out`, as `Kernels.decode_pieces` says."""
     for piece, size in zip(pieces.pieces, pieces.sizes, strict=True):
         rows = _rows(pieces, piece, size, wire)
         module.decode_sum(pieces.codec, rows, out[piece.start : piece.start + piece.length])

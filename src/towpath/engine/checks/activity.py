@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
@@ -158,14 +158,6 @@ _FEW = 16
 _ENQUEUED = 256
 
 
-class Event(Protocol):
-    """Interface of a CUDA event at the end of a transfer."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the event. Any thread may call it."""
-        ...
-
-
 def is_capturing() -> bool:
     """Return whether the current stream of this thread captures a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -188,7 +180,7 @@ class RankStatus:
         self._under_way: dict[int, str] = {}  # by thread: each thread of a queue runs one transfer at a time
         self._last = ""
         self.failure = ""  # the failed pass of this rank, if not all ranks have learned of it
-        self._enqueued: deque[tuple[Event, str]] = deque(maxlen=_ENQUEUED)  # on the device, in order
+        self._enqueued: deque[tuple[torch.cuda.Event, str]] = deque(maxlen=_ENQUEUED)  # on the device, in order
         # The training thread and the reporter both drop what has finished. Without the lock, one could drop an entry
         # between the other's look at the first entry and its removal.
         self._enqueued_lock = threading.RLock()
@@ -212,7 +204,7 @@ class RankStatus:
         self.progress += 1
         self._last = self._under_way.pop(threading.get_ident(), self._last)
 
-    def enqueued(self, end: Event, transfers: Sequence[Transfer]) -> None:
+    def enqueued(self, end: torch.cuda.Event, transfers: Sequence[Transfer]) -> None:
         """Note that the host has enqueued these transfers on the device. The event `end` follows them."""
         with self._enqueued_lock:
             self._drop_finished()
@@ -248,11 +240,6 @@ class RankStatus:
         self.progress += 1
         self.failure = what
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a call of this rank has failed, and not all ranks have learned of it."""
-        return bool(self.failure)
-
     def meets(self, what: str) -> None:
         """Note that this rank begins to wait for all ranks to make the call `what`."""
         self.progress += 1
@@ -277,7 +264,6 @@ class RankStatus:
         return now - self._since
 
     def describe(self) -> str:
-        """Return one line of text about what this rank is doing."""
         parts = [f"step {self.step}"]
         parts += [self.failure] if self.failure else [self._computing]
         under_way = sorted(self._under_way.copy().values())
@@ -379,7 +365,7 @@ class StallMonitor:
         step_log_json = None if step_log is None else step_log.to_json()
         activity = self.activity
         note = [activity.describe(), step_log_json, activity.meeting, self.ended_peer(), activity.failure]
-        self.status_store.post(json.dumps(note) if silent or self.activity.has_failed else "")
+        self.status_store.post(json.dumps(note) if silent or activity.failure else "")
 
     def tell(self, failure: str) -> None:
         """Post the error of a call that only this rank may have made. Peers that wait for this rank quote it."""
@@ -390,9 +376,9 @@ class StallMonitor:
     def _step_log(self) -> StepLog | None:
         return None if self.log is None else replace(self.log.step_log(), inside=self.activity.inside)
 
-    def describe_all(self) -> str:
-        """Return this rank's status, and the last status that its peers have posted."""
-        said = self.describe(range(self.world))
+    def describe_ranks(self, others: Sequence[int]) -> str:
+        """Return this rank's status, and the last status that `others` have posted."""
+        said = self.describe(others)
         return f"This rank: {self.activity.describe()}. What its peers last said of themselves:{said}"
 
     def come_together(self, call: str) -> None:

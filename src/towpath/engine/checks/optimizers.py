@@ -250,8 +250,7 @@ def _check_compiles(optimizer: Optimizer) -> None:
             return
         raise ShardError(
             f"rank {first.shard_spec.replica.number}: {type(optimizer).__name__} compiles its step, and torch.compile "
-            "cannot "
-            f"trace ShardTensors ({str(error).splitlines()[0]}). {remedy_for(optimizer)}"
+            f"cannot trace ShardTensors ({str(error).splitlines()[0]}). {remedy_for(optimizer)}"
         ) from None
 
 

@@ -74,7 +74,7 @@ class Program:
         except RuntimeError as error:
             raise StepError(
                 f"rank {self._log.number}: {what} failed: {error}\nEvery rank that shares the parameters must make "
-                f"this call, at the same place. {self._peers.describe_all()}"
+                f"this call, at the same place. {self._peers.describe_ranks(range(self._peers.world))}"
             ) from error
 
     def wait(self, work: dist.Work | None) -> None:

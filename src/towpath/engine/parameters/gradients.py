@@ -241,7 +241,6 @@ class BucketGradients(ABC):
         """Note that the user may read `mean`, as `.grad`, until they set it to None. It must not be overwritten."""
 
     def restart(self) -> None:
-        """Drop the accumulated gradients."""
         self._arrived.clear()
         self._held.clear()
         self._streams.clear()
@@ -258,9 +257,8 @@ def check_gradient(place: ParameterPlace, grad: torch.Tensor, unit: str, is_whol
         )
     if not is_whole:
         raise StepError(
-            f"{name}: a gradient arrived while unit {unit!r} was sharded. Its "
-            "forward returned tensors where Towpath cannot see them: return tensors, or tuples, lists, dicts "
-            "or dataclasses of them."
+            f"{name}: a gradient arrived while unit {unit!r} was sharded. Its forward returned tensors where Towpath "
+            "cannot see them: return tensors, or tuples, lists, dicts or dataclasses of them."
         )
     if is_reduced:
         raise StepError(
@@ -287,7 +285,6 @@ class OwnGradients(BucketGradients):
 
     @property
     def reduces(self) -> bool:
-        """False: these gradients are never sent."""
         return False
 
     @property
@@ -298,7 +295,6 @@ class OwnGradients(BucketGradients):
         return lent + sum(each.nbytes for each in self._sums if each is not None)
 
     def begin(self, buffer: torch.Tensor | None) -> None:
-        """Start a micro-step. There is no buffer to reduce from."""
         assert buffer is None
         self._arrived_now.clear()
 
@@ -330,15 +326,12 @@ class OwnGradients(BucketGradients):
         self._arrived_now.add(index)
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
-        """Raise `AssertionError`: these gradients are never reduced."""
         raise AssertionError("no gradient is sent")
 
     def needs_grad_sync(self, terms: int) -> bool:
-        """Return whether the sums have to be divided to become means."""
         return self.plan.divisors(TransferKind.GRAD_SYNC, terms) != (1, 1.0)
 
     def grad_sync(self, terms: int, workspace: Workspace) -> None:
-        """Divide the sums in place."""
         before, after = self.plan.divisors(TransferKind.GRAD_SYNC, terms)
         sums = [each for each in self._sums if each is not None]
         for divisor in (before, after):
@@ -407,7 +400,6 @@ class FlatGradients(BucketGradients):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the G shard."""
         return 0 if self.sums is None else self.sums.nbytes
 
     @property

@@ -164,7 +164,6 @@ class Parallel:
 
     @property
     def ranks(self) -> list[int]:
-        """The global ranks of the mesh."""
         return self.mesh.mesh.flatten().tolist()
 
     @property
@@ -185,7 +184,6 @@ class Parallel:
         return tuple(compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)[1])
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor whose local part is `local`."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -207,7 +205,6 @@ class Parallel:
         return placed.redistribute(placements=self.placements).to_local()
 
     def describe(self) -> str:
-        """Return shape and placements for messages."""
         return f"of {'×'.join(map(str, self.shape))} as {', '.join(map(str, self.placements))}"
 
 
@@ -282,7 +279,6 @@ def mesh_of(parameters: list[Parallel]) -> Mesh:
 
 @cache
 def _replaced() -> type[DTensor]:
-    """Return the class of DTensors that were replaced."""
     from torch.distributed.tensor import DTensor
 
     class Replaced(DTensor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from towpath.core.formats import SCALE_BYTES, Codec
 from towpath.core.units import overlap
 from towpath.engine.parameters.parallel import Parallel
 from towpath.engine.parameters.partial_sums import Replica
+
+if TYPE_CHECKING:
+    from towpath.engine.parameters.shard_tensor import ShardTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +49,6 @@ class ShardSpec:
 
     @property
     def whole_shape(self) -> torch.Size:
-        """The shape of the full tensor, across a tensor-parallel mesh too."""
         return self.shape if self.parallel is None else self.parallel.shape
 
     @property
@@ -63,7 +65,6 @@ class ShardSpec:
         return overlap(self.offset, self.shape.numel(), self.cut, self.slot if slot is None else slot)
 
     def describe(self) -> str:
-        """Return a description of the parameter and its slice for error messages."""
         start, end = self.bounds()
         return (
             f"parameter {self.name!r} of shape {tuple(self.whole_shape)} in unit {self.unit or 'root'!r}, of which "
@@ -109,7 +110,6 @@ class EncodedShard:
         return EncodedSlice(self, start, end)
 
     def decode(self, out: torch.Tensor) -> None:
-        """Decode all elements into `out`, in its dtype."""
         self._kernels.decode(self.codec, self.message, out)
 
     def read(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
@@ -159,17 +159,14 @@ class EncodedSlice:
 
     @property
     def codec(self) -> Codec:
-        """The codec of the encoded elements."""
         return self._shard.codec
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the decoded elements."""
         return self._shard.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device that stores the encoded elements."""
         return self._shard.device
 
     def read(self) -> torch.Tensor:
@@ -177,7 +174,6 @@ class EncodedSlice:
         return self._shard.read(self._start, self._end, self.dtype)
 
     def write(self, values: torch.Tensor) -> None:
-        """Encode `values` in place of the elements."""
         self._shard.write(self._start, values.to(self.dtype))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -185,22 +181,8 @@ class EncodedSlice:
         return self.read().cpu()
 
 
-class Sliced(Protocol):
-    """Interface of a tensor of which each rank holds a slice. It is that of `ShardTensor`."""
-
-    shard_spec: ShardSpec
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def local(self) -> torch.Tensor: ...
-
-    @property
-    def itemsize(self) -> int: ...
-
-
 def whole_tensors(
-    batches: Sequence[Sequence[Sliced]], device: torch.device | None = None, wanted: bool = True
+    batches: Sequence[Sequence[ShardTensor]], device: torch.device | None = None, wanted: bool = True
 ) -> Iterator[list[torch.Tensor]]:
     """Yield the full tensors of each batch, with one all-gather for each batch.
 
@@ -229,7 +211,7 @@ def whole_tensors(
 
 
 def _gathered(
-    batch: Sequence[Sliced],
+    batch: Sequence[ShardTensor],
     members: Sequence[Sequence[tuple[int, int]]],
     gathered: torch.Tensor,
     device: torch.device | None,
