@@ -187,10 +187,10 @@ def shard(
     specs = [unit.spec for unit in layouts]
     free = least_free_bytes(layouts, groups) if depends_on_memory(chosen, specs) else None
     form = form_for(groups.backend(device_of(layouts, groups)))
-    decision = decided(chosen, specs, precision, free, form)
-    if decision.why and groups.rank == 0:
-        _LOG.info(decision.why)
-    engine = build(model, decision.strategy, precision, values, layouts, _island_of(groups, decision.strategy), groups)
+    chosen, why = decided(chosen, specs, precision, free, form)
+    if why and groups.rank == 0:
+        _LOG.info(why)
+    engine = build(model, chosen, precision, values, layouts, _island_of(groups, chosen), groups)
     engine.free_bytes = free
     engine.check_values_every(check_every)
     attach(model, engine)
@@ -542,7 +542,7 @@ def schedule(
             layouts, specs = [], units_from_numels(model_or_numels)
         groups = Groups()
         form = form_for(groups.backend(groups.device))
-    placed = decided(placed, specs, precision or Precision(), memory, form).strategy
+    placed, _ = decided(placed, specs, precision or Precision(), memory, form)
     stepped = tuple(_whole_parameters(layouts, owner_stepped))
     return derive_schedule(placed, specs, micro_steps, precision, whole=stepped, form=form)
 

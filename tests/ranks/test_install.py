@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from lab.runs import as_rank
 from tests.documented import ROOT, all_fences, commands, programs
-from towpath.topology.groups import as_rank
 
 ON_LOOPBACK = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 WHERE = "print(towpath.__version__, towpath.__file__, flush=True)\n"

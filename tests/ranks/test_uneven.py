@@ -43,7 +43,7 @@ def _join() -> None:
     for label in ("zero3", "zero1", "paro-iig"):
         twin = Twin(Net, lambda *_: torch.zeros(()), label, SHAPE)
         count = 0
-        for batch in twin.sharded.join(mine):
+        for batch in towpath.join(twin.sharded, mine):
             twin.sharded(batch).square().mean().backward()
             with mean_of_all_ranks(twin.plain):
                 if count < len(mine):
@@ -55,7 +55,7 @@ def _join() -> None:
         assert count == max(BATCHES)
         twin.check_parameters()
         with pytest.raises(StepError, match="rank 1 has no batch at all"):
-            for _ in twin.sharded.join(mine if rank == 0 else []):
+            for _ in towpath.join(twin.sharded, mine if rank == 0 else []):
                 pytest.fail("it went on")
 
 
@@ -74,7 +74,7 @@ class Towers(nn.Module):
 def test_a_rank_that_is_through_lets_go_of_units_as_the_others_do() -> None:
     twin = Twin(Towers, lambda *_: torch.zeros(()), "zero3", SHAPE, units=[nn.Linear])
     rank, mine = dist.get_rank(), _batches(dist.get_rank())
-    for count, batch in enumerate(twin.sharded.join(mine)):
+    for count, batch in enumerate(towpath.join(twin.sharded, mine)):
         twin.sharded(batch).square().mean().backward()
         with mean_of_all_ranks(twin.plain):
             if count < BATCHES[rank]:

@@ -8,7 +8,7 @@ parameters, and the schedule of a pipeline job.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from towpath.core.collective_log import log_bytes
@@ -113,16 +113,18 @@ class Schedule(SentBytes):
 
 def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
     """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
-    total: Counter[str] = Counter()
-    for bucket in (b for plan in plans for b in plan.buckets):
-        total.update(bucket.memory_bytes())
-    return dict(total)
+    return sum_by_kind(bucket.memory_bytes() for plan in plans for bucket in plan.buckets)
 
 
 def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
+    return sum_by_kind(bucket.host_memory_bytes() for plan in plans for bucket in plan.buckets)
+
+
+def sum_by_kind(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sum of bytes by kind."""
     total: Counter[str] = Counter()
-    for bucket in (b for plan in plans for b in plan.buckets):
-        total.update(bucket.host_memory_bytes())
+    for part in parts:
+        total.update(part)
     return dict(total)
 
 
@@ -215,14 +217,6 @@ SHARE_OF_MEMORY = 0.5
 _OPTIMIZER_STATES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A strategy with nothing left open, and the reason in one line (empty if nothing had to be decided)."""
-
-    strategy: Strategy
-    why: str = ""
-
-
 def depends_on_memory(strategy: Strategy, units: Sequence[UnitSpec]) -> bool:
     """Return whether `strategy` leaves the placement of frozen parameters to the memory that ranks have."""
     frozen, trains = _kinds(units)
@@ -235,38 +229,36 @@ def decided(
     precision: Precision,
     memory: int | None,
     form: Form = Form.MESSAGES,
-) -> Decision:
+) -> tuple[Strategy, str]:
     """Decide the placement of frozen parameters. Ranks with equal arguments decide the same.
 
     Args:
         memory: The bytes that a rank has for the engine and everything else. None means enough.
 
     Returns:
-        The strategy with `frozen` decided, and the reason. It stays None if the model has no frozen parameters, or if
-        the strategy keeps every copy of the parameters inside a node.
+        The strategy with `frozen` decided, and the reason in one line, empty if nothing had to be decided. `frozen`
+        stays None if the model has no frozen parameters, or if every copy of the parameters is inside a node.
     """
     frozen, trains = _kinds(units)
     # The setting would widen the groups of ranks that compare their gathers. Without frozen parameters, it must not.
     if not frozen:
-        return Decision(replace(strategy, frozen=None, frozen_codec="none"))
+        return replace(strategy, frozen=None, frozen_codec="none"), ""
     if not depends_on_memory(strategy, units):
         if strategy.frozen is None and strategy.placement.params.nodes > 1 and not trains:
             why = "nothing trains, so that frozen parameters are stored as the strategy's placement says"
-            return Decision(replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}.")
-        return Decision(strategy)
+            return replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}."
+        return strategy, ""
     inside = replace(strategy, frozen=Extent(strategy.topology.ranks_per_node))
     needed = kept_bytes([plan_unit(inside.at(0), unit, precision, form) for unit in units])
     what = f"what the engine keeps then takes {needed:,} bytes of a rank"
     if memory is None:
-        return Decision(
-            inside, f"{strategy.name}: frozen parameters are stored in each node ({inside.frozen}): {what}."
-        )
+        return inside, f"{strategy.name}: frozen parameters are stored in each node ({inside.frozen}): {what}."
     limit = int(SHARE_OF_MEMORY * memory)
     if needed <= limit:
         why = f"frozen parameters are stored in each node ({inside.frozen}): {what}, and {limit:,} are allowed"
-        return Decision(inside, f"{strategy.name}: {why}.")
+        return inside, f"{strategy.name}: {why}."
     why = f"frozen parameters are stored as those that train: in each node {what}, and {limit:,} are allowed"
-    return Decision(replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}.")
+    return replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}."
 
 
 def kept_bytes(plans: Sequence[UnitPlan]) -> int:

@@ -147,8 +147,6 @@ ARGUMENTS = {
     "sharding_strategy": 'the strategy: "zero3" for FULL_SHARD, "mics" for HYBRID_SHARD',
     "sync_module_states": "nothing: the values of rank 0 are every rank's",
     "use_orig_params": "nothing: it is always so",
-    # Not FSDP's: these are options of a strategy.
-    **{name: f"towpath.strategy(name, {name}=…)" for name in ("offload", "exact", "outer")},
 }
 
 

@@ -362,20 +362,6 @@ def launcher_run() -> str:
     return "" if name == "none" else name
 
 
-def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
-    """Return the environment variables of a rank on one node. The ranks use a store that listens already."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
 def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
     """Return the number of nodes, of ranks on each, and of nodes in each rack, which are the fields of `Topology`.
 
