@@ -381,7 +381,6 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     wanted: dict[TransferKind, tuple[tuple[GroupCollective, ...], str, Transport]] = {
         TransferKind.GATHER: (moves.gather, compute, strategy.gather),
         TransferKind.BACKWARD_GATHER: (backward_moves, compute, backward_transport),
-        # A frozen bucket is not laid out for the codecs of gradients.
         TransferKind.REDUCE: (moves.reduce if spec.trainable else (), reduce, strategy.reduce),
         TransferKind.GRAD_SYNC: (moves.grad_sync if spec.trainable else (), synced, strategy.grad_sync),
         TransferKind.PARAM_SYNC: (moves.param_sync, compute, param_sync),
@@ -402,7 +401,8 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
                 f"elements are {dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without "
                 "codecs."
             )
-        transport = transport.within(spec.alignment)
+        # A frozen bucket is not laid out for the codecs of gradients.
+        transport = transport.within(spec.alignment) if of_kind else transport
         transfers[kind] = tuple(transfer(kind, m, numel // m.regions, dtype, transport) for m in of_kind)
     if factored is not None:  # two all-reduces over all ranks compute the mean gradient in low rank
         transfers[TransferKind.GRAD_SYNC] = tuple(
