@@ -22,9 +22,9 @@ from torch.nn import functional as F
 import lab
 import towpath
 from lab.report import Outcome
+from lab.runs import as_rank
 from towpath import tracing
 from towpath.core.strategy import TransferKind
-from towpath.topology.groups import as_rank
 from towpath.train.models.gpt import GPT, Shape
 
 TOPOLOGY = towpath.Topology(nodes=2, ranks_per_node=2)

@@ -179,6 +179,20 @@ def _rank_variables(rank: int, topology: Topology, racks: Sequence[int], port: i
     }
 
 
+def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return the environment variables of a rank on one node. The ranks use a store that listens already."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
 # --- what runs --------------------------------------------------------------------------------------------------------
 
 

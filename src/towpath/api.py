@@ -42,6 +42,7 @@ from towpath.engine.layout import (
     is_saved,
     lay_out,
     least_free_bytes,
+    trainable_places,
 )
 from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
@@ -186,10 +187,10 @@ def shard(
     specs = [unit.spec for unit in layouts]
     free = least_free_bytes(layouts, groups) if depends_on_memory(chosen, specs) else None
     form = form_for(groups.backend(device_of(layouts, groups)))
-    decision = decided(chosen, specs, precision, free, form)
-    if decision.why and groups.rank == 0:
-        _LOG.info(decision.why)
-    engine = build(model, decision.strategy, precision, values, layouts, _island_of(groups, decision.strategy), groups)
+    chosen, why = decided(chosen, specs, precision, free, form)
+    if why and groups.rank == 0:
+        _LOG.info(why)
+    engine = build(model, chosen, precision, values, layouts, _island_of(groups, chosen), groups)
     engine.free_bytes = free
     engine.check_values_every(check_every)
     attach(model, engine)
@@ -541,7 +542,7 @@ def schedule(
             layouts, specs = [], units_from_numels(model_or_numels)
         groups = Groups()
         form = form_for(groups.backend(groups.device))
-    placed = decided(placed, specs, precision or Precision(), memory, form).strategy
+    placed, _ = decided(placed, specs, precision or Precision(), memory, form)
     stepped = tuple(_whole_parameters(layouts, owner_stepped))
     return derive_schedule(placed, specs, micro_steps, precision, whole=stepped, form=form)
 
@@ -549,12 +550,10 @@ def schedule(
 def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[OwnedParameter]:
     """Yield the unit, bucket and index of each named parameter."""
     wanted = set(names)
-    for unit, layout in enumerate(layouts):
-        for number, bucket in enumerate(layout.buckets):
-            for index, place in enumerate(bucket.places):
-                if bucket.spec.trainable and not wanted.isdisjoint(place.names):
-                    wanted.difference_update(place.names)
-                    yield OwnedParameter(place.names[0], tuple(place.shape), unit, number, index)
+    for parameter, place in trainable_places(layouts):
+        if not wanted.isdisjoint(place.names):
+            wanted.difference_update(place.names)
+            yield parameter
     if wanted:
         raise ConfigError(
             f"schedule: owner_stepped has {', '.join(sorted(wanted))}; expected names of the model's trainable "

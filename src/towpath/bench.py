@@ -286,7 +286,6 @@ class Comparison:
                 say(f"round {number + 1} of {rounds}: {name}: {sample.seconds:.4g} s a step; about {left:.0f} s to go")
 
     def step(self, candidate: str) -> float:
-        """Return the median of the seconds of a step of a candidate."""
         return median(sample.seconds for sample in self.samples[candidate])
 
     def fastest(self, *kinds: str) -> str | None:

@@ -9,15 +9,7 @@ from towpath.errors import ConfigError
 
 
 def check_output_file(option: str, path: Path | None) -> None:
-    """Raise before a long computation if its result could not be written to `path`.
-
-    Args:
-        option: The option that gave the path, for the message.
-        path: The file, or None if the option was not given.
-
-    Raises:
-        ConfigError: The path is a folder, or its folder does not exist.
-    """
+    """Raise before a long computation if its result could not be written to `path`."""
     if path is None:
         return
     if path.is_dir():
@@ -28,11 +20,7 @@ def check_output_file(option: str, path: Path | None) -> None:
 
 
 def write_output_file(option: str, path: Path | None, text: str) -> None:
-    """Write `text` to the file that `option` names, if it names one.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write `text` to the file that `option` names, if it names one."""
     if path is None:
         return
     try:

@@ -6,7 +6,6 @@ Use `stats` for bytes and seconds per transfer, and for memory. Use `trace` to s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from towpath.core.queues import communicator_bytes, outer_communicator_bytes
+from towpath.core.schedule import sum_by_kind
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -239,19 +239,13 @@ def _memory_bytes(engine: Engine) -> dict[str, int]:
         total |= {"communicators": total.get("communicators", 0) + added} if added else {}
     if engine.matrix_steps:
         total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
-    for unit in engine.units:
-        for bucket in unit.buckets:
-            for kind, nbytes in bucket.memory_bytes().items():
-                total[kind] = total.get(kind, 0) + nbytes
+    total |= sum_by_kind(bucket.memory_bytes() for unit in engine.units for bucket in unit.buckets)
     return total | ({} if engine.outer is None else engine.outer.memory_bytes())
 
 
 def _host_memory_bytes(engine: Engine) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for unit in engine.units:
-        for bucket in unit.buckets:
-            total.update(bucket.host_memory_bytes())
-    return dict(total) | ({} if engine.outer is None else engine.outer.host_memory_bytes())
+    held = sum_by_kind(bucket.host_memory_bytes() for unit in engine.units for bucket in unit.buckets)
+    return held | ({} if engine.outer is None else engine.outer.host_memory_bytes())
 
 
 def _buffers_made(engine: Engine) -> int:

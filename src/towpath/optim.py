@@ -90,7 +90,7 @@ class OwnerSteppedOptimizer(Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.inner, self._transport, self._is_made = inner, transport, True
         self._has_stepped = False
-        self._parts: Sequence[MatrixSteps] = ()  # one for each sharded model whose parameters it steps
+        self.parts: Sequence[MatrixSteps] = ()  # one for each sharded model whose parameters it steps
         # The wrapper takes over the step hooks, so that they run once in a step, not once in each of its rounds.
         hooks: Any = inner
         self._optimizer_step_pre_hooks = hooks._optimizer_step_pre_hooks
@@ -106,7 +106,7 @@ class OwnerSteppedOptimizer(Optimizer):
         """
         found = _checked(self.inner) if engines is None else engines
         wanted = set(map(id, _parameters(self.inner)))
-        self._parts = [MatrixSteps(engine, wanted, self._transport) for engine in found]
+        self.parts = [MatrixSteps(engine, wanted, self._transport) for engine in found]
 
     # Called by training loops -----------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class OwnerSteppedOptimizer(Optimizer):
             ShardError: The model is not sharded.
             StepError: The wrapped optimizer turned out to couple its parameters.
         """
-        if not self._parts:
+        if not self.parts:
             raise ShardError(
                 f"owner_stepped({self.kind}): no parameter of it is one of a sharded model. Make it after "
                 "towpath.shard(model, …), of model.parameters(); or let an integration shard the model and give it the "
@@ -151,7 +151,7 @@ class OwnerSteppedOptimizer(Optimizer):
         method = getattr(self.inner, mode, None)
         if not callable(method):
             return
-        if not self._parts:
+        if not self.parts:
             method()
             return
         # Trainers call train() before each batch. A first call without any parameters finds out whether that changes
@@ -164,7 +164,7 @@ class OwnerSteppedOptimizer(Optimizer):
     def _call(self, method: str, before: Common) -> None:
         """Call a method of the wrapped optimizer on each owner for the parameters that it owns, round by round."""
         after: list[Common] = []
-        for part in self._parts:
+        for part in self.parts:
             part.run(
                 lambda wholes, part=part: after.append(self._iterate(part, wholes, method, before)),
                 gradients=method == "step",
@@ -218,11 +218,6 @@ class OwnerSteppedOptimizer(Optimizer):
     def kind(self) -> str:
         """The name of the wrapped optimizer's class, which checkpoints store."""
         return type(self.inner).__name__
-
-    @property
-    def parts(self) -> Sequence[MatrixSteps]:
-        """The full-matrix steps, one for each sharded model whose parameters the optimizer has."""
-        return self._parts
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Return whether this rank owns `parameter`: it steps it, and has its states."""
@@ -455,8 +450,7 @@ def _check_parameter(parameter: torch.Tensor, engine: Engine | None) -> None:
     if parameter.shard_spec.parallel is not None:
         raise ShardError(
             f"owner_stepped(): {parameter.shard_spec.name} is a DTensor on a tensor-parallel mesh, and no rank can "
-            "hold all "
-            "of it. Give it to an elementwise optimizer."
+            "hold all of it. Give it to an elementwise optimizer."
         )
     if engine.strategy.optimizer_on_host and engine.comm.device.type != "cpu":
         raise ShardError(

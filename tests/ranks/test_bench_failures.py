@@ -10,11 +10,11 @@ import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 
+from lab.runs import as_rank
 from tests.ranks.server import run_commands
 from tests.ranks.strategies import seldom
 from towpath import bench
 from towpath.cli.main import main
-from towpath.topology.groups import as_rank
 
 # The first losses of the second round, which measures in reverse order. A measurement has seven steps.
 SECOND_LOSS = {"torch-ddp": 15, "zero3": 22}

@@ -218,18 +218,18 @@ def _overflow() -> None:
 
 @on_ranks(4)
 def test_after_their_share_of_the_run_gradients_travel_as_they_are() -> None:
-    """Two steps are encoded. Before and after them, gradients are those of a strategy that encodes none."""
+    """Two steps are encoded. After them, gradients are those of a strategy that encodes none."""
     shape, entry = Topology(2, 2), MODELS["gpt"]
     plain: Any = towpath.shard(entry.make(torch.float32), towpath.strategy("zero++", shape, gradients="none"))
     entry.loss(plain, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
-    strategy = towpath.strategy("zero++", shape, gradients_after=1, gradients_until=3)
+    strategy = towpath.strategy("zero++", shape, gradients_until=2)
     model: Any = towpath.shard(entry.make(torch.float32), strategy)
     for step in range(4):
         entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
         executed = {(t.elements, t.transport) for t in towpath.stats(model).last_step if t.kind is TransferKind.REDUCE}
         planned = towpath.schedule(strategy.at(step), entry.make(torch.float32)).transfers
         assert executed == {(t.elements, t.transport) for t in planned if t.kind is TransferKind.REDUCE}
-        encodes = step in (1, 2)
+        encodes = step < 2
         routes = {(transport.encoding is not None, transport.route) for _, transport in executed}
         assert routes == {(encodes, "two-hop" if encodes else "ho-ring")}
         pairs = zip(model.parameters(), plain.parameters(), strict=True)

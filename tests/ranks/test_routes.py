@@ -68,9 +68,6 @@ class Unobserved:
     def running(self, transfers: Sequence[Transfer], micro_step: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def describe_ranks(self, others: Sequence[int]) -> str:
-        return ""
-
 
 def _draws(seed: int, dtypes: tuple[str, ...], whole_product: bool) -> Iterator[tuple[str, str, bool, bool, int, int]]:
     """For each route and dtype: a slot order, whether the shard lies elsewhere, a length, and a seed; alike on all. If
@@ -296,7 +293,7 @@ def test_a_tensor_that_a_collective_was_not_made_for_is_refused_at_once() -> Non
     members = _members(shape)
     transfer = _transfer(Op.ALL_GATHER, "ho-ring", shape, 240, "float32", members)
     collective = select(transfer, members, torch.device("cpu"))
-    bound = RankTransfer(transfer, members, collective, Unobserved())
+    bound = RankTransfer(transfer, members, collective, Unobserved(), lambda others: "")
     good = torch.zeros(240)
     for region, shard, words in (
         (torch.zeros(239), good[:60], "got a region of 239 elements of torch.float32, expected 240"),

@@ -161,7 +161,7 @@ def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytes
             return Backend(self.name)
 
     groups = Groups()
-    monkeypatch.setattr(groups, "_parent", Group("parent", True))
+    monkeypatch.setattr(groups, "parent", Group("parent", True))
     made = {((0, 1), "gather"): Group("gather", True), ((0, 1), "control"): Group("control", False)}
     monkeypatch.setattr(groups, "_made", made)
     groups.abort()

@@ -10,10 +10,11 @@ import towpath
 from towpath import Extent, Topology
 from towpath.core.collective_log import log_bytes
 from towpath.core.formats import Precision
-from towpath.core.queues import COMMUNICATOR_BYTES, PEER_BYTES, Lanes, communicator_bytes, communicators, shared_lanes
+from towpath.core.queues import COMMUNICATOR_BYTES, PEER_BYTES, Communicator, Lanes, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.schedule import schedule
-from towpath.core.unit_plan import plan_unit
+from towpath.core.strategy import WITH_TRANSPORT
+from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 
 SHAPES = [Topology(2, 2), Topology(2, 8), Topology(8, 8)]
@@ -21,6 +22,11 @@ UNITS = (
     UnitSpec("", (BucketSpec((1 << 20,)),), kept=True),
     UnitSpec("a", (BucketSpec((1 << 20,)), BucketSpec((1 << 16,), trainable=False))),
 )
+
+
+def communicators(plans: list[UnitPlan]) -> set[Communicator]:
+    lanes, transfers = Lanes.of(plans), [t for plan in plans for kind in WITH_TRANSPORT for t in plan.transfers(kind)]
+    return {each for transfer in transfers for each in lanes.communicators(transfer)}
 
 
 def needed(strategy: towpath.Strategy, frozen: bool) -> set[tuple[tuple[int, ...], str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,7 +81,8 @@ def test_memory_is_told() -> None:
 
 
 def test_feedback_is_on_unless_it_is_turned_off_and_first_steps_may_travel_as_they_are() -> None:
-    made = _made("ddp", gradients_after=3, gradients_until=9)
+    made = _made("ddp", gradients_until=9)
+    made = replace(made, grad_sync=replace(made.grad_sync, after=3))
 
     assert (made.grad_sync.feedback, made.grad_sync.after, made.grad_sync.until) == ("first", 3, 9)
     assert _made("ddp", feedback="none").grad_sync.feedback == "none"
@@ -107,7 +110,7 @@ def test_mistakes_are_refused() -> None:
         with pytest.raises(ConfigError, match=message):
             Transport(**transport)
     with pytest.raises(ConfigError, match="need gradients= to name a codec"):
-        strategy("ddp", SQUARE, gradients_after=3)
+        strategy("ddp", SQUARE, gradients_until=3)
 
 
 def test_inside_one_node_nothing_is_rounded() -> None:

@@ -16,7 +16,7 @@ from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
 from towpath.engine.streams.record import Record, TransferWait
-from towpath.engine.streams.streams import HostTimer, Mark
+from towpath.engine.streams.streams import Mark, Timer
 from towpath.engine.streams.trace import Trace
 from towpath.topology.cluster import Topology
 
@@ -127,21 +127,21 @@ def test_what_ranks_compare_is_always_timed_by_the_host() -> None:
 
 
 def test_only_what_holds_the_host_up_is_taken_off_its_seconds() -> None:
-    for timer, taken_off in ((HostTimer(), 1.5), (Device(), 0.0)):
+    for timer, taken_off in ((Timer(), 1.5), (Device(), 0.0)):
         counted = record(timer)
         with counted.host:
             before = counted.host.seconds
-            ended = 1.5 if isinstance(timer, HostTimer) else cast(Any, Event(1.5))
-            counted.waited([gather("a")], 0.0 if isinstance(timer, HostTimer) else cast(Any, Event(0.0)), ended)
+            ended = 1.5 if isinstance(timer, Timer) else cast(Any, Event(1.5))
+            counted.waited([gather("a")], 0.0 if isinstance(timer, Timer) else cast(Any, Event(0.0)), ended)
             assert counted.host.seconds == before - taken_off
 
 
 def test_several_gathers_in_one_message_share_its_seconds() -> None:
-    counted = record(HostTimer())
+    counted = record(Timer())
     both = [gather("a"), gather("b")]
     marks = iter([1.0, 3.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostTimer, "mark", lambda _: next(marks))
+        patch.setattr(Timer, "mark", lambda _: next(marks))
         with counted.running(both, micro_step=0):
             pass
     assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(1, 1.0), (1, 1.0)]
@@ -153,9 +153,9 @@ def test_bytes_of_exact_messages_are_those_that_were_sent() -> None:
     sync = Transfer(
         TransferKind.PARAM_SYNC, Range("a", "float32", 1 << 16, "float32"), move, Transport(exact=True), Topology(2, 1)
     )
-    counted = record(HostTimer())
+    counted = record(Timer())
     for traced, messages in ((False, 100), (True, 50)):
-        counted.trace = Trace(HostTimer()) if traced else None
+        counted.trace = Trace(Timer()) if traced else None
         with counted.running([sync], micro_step=0):
             counted.encoded(sync, 200, messages)
     assert counted.trace is not None

@@ -161,8 +161,8 @@ def test_precision_takes_dtypes_or_their_names() -> None:
         "bfloat16": towpath.Precision("bfloat16", accumulate="bfloat16"),
         "float16": towpath.Precision("float16", accumulate=None),
     }
-    assert {p.accumulate_dtype("float64") for p in kept.values()} == set(kept)
-    assert towpath.Precision(accumulate="bfloat16").accumulate_dtype("float32") == "float32"  # never narrower
+    assert {p.dtypes("float64")[2] for p in kept.values()} == set(kept)
+    assert towpath.Precision(accumulate="bfloat16").dtypes("float32")[2] == "float32"  # never narrower
     with pytest.raises(ConfigError, match=r"would lose what was sent\. Pass accumulate=float32"):
         towpath.Precision("bfloat16", "float32", "bfloat16")
     with pytest.raises(ConfigError, match=r"Precision\(params=torch.int8\): expected one of bfloat16"):

@@ -59,16 +59,11 @@ class Packing(ABC, Generic[Table]):
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Pieces of equal length at equal distances, in two levels, so that one call handles all of them.
+    """Pieces of equal length at equal distances, in two levels, so that one call handles all of them."""
 
-    Attributes:
-        piece: The first one.
-        counts: The number of pieces in each level.
-        steps: For each level, the distances between the starts, sources and targets of pieces.
-    """
-
-    piece: Piece
-    counts: tuple[int, int]
+    piece: Piece  # the first one
+    counts: tuple[int, int]  # the number of pieces in each level
+    # For each level, the distances between the starts, sources and targets of pieces.
     steps: tuple[tuple[int, int, int], tuple[int, int, int]]
 
     def of(self, flat: torch.Tensor, field: int, lead: tuple[tuple[int, int], ...] = ()) -> torch.Tensor:
@@ -171,8 +166,6 @@ class EncodedPacking(Packing[Pieces]):
     """Pieces encoded by a codec, with optional error feedback.
 
     Args:
-        codec: The codec.
-        device: The device of the pieces.
         sum_elements: The number of elements of the scratch memory for error feedback.
         kept: For each hop, the rounding errors that are added before the next encoding, or None without error feedback.
             Their shape is [stages, pieces, longest piece].
@@ -223,7 +216,6 @@ class RoundingSeeds:
         self.seed = seed
 
     def next(self) -> int:
-        """Return the seed of the next message."""
         self.seed = next_seed(self.seed)
         return self.seed
 

@@ -43,49 +43,31 @@ from towpath.core.transfer import Transfer
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """The members of one hop, and the links between them.
+    """The members of one hop, and the links between them."""
 
-    Attributes:
-        peers: The positions of the members, including this one.
-        mine: The index of this member among them.
-        group: The process group of these members, if the backend exchanges the rows.
-    """
-
-    peers: tuple[int, ...]
-    mine: int
-    group: dist.ProcessGroup | None = None
+    peers: tuple[int, ...]  # the positions of the members, including this one
+    mine: int  # the index of this member among them
+    group: dist.ProcessGroup | None = None  # the process group of these members, if the backend exchanges the rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """One hop of a stage. Places are in elements of the wire buffer.
+    """One hop of a stage. Places are in elements of the wire buffer."""
 
-    Attributes:
-        sent: Where the rows start that this member sends.
-        received: Where the rows start that it receives.
-        row: The distance between rows.
-        contents: The length of each row that is sent. All rows that are received have the length of the own one.
-        table: What is packed for this hop: pieces of the region, or sums of the rows of the hop before.
-    """
-
-    sent: int
-    received: int
-    row: int
+    sent: int  # where the rows start that this member sends
+    received: int  # where the rows start that it receives
+    row: int  # the distance between rows
+    # The length of each row that is sent. All rows that are received have the length of the own one.
     contents: tuple[int, ...]
-    table: Any
+    table: Any  # what is packed for this hop: pieces of the region, or sums of the rows of the hop before
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """The part of a reduction that runs at a time: one piece of each slice. Hops of several stages overlap.
-
-    Attributes:
-        exchanges: Its hops.
-        table: What is unpacked after the last hop: this member's piece of the sum.
-    """
+    """The part of a reduction that runs at a time: one piece of each slice. Hops of several stages overlap."""
 
     exchanges: tuple[_Exchange, ...]
-    table: Any
+    table: Any  # what is unpacked after the last hop: this member's piece of the sum
 
 
 @final
@@ -95,9 +77,7 @@ class AllToAllReduceScatter(Collective):
     It is used for the routes 'one-hop' and 'two-hop', with or without a codec.
 
     Args:
-        transfer: The reduction.
         members: The group, and this rank's position in it. Two hops of collectives use its row and its column.
-        device: The device of the region.
         collectives: Exchange the rows of a hop by one all-to-all of the backend. Otherwise send messages.
     """
 

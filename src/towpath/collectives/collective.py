@@ -16,10 +16,6 @@ from towpath.codecs.packing import RoundingSeeds
 from towpath.core.routes import Grid, Group
 from towpath.core.transfer import Transfer
 
-# --- workspace --------------------------------------------------------------------------------------------------------
-#
-# A workspace belongs to one running transfer. It has the memory to send from and to receive in, and the messages' tag.
-
 
 @final
 class WireBuffers:
@@ -50,13 +46,8 @@ class WireBuffers:
             if numel:
                 self.take(numel, getattr(torch, dtype))
 
-    def clear(self) -> None:
-        """Drop all buffers."""
-        self._buffers.clear()
-
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         return sum(b.nbytes for b in self._buffers.values())
 
 
@@ -65,23 +56,17 @@ class Workspace:
     """The memory and the tags of one transfer, from its submission to its end.
 
     Transfers of one queue that run at the same time have different buffer indices, and so different buffers and tags.
-
-    Attributes:
-        buffers: The wire buffers with this index.
-        buffer_index: Their index. Transfers with the same index never overlap.
-        depth: How many transfers of the queue may run at the same time.
-        micro_step: The micro-step in which the transfer was submitted.
-        watch: A callback for the work of codecs, if a trace records it.
-        links_free: A function to call when the transfer no longer needs the links. The next transfer may then begin.
-        exact_bytes: The bytes of values that were encoded exactly so far, and the bytes of their messages.
     """
 
-    buffers: WireBuffers
+    buffers: WireBuffers  # the wire buffers with this index
+    # Their index. Transfers with the same index never overlap.
     buffer_index: int = 0
-    depth: int = 1
-    micro_step: int = 0
-    watch: Watch | None = None
+    depth: int = 1  # how many transfers of the queue may run at the same time
+    micro_step: int = 0  # the micro-step in which the transfer was submitted
+    watch: Watch | None = None  # a callback for the work of codecs, if a trace records it
+    # A function to call when the transfer no longer needs the links. The next transfer may then begin.
     links_free: Callable[[], None] = lambda: None
+    # The bytes of values that were encoded exactly so far, and the bytes of their messages.
     exact_bytes: tuple[int, int] = (0, 0)
 
     def count_exact(self, values: int, messages: int) -> None:
@@ -100,26 +85,19 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class GroupRank:
-    """The group of a collective, and this rank's position in it.
+    """The group of a collective, and this rank's position in it."""
 
-    Attributes:
-        process_group: The process group of all members. A transfer by rows and columns does not use it, and it is then
-            `row`.
-        group: The ranks in ring order, and their slices.
-        position: The position of this rank in the group.
-        nodes: The node of each member.
-        row: The process group of the members of this node, in their order. It is None in the form of messages.
-        column: The process group of the members at this place of each node, by node. It is None in the form of
-            messages. If collectives of the whole group execute the transfer, both are `process_group`.
-        first: The number in the job of the rank that the group counts as rank 0. Errors name ranks by their numbers.
-    """
-
+    # The process group of all members. A transfer by rows and columns does not use it, and it is then `row`.
     process_group: dist.ProcessGroup
-    group: Group
-    position: int
-    nodes: tuple[int, ...]
+    group: Group  # the ranks in ring order, and their slices
+    position: int  # the position of this rank in the group
+    nodes: tuple[int, ...]  # the node of each member
+    # The process group of the members of this node, in their order. It is None in the form of messages.
     row: dist.ProcessGroup | None = None
+    # The process group of the members at this place of each node, by node. It is None in the form of messages. If
+    # collectives of the whole group execute the transfer, both are `process_group`.
     column: dist.ProcessGroup | None = None
+    # The number in the job of the rank that the group counts as rank 0. Errors name ranks by their numbers.
     first: int = 0
 
     @property
@@ -144,7 +122,6 @@ class GroupRank:
 
     @property
     def grid(self) -> Grid:
-        """The grid of the members."""
         return Grid.of(self.nodes)
 
 

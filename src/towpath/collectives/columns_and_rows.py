@@ -12,11 +12,10 @@ single call. If neither are, or if a row would make too many calls, the region i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import final
 
 import torch
-import torch.distributed as dist
 
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.native import (
@@ -29,99 +28,79 @@ from towpath.collectives.native import (
 from towpath.core.routes import Group, Op, Order, columns_first, order_of
 
 
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """The column and the row of this rank, and its place in them."""
-
-    column: dist.ProcessGroup
-    row: dist.ProcessGroup
-    nodes: int
-    width: int
-    place: int
-    rows_are_contiguous: bool
-    first_slots: tuple[int, ...]  # the slot of the first member of each node
-
-    @staticmethod
-    def of(members: GroupRank) -> _Grid:
-        column, row, grid, slots = members.column, members.row, members.grid, members.group.slots
-        order = order_of(slots, grid)
-        assert column is not None and row is not None and order is not Order.OTHER
-        first_slots = slots[:: grid.width]
-        place = members.position % grid.width
-        return _Grid(column, row, grid.nodes, grid.width, place, order is Order.ROWS, first_slots)
-
-    def row_of(self, region: torch.Tensor, node: int) -> torch.Tensor:
-        """Return the slices of a node's members, if they are contiguous."""
-        start = self.first_slots[node] * (size := len(region) // (self.nodes * self.width))
-        return region[start : start + self.width * size]
-
-    def column_of(self, region: torch.Tensor) -> torch.Tensor:
-        """Return the slices of this rank's column, if they are contiguous."""
-        return region.chunk(self.width)[self.place]
-
-
-@final
-class ColumnRowAllGather(Collective):
-    """An all-gather over columns and then over rows.
+class _OverColumnsAndRows(Collective):
+    """A collective over the column and the row of this rank.
 
     Args:
-        members: The group, with its row and column.
         start: Where the bundle starts in the wire buffer. Callers use the elements before it.
     """
 
     def __init__(self, members: GroupRank, start: int = 0) -> None:
-        self._grid, self._start = _Grid.of(members), start
+        order = order_of(members.group.slots, members.grid)
+        assert members.column is not None and members.row is not None and order is not Order.OTHER
+        self._column, self._row, self._start = members.column, members.row, start
+        self._nodes, self._width = members.grid.nodes, members.grid.width
+        self._place, self._rows_are_contiguous = members.position % self._width, order is Order.ROWS
+        self._first_slots = members.group.slots[:: self._width]  # the slot of the first member of each node
+
+    def _row_of(self, region: torch.Tensor, node: int) -> torch.Tensor:
+        """Return the slices of a node's members, if they are contiguous."""
+        start = self._first_slots[node] * (size := len(region) // (self._nodes * self._width))
+        return region[start : start + self._width * size]
+
+    def _column_of(self, region: torch.Tensor) -> torch.Tensor:
+        """Return the slices of this rank's column, if they are contiguous."""
+        return region.chunk(self._width)[self._place]
+
+
+@final
+class ColumnRowAllGather(_OverColumnsAndRows):
+    """An all-gather over columns and then over rows."""
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Gather the shards of all members into the region."""
         self.run_all([region], [shard], workspace)
 
     def run_all(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
         """Gather `shards[i]` of every member into `regions[i]`, all of them with two launches. They have one dtype."""
-        grid = self._grid
-        if grid.rows_are_contiguous:
-            sizes = [grid.nodes * len(shard) for shard in shards]
+        if self._rows_are_contiguous:
+            sizes = [self._nodes * len(shard) for shard in shards]
             bundles = workspace.take(self._start + sum(sizes), regions[0].dtype)[self._start :].split(sizes)
         else:
-            bundles = [grid.column_of(region) for region in regions]
-        with launched_together(grid.column, len(bundles)):
+            bundles = [self._column_of(region) for region in regions]
+        with launched_together(self._column, len(bundles)):
             for bundle, shard in zip(bundles, shards, strict=True):
-                all_gather_single(bundle, shard, grid.column)
+                all_gather_single(bundle, shard, self._column)
         calls = [
             call
             for region, bundle in zip(regions, bundles, strict=True)
             for call in (
-                [(grid.row_of(region, j), mine) for j, mine in enumerate(bundle.chunk(grid.nodes))]
-                if grid.rows_are_contiguous
+                [(self._row_of(region, j), mine) for j, mine in enumerate(bundle.chunk(self._nodes))]
+                if self._rows_are_contiguous
                 else [(region, bundle)]
             )
         ]
-        with launched_together(grid.row, len(calls)):
+        with launched_together(self._row, len(calls)):
             for gathered, mine in calls:
-                all_gather_single(gathered, mine, grid.row)
+                all_gather_single(gathered, mine, self._row)
 
 
 @final
-class RowColumnReduceScatter(Collective):
-    """A reduce-scatter over rows and then over columns. `start`: as for `ColumnRowAllGather`."""
-
-    def __init__(self, members: GroupRank, start: int = 0) -> None:
-        self._grid, self._start = _Grid.of(members), start
+class RowColumnReduceScatter(_OverColumnsAndRows):
+    """A reduce-scatter over rows and then over columns."""
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Sum the regions of all members, and write this member's slice of the sum to `shard`."""
-        grid = self._grid
-        if grid.rows_are_contiguous:
-            size = grid.nodes * len(shard)
+        if self._rows_are_contiguous:
+            size = self._nodes * len(shard)
             bundle = workspace.take(self._start + size, region.dtype)[self._start :]
-            calls = [(mine, grid.row_of(region, j)) for j, mine in enumerate(bundle.chunk(grid.nodes))]
+            calls = [(mine, self._row_of(region, j)) for j, mine in enumerate(bundle.chunk(self._nodes))]
         else:
-            bundle = grid.column_of(region)
+            bundle = self._column_of(region)
             calls = [(bundle, region)]
-        with launched_together(grid.row, len(calls)):
+        with launched_together(self._row, len(calls)):
             for mine, summed in calls:
-                reduce_scatter_single(mine, summed, grid.row)
-        reduce_scatter_single(shard, bundle, grid.column)
+                reduce_scatter_single(mine, summed, self._row)
+        reduce_scatter_single(shard, bundle, self._column)
 
 
 @final
@@ -131,11 +110,7 @@ class Reordered(Collective):
     The slices are copied to a wire buffer in another order, or from there. `inner` works on that buffer.
 
     Args:
-        op: `Op.ALL_GATHER` or `Op.REDUCE_SCATTER`.
-        members: The group, with the slice of the region that each member holds.
         slots: The slice of the copy that each member holds.
-        inner: The collective on the copy.
-        device: The device of the tensors.
         start: Where the copy starts in the wire buffer. Callers use the elements before it.
     """
 
@@ -158,7 +133,6 @@ class Reordered(Collective):
         self._rows = next((n for n in (grid.nodes, grid.width) if order == _transposed(n, count // n)), 0)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Execute the collective on the copy."""
         copy = workspace.take(self._start + len(region), region.dtype)[self._start :]
         if self._op is Op.ALL_GATHER:
             self._inner.run(copy, shard, workspace)
@@ -187,11 +161,6 @@ def grouped(op: Op, route: str, members: GroupRank, elements: int, device: torch
     """Return a gather or reduce-scatter as calls of the backend, if all slices have the same length.
 
     Args:
-        op: `Op.ALL_GATHER` or `Op.REDUCE_SCATTER`.
-        route: 'flat' or 'hierarchical'.
-        members: The group, with its row and column for 'hierarchical'.
-        elements: The length of the region.
-        device: The device of the tensors.
         start: The elements of the wire buffer that the caller uses itself.
     """
     if not is_direct(route, members):

@@ -114,11 +114,9 @@ class ExactSync(Collective):
         """Keep the problem of a slice's last message. An empty one means that it was decoded."""
         self._problems.pop(slot, None)
         if problem:
-            self._problems[slot] = self._text(slot, problem)
-
-    def _text(self, slot: int, problem: str) -> str:
-        members = self._members
-        return f"the message from rank {members.numbers[members.group.slots.index(slot)]}: {problem}"
+            members = self._members
+            number = members.numbers[members.group.slots.index(slot)]
+            self._problems[slot] = f"the message from rank {number}: {problem}"
 
 
 @final

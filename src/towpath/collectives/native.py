@@ -55,7 +55,6 @@ class FlatAllGather(Collective):
     members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Gather the shards of all members into the region."""
         all_gather_single(region, shard, self.members.process_group)
 
     def run_all(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
@@ -81,30 +80,13 @@ class FlatReduceScatter(Collective):
 @final
 @dataclass(frozen=True, slots=True)
 class FlatAllReduce(Collective):
-    """An all-reduce by the backend's own collective."""
+    """An all-reduce by the backend's own collective: a sum, or a maximum, which unites bitmaps of used parameters."""
 
     members: GroupRank
+    operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Sum the region over all members, in place."""
-        dist.all_reduce(region, group=self.members.process_group)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class FlatMaximum(Collective):
-    """An all-reduce by maximum, which unites bitmaps of used parameters."""
-
-    members: GroupRank
-
-    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Take the maximum of the region over all members, in place."""
-        dist.all_reduce(region, dist.ReduceOp.MAX, group=self.members.process_group)
-
-
-# --- reduce then gather -----------------------------------------------------------------------------------------------
-#
-# An all-reduce is made of a reduce-scatter, and an all-gather of each member's slice of the sum.
+        dist.all_reduce(region, self.operation, group=self.members.process_group)
 
 
 @final
@@ -118,23 +100,18 @@ class ReduceThenGather(Collective):
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that both collectives keep from one run to the next."""
         return (*self.reduce.state, *self.gather.state)
 
     @property
     def seeds(self) -> tuple[RoundingSeeds, ...]:
-        """The seeds of stochastic rounding of both collectives."""
         return (*self.reduce.seeds, *self.gather.seeds)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Sum the region over all members, in place."""
         mine = region[self.own]
         self.reduce.run(region, mine, workspace)
         self.gather.run(region, mine, workspace)
 
 
-# --- encoded ----------------------------------------------------------------------------------------------------------
-#
 # Each member encodes its slice, unless it is stored encoded already. After the gather it decodes all slices. It decodes
 # its own slice too, so that every member has the same values.
 

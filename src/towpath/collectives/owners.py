@@ -25,19 +25,12 @@ _NO_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class _PieceMessage:
-    """A message at one of its ends.
-
-    Attributes:
-        message: The message of the plan.
-        leaves: True if this rank sends it, False if it receives it.
-        tensor: The elements that are read, or written.
-        content: The memory that is sent or received: `tensor` itself, or a wire buffer if there is a codec.
-    """
+    """A message at one of its ends."""
 
     message: OwnerMessage
-    leaves: bool
-    tensor: torch.Tensor
-    content: torch.Tensor
+    leaves: bool  # True if this rank sends it, False if it receives it
+    tensor: torch.Tensor  # the elements that are read, or written
+    content: torch.Tensor  # the memory that is sent or received: `tensor` itself, or a wire buffer if there is a codec
 
 
 @final
@@ -62,7 +55,6 @@ class OwnersExchange:
         Args:
             pieces: This rank's piece of each matrix, 1-D.
             wholes: The full matrices that this rank owns, 1-D, by index of the matrix.
-            workspace: The wire buffers and tags of this transfer.
         """
         self._check(pieces, wholes)
         exchanged = self._piece_messages(pieces, wholes, workspace)

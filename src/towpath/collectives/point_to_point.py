@@ -22,10 +22,6 @@ from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds,
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
 
-# --- messages ---------------------------------------------------------------------------------------------------------
-#
-# Messages between two members are posted in batches and waited for later. If one fails, the error names both ranks.
-
 
 class LostMessageError(StepError, RuntimeError):
     """A message that failed midway.
@@ -86,16 +82,6 @@ def post(messages: Sequence[Message], members: GroupRank, where: str, workspace:
     """Start to send and receive `messages`, and return the batch to wait for.
 
     Both ends must post the messages that they exchange under a tag in the same order.
-
-    Args:
-        messages: What this rank sends and receives.
-        members: The group.
-        where: What the messages are for, in words, for error messages.
-        workspace: The workspace of the transfer.
-        tag: The tag of the collective's messages.
-
-    Raises:
-        LostMessageError: If the backend refuses a message.
     """
     group = members.process_group
     # Receives are posted first. gloo notifies a sender that it may start through the connection that also has the data
@@ -162,8 +148,6 @@ class PointToPoint(Collective):
     In each step it waits for the messages that are due, adds what they bring to a sum, and posts the step's messages.
 
     Args:
-        transfer: The operation, its route, and the length of the region.
-        members: The group, and this rank's position in it.
         cells_of: The bytes of a cell, if the region consists of cells with exactly encoded messages, one for each part
             of a slice. Only the part of a cell that the message fills is sent.
     """

@@ -23,7 +23,6 @@ from towpath.collectives.native import (
     EncodedAllGather,
     FlatAllGather,
     FlatAllReduce,
-    FlatMaximum,
     ReduceThenGather,
     launched_together,
     of_bytes,
@@ -36,10 +35,6 @@ from towpath.core.strategy import BY_MAXIMUM, TransferKind
 from towpath.core.transfer import Range, Ranks, Transfer
 from towpath.errors import ConfigError, StepError
 
-# --- select -----------------------------------------------------------------------------------------------------------
-#
-# These functions choose the class that executes a transfer, by its operation, its form, its route and its codec.
-
 
 def form_for(backend: str) -> Form:
     """Return the form of transfers on a backend, such as 'nccl' or 'gloo'."""
@@ -50,13 +45,10 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
     """Return the collective that executes `transfer` on this rank.
 
     Args:
-        transfer: The operation, its form, its route and codec, and the length of the region.
-        members: The group, and this rank's position in it.
-        device: The device of the tensors.
         start: The elements of the wire buffer that the caller uses itself.
     """
     if transfer.kind in BY_MAXIMUM:
-        return FlatMaximum(members)
+        return FlatAllReduce(members, dist.ReduceOp.MAX)
     op, route, codec = transfer.move.op, transfer.route, transfer.transport.encoding
     if transfer.kind is TransferKind.PARAM_SYNC and transfer.exact:
         return (
@@ -96,11 +88,8 @@ def group_rank(
     """Return the group of `transfer` that `rank` belongs to, with the process groups that execute the transfer.
 
     Args:
-        transfer: The transfer.
-        rank: This rank.
         group_of: A function that returns this rank's process group of some sets of ranks, which have every rank once.
             Its second argument says which part of the transfer's groups they are: '', ' in nodes' or ' between nodes'.
-        first: The number of rank 0 in the job.
     """
     group = transfer.move.group_of(rank)
     nodes = tuple(map(transfer.topology.node_of, group.ranks))
@@ -116,8 +105,6 @@ def group_rank(
     return GroupRank(whole, group, position, nodes, each, each, first)
 
 
-# --- coalesced --------------------------------------------------------------------------------------------------------
-#
 # Several all-gathers or reduce-scatters of one group run as one (MiCS, section 4). The time of small ones is mostly
 # latency, which is then paid once.
 
@@ -177,6 +164,10 @@ class CoalescedReduceScatter:
                 reduce_scatter_single(shard, region, group)
 
 
+# Returns a text that says what this rank does, and what some other ranks reported last.
+DescribeRanks = Callable[[Sequence[int]], str]
+
+
 class Observer(Protocol):
     """An object that records the transfers that run. The engine passes its `Record`."""
 
@@ -188,10 +179,6 @@ class Observer(Protocol):
         """Note that an exact transfer encoded `values` bytes of values in `messages` bytes of messages."""
         ...
 
-    def describe_ranks(self, others: Sequence[int]) -> str:
-        """Return a text that says what this rank does, and what `others` reported last."""
-        ...
-
 
 @final
 class RankTransfer:
@@ -201,8 +188,16 @@ class RankTransfer:
     and the ranks that may have caused it.
     """
 
-    def __init__(self, transfer: Transfer, members: GroupRank, collective: Collective, observer: Observer) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        members: GroupRank,
+        collective: Collective,
+        observer: Observer,
+        describe_ranks: DescribeRanks,
+    ) -> None:
         self.transfer, self.members, self.collective, self.observer = transfer, members, collective, observer
+        self._describe_ranks = describe_ranks
         # The length and dtype of the region, and of the shard unless the operation has none.
         self._expected: list[tuple[int, torch.dtype]] = [(transfer.elements, getattr(torch, transfer.dtype))]
         if transfer.move.op is not Op.ALL_REDUCE:
@@ -220,7 +215,6 @@ class RankTransfer:
             self.collective.begin(region, shard, workspace)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Execute the transfer, and record it."""
         self.check_fit(region, shard)
         values, messages = workspace.exact_bytes
         with self.observer.running([self.transfer], workspace.micro_step), self.explained():
@@ -230,11 +224,7 @@ class RankTransfer:
                 self.observer.encoded(self.transfer, after[0] - values, after[1] - messages)
 
     def check_fit(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes.
-
-        Raises:
-            StepError: If a tensor's length, dtype or layout is not what the collective was made for.
-        """
+        """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes."""
         tensors = ("region", region), ("shard", shard)
         for (name, tensor), (elements, dtype) in zip(tensors, self._expected, strict=False):
             if tensor.numel() != elements or tensor.dtype != dtype or not tensor.is_contiguous():
@@ -246,11 +236,11 @@ class RankTransfer:
 
     def explained(self) -> AbstractContextManager[None]:
         """Return a context that turns a backend's error into a StepError with the transfer and possible causes."""
-        return _explained(self.transfer, self.members, self.observer)
+        return _explained(self.transfer, self.members, self._describe_ranks)
 
 
 @contextmanager
-def _explained(transfer: Transfer, members: GroupRank, observer: Observer) -> Generator[None]:
+def _explained(transfer: Transfer, members: GroupRank, describe_ranks: DescribeRanks) -> Generator[None]:
     """Turn an error inside the block into a StepError that names the transfer and the possible causes."""
     try:
         yield
@@ -262,7 +252,7 @@ def _explained(transfer: Transfer, members: GroupRank, observer: Observer) -> Ge
         raise StepError(
             f"rank {members.number}: {transfer} failed: {error}\nIf this speaks of a connection or of time, "
             f"one of its peers (rank {numbers}) has died, hangs, is at another step or has lost its link. See what it "
-            f"printed, and restart the job from the last checkpoint. {observer.describe_ranks(others)}"
+            f"printed, and restart the job from the last checkpoint. {describe_ranks(others)}"
         ) from error
 
 
@@ -275,12 +265,13 @@ class RankMatrices:
     members: GroupRank
     exchange: OwnersExchange
     observer: Observer
+    describe_ranks: DescribeRanks
 
     def run(self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor], workspace: Workspace) -> None:
         """Execute the transfer, and record it. `OwnersExchange.run` explains the arguments."""
         with (
             self.observer.running([self.transfer], workspace.micro_step),
-            _explained(self.transfer, self.members, self.observer),
+            _explained(self.transfer, self.members, self.describe_ranks),
         ):
             self.exchange.run(pieces, wholes, workspace)
 
@@ -294,7 +285,6 @@ class CoalescedTransfers:
     collective: CoalescedAllGather | CoalescedReduceScatter
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
-        """Execute all transfers together, and record them."""
         for bound, region, shard in zip(self.transfers, regions, shards, strict=True):
             bound.check_fit(region, shard)
         first, each = self.transfers[0], [bound.transfer for bound in self.transfers]

@@ -69,11 +69,9 @@ class Scope:
 
     @property
     def groups(self) -> int:
-        """The number of groups."""
         return max(self.group_of) + 1
 
     def members(self, group: int) -> list[int]:
-        """Return the ranks of a group."""
         return [rank for rank, theirs in enumerate(self.group_of) if theirs == group]
 
 
@@ -139,12 +137,10 @@ class Entry:
         return self.what if isinstance(self.kind, Call) else f"{self.kind.value} of unit {self.what or 'root'!r}"
 
     def to_json(self) -> list[Any]:
-        """Return the entry as values that JSON can hold."""
         return [self.kind.value, self.what, self.details]
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> Entry:
-        """Return the entry that `to_json` has written."""
         kind, what, details = fields
         return Entry(_KINDS[kind], what, _tuples(details))
 
@@ -236,7 +232,6 @@ class StepLog:
         return tuple(entry for lines in self.lines for entry in lines.entries)
 
     def to_json(self) -> list[Any]:
-        """Return the step log as values that JSON can hold."""
         # Units repeat their entries in each micro-step, and scopes may have common ones. Each is written once.
         distinct = dict[tuple[str, str, str], tuple[int, Entry]]()
 
@@ -249,7 +244,6 @@ class StepLog:
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> StepLog:
-        """Return the step log that `to_json` has written."""
         model, step, ended, lines, inside, distinct = fields
         entries = tuple(map(Entry.from_json, distinct))
         parsed = (Lines(folded, digest, tuple(entries[number] for number in said)) for folded, digest, said in lines)
@@ -291,12 +285,9 @@ class CollectiveLog:
     """The log of one model on one rank. The engine notes transfers and calls, and compares step logs at boundaries.
 
     Args:
-        strategy: The strategy of the model, which says which ranks compare what.
-        rank: This rank.
         model: The number of the model, the same on all ranks.
         last: For each group of ranks, the model whose collective came last there. All models of a process group share
             it, and their logs keep it up to date.
-        lanes: The communicators that several queues share.
         first: The number of rank 0 in the job. Errors name ranks by their numbers in the job.
     """
 
@@ -333,7 +324,6 @@ class CollectiveLog:
 
     @property
     def number(self) -> int:
-        """This rank, as the job counts."""
         return self.first + self.rank
 
     def compares(self, kind: TransferKind | Call) -> bool:
@@ -355,7 +345,6 @@ class CollectiveLog:
             self._kept[number].note(Entry(kind, what, noted))
 
     def turn(self) -> None:
-        """Begin the step log of the next step."""
         self._step, self._ended, self._kept = self._step + 1, False, [_Kept() for _ in self.scopes]
 
     def step_log(self) -> StepLog:
@@ -378,9 +367,6 @@ class CollectiveLog:
         Args:
             combined: The maximum of what all ranks have encoded. It is the same on all ranks, so that all raise.
             of_all_ranks: A collective that takes this rank's step log, and returns the step logs of all ranks.
-
-        Raises:
-            StepError: If the digests of any group differ.
         """
         found: list[tuple[Scope, int]] = []  # the groups whose members differ
         for scope in self.scopes:
@@ -418,9 +404,7 @@ def difference(
     """Return the first difference between the step logs of two ranks, or None if there is none yet.
 
     Args:
-        scope: The kinds of entry to compare.
         one: A rank and its step log. The difference names ranks by the numbers that they have here.
-        other: Another rank and its step log.
         ended: Treat both step logs as complete. Otherwise a missing entry is a difference only if its log has ended.
     """
     (rank, step_log), (peer, theirs) = one, other
@@ -449,7 +433,6 @@ def differing_islands(what: str) -> str:
 
 
 def divergence_message(rank: int, found: Difference) -> str:
-    """Return the message of the error that `rank` raises for a difference."""
     if Call.UNDECODED in found.kinds:
         who, what = next(
             (r, e) for r, e in zip(found.ranks, found.entries, strict=True) if e and e.kind is Call.UNDECODED

@@ -45,10 +45,7 @@ def can_be_exact(op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> b
     """Return whether an exact transport encodes a collective. Otherwise it is sent as it is.
 
     Args:
-        op: The collective operation.
         grid: The members of a group. Only what crosses nodes is encoded.
-        elements: The length of a group's region.
-        dtype: The dtype of its elements.
         form: How it is executed. Collectives of the backend add values, so they can only gather encoded ones.
     """
     large = elements * item_bytes(dtype) >= SMALLEST_BYTES

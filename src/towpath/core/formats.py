@@ -87,11 +87,7 @@ ROTATED = 32  # number of elements that a rotation mixes
 
 
 def add_format(name: str, bits: int) -> None:
-    """Add `name` to the codecs of blocks. `codecs/kernels/registered.py` registers the functions that compute it.
-
-    Raises:
-        ConfigError: If the name or the number of bits is not allowed, or the name is registered with other bits.
-    """
+    """Add `name` to the codecs of blocks. `codecs/kernels/registered.py` registers the functions that compute it."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in (*CODECS, "none"):
         raise ConfigError(
             f"codec {name!r}: expected a name of small letters, digits and underscores that is not one of "
@@ -110,7 +106,6 @@ def registered_formats() -> dict[str, int]:
 
 
 def codec_names() -> tuple[str, ...]:
-    """Return the names of all codecs of blocks, both built-in and registered."""
     return (*CODECS, *_registered)
 
 
@@ -119,18 +114,14 @@ class Codec:
     """The format in which the elements of a message are written.
 
     As text it is for example 'int4:64+hadamard+stochastic', 'int8', 'int8:whole' or 'bf16'.
-
-    Attributes:
-        name: A built-in or registered codec.
-        block: How many elements share a scale. With 0, all elements of a message share one.
-        hadamard: Rotate each 32 elements before encoding. A single large value then costs the other elements less
-            precision.
-        stochastic: Round up with a probability that preserves the mean. Available for int8 and int4.
     """
 
     name: str
+    # How many elements share a scale. With 0, all elements of a message share one.
     block: int = _DEFAULT_BLOCK
+    # Rotate each 32 elements before encoding. A single large value then costs the other elements less precision.
     hadamard: bool = False
+    # Round up with a probability that preserves the mean. Available for int8 and int4.
     stochastic: bool = False
 
     def __post_init__(self) -> None:
@@ -181,7 +172,6 @@ class Codec:
 
     @property
     def bits(self) -> int:
-        """Number of bits of a code."""
         return _CODES[self.name][0] if self.name in _CODES else _registered[self.name]
 
     @property
@@ -194,13 +184,11 @@ class Codec:
         return replace(self, block=min(self.block, alignment)) if self.grain > 1 else self
 
     def scales(self, elements: int) -> int:
-        """Return how many scales a message of `elements` elements has."""
         if not self.scaled or elements == 0:
             return 0
         return ceil(elements / self.block) if self.block else 1
 
     def encoded_bytes(self, elements: int) -> int:
-        """Return how many bytes a message of `elements` elements takes."""
         return SCALE_BYTES * self.scales(elements) + ceil(elements * self.bits / 8)
 
     def cell_bytes(self, elements: int) -> int:
@@ -213,12 +201,6 @@ class Codec:
 def cell_alignment(nbytes: int) -> int:
     """Return the bytes that the starts of cells of `nbytes` bytes are a multiple of."""
     return _LARGE_CELL_ALIGNMENT if nbytes >= _LARGE_CELL_BYTES else CELL_ALIGNMENT
-
-
-# --- precision --------------------------------------------------------------------------------------------------------
-#
-# Mixed precision: the dtypes in which weights are gathered and compute, and gradients are sent and summed. The user's
-# parameters stay in the model's own dtype.
 
 
 _SHORT = {
@@ -307,24 +289,20 @@ class Precision:
             if policy.output_dtype is not None:
                 raise ConfigError(
                     f"precision=MixedPrecisionPolicy(output_dtype={policy.output_dtype}): a sharded model does not "
-                    "cast its "
-                    "outputs. Leave output_dtype out, and cast where you use the output, as in "
+                    "cast its outputs. Leave output_dtype out, and cast where you use the output, as in "
                     f"model(x).to({policy.output_dtype})."
                 )
             if policy.param_dtype is not None and not policy.cast_forward_inputs:
                 raise ConfigError(
                     f"precision=MixedPrecisionPolicy(param_dtype={policy.param_dtype}, cast_forward_inputs=False): "
-                    "each unit "
-                    "casts its floating inputs to the dtype it computes in. Leave cast_forward_inputs out. To keep "
-                    "the dtype "
-                    "of an input, pass it inside a list or a dict, which are handed on as they are."
+                    "each unit casts its floating inputs to the dtype it computes in. Leave cast_forward_inputs out. "
+                    "To keep the dtype of an input, pass it inside a list or a dict, which are handed on as they are."
                 )
             return Precision(policy.param_dtype, policy.reduce_dtype)
         if _full_name(policy) not in FLOATING:
             raise ConfigError(
                 f"precision={given!r}: expected the dtype to compute in, such as torch.bfloat16 or 'bf16', a "
-                "towpath.Precision, or FSDP2's MixedPrecisionPolicy. The dtypes are "
-                f"{', '.join(FLOATING)}."
+                f"towpath.Precision, or FSDP2's MixedPrecisionPolicy. The dtypes are {', '.join(FLOATING)}."
             )
         return Precision(policy)
 
@@ -352,18 +330,12 @@ class Precision:
         """Return the dtype in which a parameter of the dtype `own` computes."""
         return self.params or own
 
-    def reduce_dtype(self, own: str) -> str:
-        """Return the dtype in which the gradients of a parameter of the dtype `own` are sent."""
-        return self.reduce or self.compute_dtype(own)
-
-    def accumulate_dtype(self, own: str) -> str:
-        """Return the dtype in which the gradients of a parameter of the dtype `own` are summed."""
-        reduce, wanted = self.reduce_dtype(own), self.accumulate
-        return wanted if wanted is not None and item_bytes(wanted) > item_bytes(reduce) else reduce
-
     def dtypes(self, own: str) -> tuple[str, str, str]:
         """Return the compute, reduce and accumulate dtypes of a parameter of the dtype `own`."""
-        return self.compute_dtype(own), self.reduce_dtype(own), self.accumulate_dtype(own)
+        compute, wanted = self.compute_dtype(own), self.accumulate
+        reduce = self.reduce or compute
+        wider = wanted is not None and item_bytes(wanted) > item_bytes(reduce)
+        return compute, reduce, wanted if wanted is not None and wider else reduce
 
     def keeps(self, name: str, kind: type) -> bool:
         """Return whether the module `name`, of class `kind`, computes in its own dtype."""

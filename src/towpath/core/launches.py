@@ -19,23 +19,15 @@ from towpath.core.transfer import Matrices, Range, Transfer, owner_messages
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Counts of what is launched.
+    """Counts of what is launched."""
 
-    Attributes:
-        calls: Launches of the backend's collectives. Several calls that are launched together count once.
-        together: Calls that are launched together with others.
-        batches: Batches of messages.
-        messages: Messages in all batches, sent and received.
-        codecs: Kernels of codecs.
-        operations: Other kernels, such as copies and sums.
-    """
-
+    # Launches of the backend's collectives. Several calls that are launched together count once.
     calls: int = 0
-    together: int = 0
-    batches: int = 0
-    messages: int = 0
-    codecs: int = 0
-    operations: int = 0
+    together: int = 0  # calls that are launched together with others
+    batches: int = 0  # batches of messages
+    messages: int = 0  # messages in all batches, sent and received
+    codecs: int = 0  # kernels of codecs
+    operations: int = 0  # other kernels, such as copies and sums
 
     def __add__(self, other: Launches) -> Launches:
         return Launches(*(getattr(self, name) + getattr(other, name) for name in Launches.__slots__))

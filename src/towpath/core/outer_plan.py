@@ -30,42 +30,26 @@ _WIRE_ALIGNMENT = 128
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A rank's part of one bucket in a fragment.
+    """A rank's part of one bucket in a fragment."""
 
-    Attributes:
-        unit: The index of the unit.
-        bucket: The index of the bucket in its unit.
-        start: The position of the part in the flat buffer of the fragment.
-        elements: The length of the part.
-        optimizer: The partition of the bucket's optimizer states.
-        outer: The finer partition, in which each rank of an island has a slice of its own.
-    """
-
-    unit: int
-    bucket: int
-    start: int
+    unit: int  # the index of the unit
+    bucket: int  # the index of the bucket in its unit
+    start: int  # the position of the part in the flat buffer of the fragment
     elements: int
-    optimizer: Partition
-    outer: Partition
+    optimizer: Partition  # the partition of the bucket's optimizer states
+    outer: Partition  # the finer partition, in which each rank of an island has a slice of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The buckets of a fragment that are exchanged as one flat buffer: those of one dtype and one size of blocks.
-
-    Attributes:
-        own_dtype: The dtype of the parameters.
-        dtype: The dtype of the slow weights and of the exchange: `own_dtype`, in at least 32 bits.
-        slices: A rank's slices of the buckets.
-        exchange: The all-reduce over the islands.
-        gather: The all-gather of the result among the ranks of an island with the same optimizer slice, if there are
-            several. Each of them exchanges a part of the slice.
-    """
+    """The buckets of a fragment that are exchanged as one flat buffer: those of one dtype and one size of blocks."""
 
     own_dtype: str
-    dtype: str
-    slices: tuple[Slice, ...]
-    exchange: tuple[Transfer, ...]
+    dtype: str  # the dtype of the slow weights and of the exchange: `own_dtype`, in at least 32 bits
+    slices: tuple[Slice, ...]  # a rank's slices of the buckets
+    exchange: tuple[Transfer, ...]  # the all-reduce over the islands
+    # The all-gather of the result among the ranks of an island with the same optimizer slice, if there are several.
+    # Each of them exchanges a part of the slice.
     gather: tuple[Transfer, ...]
 
     @property
@@ -76,17 +60,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """The units that islands exchange at the same step, as the parts that are sent.
+    """The units that islands exchange at the same step, as the parts that are sent."""
 
-    Attributes:
-        units: The indices of the units.
-        parts: The flat buffers. Most models have one.
-        check: The transfer in which islands compare their slow weights, before the exchange.
-    """
-
-    units: tuple[int, ...]
+    units: tuple[int, ...]  # the indices of the units
+    # The flat buffers. Most models have one.
     parts: tuple[Part, ...]
-    check: tuple[Transfer, ...]
+    check: tuple[Transfer, ...]  # the transfer in which islands compare their slow weights, before the exchange
 
     @property
     def rank_bytes(self) -> int:
@@ -106,17 +85,11 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class OuterPlan(SentBytes):
-    """Everything that islands exchange in one period of `every` optimizer steps.
-
-    Attributes:
-        strategy: The strategy, with its outer steps.
-        fragments: The fragments, in the order of their exchanges.
-        transfers: The transfers of one period.
-    """
+    """Everything that islands exchange in one period of `every` optimizer steps."""
 
     strategy: Strategy
-    fragments: tuple[Fragment, ...]
-    transfers: tuple[Transfer, ...] = field(init=False)
+    fragments: tuple[Fragment, ...]  # the fragments, in the order of their exchanges
+    transfers: tuple[Transfer, ...] = field(init=False)  # the transfers of one period
 
     def __post_init__(self) -> None:
         found = (t for each in self.fragments for t in (*each.exchanges, *each.gathers))
@@ -124,7 +97,6 @@ class OuterPlan(SentBytes):
 
     @property
     def settings(self) -> Outer:
-        """The settings of the outer steps."""
         assert self.strategy.outer is not None
         return self.strategy.outer
 
@@ -163,7 +135,6 @@ class OuterPlan(SentBytes):
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes of the wire buffers of one rank."""
         queues: dict[str, Needs] = {}
         for kind in OUTER_KINDS:
             queues[QUEUES[kind]] = largest([queues.get(QUEUES[kind], {}), self.wire_needs(kind)])
@@ -194,16 +165,7 @@ def gathered_in(transfer: Transfer) -> tuple[int, int]:
 
 
 def plan_outer(strategy: Strategy, plans: Sequence[UnitPlan], form: Form = Form.MESSAGES) -> OuterPlan | None:
-    """Return what islands exchange of a model, or None if the strategy has no outer steps.
-
-    Args:
-        strategy: The strategy.
-        plans: The plans of the units.
-        form: How transfers are executed.
-
-    Raises:
-        ConfigError: If there are more fragments than units that train.
-    """
+    """Return what islands exchange of a model, or None if the strategy has no outer steps."""
     outer = strategy.outer
     if outer is None:
         return None

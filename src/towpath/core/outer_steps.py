@@ -21,7 +21,6 @@ class OuterSteps:
     """
 
     def __init__(self, plan: OuterPlan) -> None:
-        """Begin before the first step of a model with this plan."""
         self._plan, self._outer = plan, plan.settings
         self.done = 0
         self.under_way: dict[int, tuple[Task, int]] = {}

@@ -58,7 +58,6 @@ class Round:
     matrices: tuple[Matrix, ...]
 
     def owned(self, slot: int) -> tuple[Matrix, ...]:
-        """Return the matrices of the owner at `slot`."""
         return tuple(matrix for matrix in self.matrices if matrix.owner == slot)
 
     def held(self, slot: int) -> int:
@@ -158,9 +157,7 @@ def step_actions(
     """Yield the actions of one step of the optimizer, or of a call without gradients, such as its `eval()`.
 
     Args:
-        plan: The plan of the optimizer.
         rounds: The rounds to execute, from `plan.step()`.
-        gradients: Gather the gradients as well as the weights.
     """
     travels = [[t for t in plan.gathers(each) if gradients or t.kind is TransferKind.MATRIX_WEIGHTS] for each in rounds]
     gathers = [_task(TransferKind.MATRIX_GRADIENTS, number, tuple(each)) for number, each in enumerate(travels)]
@@ -204,13 +201,7 @@ def plan_matrices(
     """Assign an owner and a round to each parameter. The result is the same on all ranks.
 
     Args:
-        strategy: The strategy of the model.
-        plans: The plans of all units of the model.
         chosen: The parameters that the optimizer steps, in any order.
-        gradients: The transport of the gradients. By default they are sent as they are.
-
-    Raises:
-        ConfigError: If the codec of the gradients does not take the dtype of a parameter.
     """
     gradients = gradients or Transport()
     order = sorted(chosen, key=lambda p: (p.unit, p.bucket, p.index))
@@ -231,8 +222,7 @@ def _check_transport(strategy: Strategy, transport: Transport, parameter: OwnedP
     if transport.encoding is not None and bucket.own_dtype not in ENCODED:
         raise ConfigError(
             f"{what} in {transport.codec}: {parameter.name} is {bucket.own_dtype}, and codecs take "
-            f"{', '.join(ENCODED)}. "
-            "Leave the codec out."
+            f"{', '.join(ENCODED)}. Leave the codec out."
         )
 
 

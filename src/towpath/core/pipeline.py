@@ -77,7 +77,6 @@ class Message:
 
 
 def owners(order: Order) -> dict[int, int]:
-    """Return the rank that holds each stage."""
     return {each.stage: rank for rank, passes in order.items() for each in passes}
 
 
@@ -149,8 +148,6 @@ def most_in_flight(passes: Sequence[StagePass]) -> int:
     return most
 
 
-# --- pipeline walk ----------------------------------------------------------------------------------------------------
-#
 # The operations of each rank in a pipeline's step: passes to compute, messages to post and messages to wait for. They
 # match what `torch.distributed.pipelining` does. A message is sent once both ranks have posted it.
 
@@ -276,11 +273,6 @@ def _sent(message: Message | None) -> Iterator[Operation]:
         yield Await(message, sends=True)
 
 
-# --- compression ------------------------------------------------------------------------------------------------------
-#
-# What a pipeline compresses (Optimus-CC): messages between stages, and gradients inside stages.
-
-
 @dataclass(frozen=True, slots=True)
 class Compression:
     """The codecs of a pipeline: of messages between stages, and of gradients inside stages.
@@ -319,8 +311,7 @@ class Compression:
             elif transport.codec != "none" and not isinstance(transport.codec, LowRank):
                 raise ConfigError(
                     f"Compression: gradients takes low rank, such as 'low-rank:4'; got {transport.codec}. Codecs of "
-                    "blocks "
-                    "belong to the strategy."
+                    "blocks belong to the strategy."
                 )
         if not 0 < self.share_of_stages <= 1:
             raise ConfigError(f"Compression: share_of_stages is above 0 and at most 1; got {self.share_of_stages!r}.")

@@ -82,7 +82,6 @@ def legal_placements(topology: Topology, *, copies: bool = False) -> list[Placem
     """Return every legal placement: P divides G, and G divides OS (Lins, section IV-B).
 
     Args:
-        topology: The nodes and ranks of the job.
         copies: Also return variants with a backward copy that is spread over fewer ranks than P.
     """
     legal = legal_extents(topology)
@@ -107,10 +106,6 @@ def check_extent(extent: Extent, topology: Topology, what: str) -> None:
         )
 
 
-# --- transitions ------------------------------------------------------------------------------------------------------
-#
-# These functions derive the collectives of a step from a placement.
-#
 # A unit's flat buffer is cut into slices for P. Each of these is cut for G, and each of those is cut for OS. A
 # `Partition` says which slice each rank holds. A `GroupCollective` is one collective from one partition to another, run
 # by all its groups at the same time:
@@ -132,7 +127,6 @@ class Partition:
 
     @property
     def count(self) -> int:
-        """Number of slices."""
         return self.extent.size
 
 
@@ -157,12 +151,10 @@ class GroupCollective:
         return self._hash
 
     def group_of(self, rank: int) -> Group:
-        """Return the group that `rank` belongs to."""
         return next(g for g in self.groups if rank in g.ranks)
 
     @property
     def members(self) -> int:
-        """Number of ranks in each group."""
         return len(self.groups[0].ranks)
 
     def over(self, ranks: Sequence[int]) -> GroupCollective:
@@ -205,7 +197,6 @@ class PlacementCollectives:
 
 @lru_cache(maxsize=256)
 def transitions(placement: Placement, topology: Topology) -> PlacementCollectives:
-    """Return the partitions and the collectives of `placement` on `topology`."""
     levels = _levels(placement)
     params, grads, optimizer = (_cut(levels[: i + 1], topology, _is_nested(placement)) for i in range(3))
     whole = Partition(Extent(1), (0,) * topology.world)

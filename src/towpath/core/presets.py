@@ -53,7 +53,6 @@ class Options(TypedDict, total=False):
     weights: str
     gradients: str
     feedback: Feedback
-    gradients_after: int
     gradients_until: int
     route: Route | None
     frozen: Extent | Literal["as-trained"] | None
@@ -148,9 +147,8 @@ def strategy(
               paro-nni it may also be 'low-rank:4'.
             - `feedback`: The hops at which rounding errors of gradients are kept and added in the next step: 'first',
               'second', 'both' or 'none'. The default is 'first' with low rank, else 'none'.
-            - `gradients_after`: The optimizer step, counted from 0, from which the codec of gradients is used.
-            - `gradients_until`: The optimizer step until which the codec of gradients is used. 0 means permanently.
-              Half of the run's steps is the interleaved recipe of ZeRO++ (section 5.4).
+            - `gradients_until`: The optimizer step, counted from 0, until which the codec of gradients is used. 0 means
+              permanently. Half of the run's steps is the interleaved recipe of ZeRO++ (section 5.4).
             - `route`: The route of all transfers. Encoded gradients follow it only if it is an all-to-all route. By
               default ddp, zero1 to zero3 and hpz use 'flat'. The others use the best lossless route where a group
               spans nodes.
@@ -212,14 +210,6 @@ class NamedStrategy:
         return CUSTOM if isinstance(self.name, Placement) else self.name
 
     def on(self, topology: Topology) -> Strategy:
-        """Return the strategy on `topology`.
-
-        Args:
-            topology: The nodes and ranks of the job.
-
-        Raises:
-            ConfigError: If options contradict each other, or an extent does not fit the topology.
-        """
         options = self.options
         outer, topology = _islands(options.get("outer"), topology)
         placement = self.name
@@ -255,18 +245,17 @@ class NamedStrategy:
         weights, gradients = options.get("weights", weights), options.get("gradients", gradients)
         low_rank = str(gradients).startswith(LOW_RANK)
         feedback = options.get("feedback", "first" if low_rank else "none")
-        after, until = options.get("gradients_after", 0), options.get("gradients_until", 0)
-        if gradients == "none" and (feedback != "none" or after or until):
+        until = options.get("gradients_until", 0)
+        if gradients == "none" and (feedback != "none" or until):
             raise ConfigError(
-                f"strategy {self.label!r}: feedback=, gradients_after= and gradients_until= need gradients= to name a "
-                "codec."
+                f"strategy {self.label!r}: feedback= and gradients_until= need gradients= to name a codec."
             )
         transports: dict[TransferKind, Transport] = {}
         if weights != "none":
             transports |= dict.fromkeys(WEIGHTS, Transport("flat", weights))
         if gradients != "none":
             transports |= dict.fromkeys(
-                GRADIENTS, Transport("flat" if low_rank else "two-hop", gradients, feedback, until, after)
+                GRADIENTS, Transport("flat" if low_rank else "two-hop", gradients, feedback, until)
             )
             if route is not None and "gradients" in options and not low_rank and route not in ALL_TO_ALL:
                 raise ConfigError(
@@ -298,7 +287,6 @@ def _islands(outer: Outer | None, topology: Topology) -> tuple[Outer | None, Top
 
 
 _EXTENTS = frozenset({"frozen", "group"})
-_STEPS = frozenset({"gradients_after", "gradients_until"})
 
 
 def parse_strategy(text: str, topology: Topology, offload: Offload | None = None) -> Strategy:
@@ -308,10 +296,6 @@ def parse_strategy(text: str, topology: Topology, offload: Offload | None = None
         text: The name, and options as `strategy()` takes them. An extent is written as RANKSxNODES.
         topology: The nodes and ranks of the job.
         offload: The option `offload`, unless the text names it.
-
-    Raises:
-        ConfigError: If a word is no option with a value, there is no such preset or option, or options contradict each
-            other.
     """
     name, *words = text.split() or [""]
     if name in ("", "auto"):
@@ -324,7 +308,7 @@ def parse_strategy(text: str, topology: Topology, offload: Offload | None = None
             expected = f"{option}=RANKSxNODES, such as 4x1" if option in _EXTENTS else "OPTION=VALUE"
             raise ConfigError(f"got {word!r}, expected {expected}.")
         options[option] = Extent(int(extent[1]), int(extent[2])) if option in _EXTENTS and extent else value
-        if option in _STEPS and value.isdecimal():
+        if option == "gradients_until" and value.isdecimal():
             options[option] = int(value)
         if option == "exact" and value.lower() in ("true", "false"):
             options[option] = value.lower() == "true"

@@ -73,18 +73,13 @@ class Lanes:
     Gathers and reductions have lanes of their own, with two exceptions, so that few presets need more than three
     communicators. They share columns, which are used little where rows are used much. If every micro-step uses columns
     for both gathers and reductions, they share rows instead, because links inside a node are the faster ones.
-
-    Attributes:
-        share_rows: True if gathers and reductions share rows, and not columns.
-        with_all_to_alls: The communicators that carry all-to-alls.
     """
 
-    share_rows: bool = False
-    with_all_to_alls: frozenset[Communicator] = frozenset()
+    share_rows: bool = False  # True if gathers and reductions share rows, and not columns
+    with_all_to_alls: frozenset[Communicator] = frozenset()  # the communicators that carry all-to-alls
 
     @staticmethod
     def of(plans: Iterable[UnitPlan]) -> Lanes:
-        """Return the lanes of a model with these units."""
         transfers = tuple(_transfers(plans))
         kinds = {t.kind for t in transfers if t.by_rows_and_columns}
         lanes = Lanes({TransferKind.GATHER, TransferKind.REDUCE} <= kinds)
@@ -92,7 +87,6 @@ class Lanes:
         return replace(lanes, with_all_to_alls=frozenset(each for t in exchanges for each in lanes.communicators(t)))
 
     def lane(self, queue: str, ranks: Sequence[int], topology: Topology) -> str:
-        """Return the lane of a queue for a group of these ranks."""
         nodes = len(set(map(topology.node_of, ranks)))
         if queue in OUTER_QUEUES:
             return LANES[queue]
@@ -119,15 +113,11 @@ class SharedLane:
 
     Queues with communicators of their own may interleave differently on each rank. Here that would let an all-gather
     meet a reduction, so the ranks of each communicator compare the order at the boundary.
-
-    Attributes:
-        lane: The lane.
-        ranks: The ranks of the communicator that each rank is in.
-        kinds: The kinds of the transfers. `UNUSED_PARAMS` stands for shared calls, such as norms and full tensors.
     """
 
     lane: str
-    ranks: Ranks
+    ranks: Ranks  # the ranks of the communicator that each rank is in
+    # The kinds of the transfers. `UNUSED_PARAMS` stands for shared calls, such as norms and full tensors.
     kinds: frozenset[TransferKind]
 
 
@@ -150,12 +140,6 @@ def shared_lanes(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[SharedL
         for communicator, found in kinds.items()
         if len({QUEUES[kind] for kind in found}) > 1
     )
-
-
-def communicators(plans: Collection[UnitPlan]) -> set[Communicator]:
-    """Return the communicators that one rank needs for the transfers of these units, besides the parent."""
-    lanes = Lanes.of(plans)
-    return {each for transfer in _transfers(plans) for each in lanes.communicators(transfer)}
 
 
 def communicator_bytes(plans: Collection[UnitPlan]) -> dict[str, int]:

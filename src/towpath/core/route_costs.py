@@ -25,10 +25,6 @@ from towpath.core.routes import (
 )
 from towpath.topology.cluster import Topology
 
-# --- route bytes ------------------------------------------------------------------------------------------------------
-#
-# These functions return how many bytes each route sends, in closed form. The messages of `sends` add up to the same.
-#
 # A link carries the region without the slices that its receiver already has. In a ring that is the receiver's own
 # slice. In the two-level routes it is the slices of the receiver's node. A reduction reverses the messages of a gather,
 # so that what arrives at a node in one leaves it in the other.
@@ -56,11 +52,8 @@ def traffic_of_group(
 
     Args:
         op: The collective. An all-reduce counts as a reduction and a gather.
-        route: The configured route.
-        grid: The members of the group.
         gathered: The bytes of each member's slice in a gather, in ring order.
         reduced: The bytes of each member's slice in a reduction, in ring order.
-        form: How the route is executed.
     """
     inside, leaving = 0, [0] * grid.nodes
     if op is not Op.ALL_GATHER:
@@ -134,11 +127,6 @@ def _leaving_in_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> list[
 
 def _by_node(grid: Grid, slices: Sequence[int]) -> list[int]:
     return [sum(slices[i : i + grid.width]) for i in range(0, len(slices), grid.width)]
-
-
-# --- bytes of a transfer ----------------------------------------------------------------------------------------------
-#
-# These functions add up the bytes of all groups of a collective.
 
 
 @lru_cache(maxsize=4096)
@@ -234,10 +222,8 @@ def share_leaving_racks(route: str, nodes: int, stride: int, topology: Topology)
     All groups of `nodes` nodes run the same collective at the same time, and all nodes send equally much.
 
     Args:
-        route: The route that is used.
         nodes: The number of nodes of each group.
         stride: The distance between the nodes of a group.
-        topology: The nodes and racks of the job.
     """
     leaving = [0.0] * topology.racks
     for node in range(topology.nodes):
@@ -249,11 +235,6 @@ def share_leaving_racks(route: str, nodes: int, stride: int, topology: Topology)
     return max(leaving)
 
 
-# --- route phases -----------------------------------------------------------------------------------------------------
-#
-# These functions return how long each route keeps which links busy, in closed form, for the simulator. The messages of
-# `sends` add up to the same.
-#
 # A *phase* is a sequence of rounds in which the links between nodes and inside nodes work at the same time. A route
 # that uses them one after the other has two phases. All members and all groups are assumed to be equal.
 
@@ -264,21 +245,15 @@ class Phase:
 
     Amounts are in slices of the region, and message counts are averages over the ranks. In a ring, only the last rank
     of each node sends out of the node.
-
-    Attributes:
-        rounds: How many rounds follow one another.
-        leaving: Slices that leave each node.
-        inside: Slices that each rank sends inside its node.
-        messages_out: Messages that each rank sends out of its node. In the form of collectives, these are the calls of
-            groups that cross nodes.
-        messages_inside: Messages that each rank sends inside its node, or calls of groups that stay inside.
     """
 
-    rounds: int
-    leaving: float
-    inside: float
+    rounds: int  # how many rounds follow one another
+    leaving: float  # slices that leave each node
+    inside: float  # slices that each rank sends inside its node
+    # Messages that each rank sends out of its node. In the form of collectives, these are the calls of groups that
+    # cross nodes.
     messages_out: float
-    messages_inside: float
+    messages_inside: float  # messages that each rank sends inside its node, or calls of groups that stay inside
 
 
 @lru_cache(maxsize=4096)
@@ -287,10 +262,7 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1, form: Form = Form.MES
 
     Args:
         op: The operation. A reduction runs the phases of a gather in reverse order.
-        route: The configured route.
         grid: The members of the group, or the two ends of a message.
-        parts: How many parts each slice is cut into, as `parts_of` returns.
-        form: How the route is executed.
     """
     if op is Op.SEND:
         out, inside = (1, 0) if grid.nodes > 1 else (0, 1)

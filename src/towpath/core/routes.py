@@ -125,7 +125,6 @@ class Send(NamedTuple):
 
     @property
     def piece(self) -> Piece:
-        """The part of a slice that the message carries."""
         return Piece(self.slot, self.part, self.parts)
 
 
@@ -227,9 +226,7 @@ def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) ->
     Args:
         op: An all-gather, reduce-scatter or all-reduce. An all-reduce is a reduce-scatter followed by an all-gather.
         route: The configured route. On a plain grid it may become 'flat' (see `effective_route`).
-        group: The members, and the slice that each holds.
         nodes: The node of each member, in ring order.
-        parts: How many parts each slice is cut into, as `parts_of` returns.
     """
     assert op in COLLECTIVES
     grid = Grid.of(nodes)
@@ -334,9 +331,6 @@ def bounds(elements: int, pieces: int, index: int, grain: int = 1) -> tuple[int,
     """Return the start and end of piece `index` of a buffer that is cut as evenly as possible.
 
     Args:
-        elements: The length of the buffer.
-        pieces: How many pieces the buffer is cut into.
-        index: The number of the piece.
         grain: Cuts are made at multiples of this many elements. Codecs pass their block size.
     """
     # The first `longer` pieces get one grain more than the others.
@@ -393,13 +387,6 @@ def wire_elements(
     """Return how large a wire buffer one member needs for a collective.
 
     Args:
-        op: The collective.
-        route: The configured route.
-        grid: The members of the group.
-        parts: How many parts each slice is cut into, as `parts_of` returns.
-        elements: The length of the region.
-        codec: The codec of the slices, if any.
-        form: How the route is executed.
         slots: The slice that each member holds. By default, member i holds slice i.
 
     Returns:
@@ -430,12 +417,6 @@ def grouped_wire_elements(route: str, grid: Grid, elements: int, slots: tuple[in
 
     It holds the bundle of this member's column, one slice of each node, unless columns are contiguous in the region.
     If rows are not contiguous either, or if there are many nodes, it holds a copy of the region with such columns.
-
-    Args:
-        route: The route that is used: 'flat' or 'hierarchical'.
-        grid: The members of the group.
-        elements: The length of the region.
-        slots: The slice that each member holds. By default, member i holds slice i.
     """
     in_order = tuple(range(grid.nodes * grid.width))
     if route == "flat":

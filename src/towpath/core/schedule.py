@@ -8,7 +8,7 @@ parameters, and the schedule of a pipeline job.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from towpath.core.collective_log import log_bytes
@@ -38,7 +38,6 @@ def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tu
     Then follow digests of what each rank has submitted (`core/collective_log.py`).
 
     Args:
-        strategy: The strategy, whose topology names the ranks.
         parameters: The number of trainable parameters. Without any, nothing is compared.
         log: The bytes of the digests, as `log_bytes` returns them.
     """
@@ -114,17 +113,18 @@ class Schedule(SentBytes):
 
 def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
     """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
-    total: Counter[str] = Counter()
-    for bucket in (b for plan in plans for b in plan.buckets):
-        total.update(bucket.memory_bytes())
-    return dict(total)
+    return sum_by_kind(bucket.memory_bytes() for plan in plans for bucket in plan.buckets)
 
 
 def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
-    """Return the bytes that one rank keeps between steps in host memory, by kind."""
+    return sum_by_kind(bucket.host_memory_bytes() for plan in plans for bucket in plan.buckets)
+
+
+def sum_by_kind(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sum of bytes by kind."""
     total: Counter[str] = Counter()
-    for bucket in (b for plan in plans for b in plan.buckets):
-        total.update(bucket.host_memory_bytes())
+    for part in parts:
+        total.update(part)
     return dict(total)
 
 
@@ -170,16 +170,8 @@ def schedule(
     """Return the schedule of one optimizer step in steady state.
 
     Args:
-        strategy: The placement, and the route and codec of each kind of transfer.
-        units: The units of the model. At most one of them is the root (`kept`).
-        micro_steps: How many forward and backward passes make one step.
-        precision: The dtypes for compute, reduction and accumulation. None means `Precision()`.
         passes: For a pipeline stage, the passes that it computes, in order.
         whole: The parameters that the optimizer steps as full matrices.
-        form: How transfers are executed: as messages with gloo, as collectives with NCCL.
-
-    Raises:
-        ConfigError: If `micro_steps` is not an integer of at least 1.
     """
     if type(micro_steps) is not int or micro_steps < 1:
         raise ConfigError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
@@ -214,10 +206,6 @@ def _laid_out(
         yield transfer.in_micro_step(micro_steps - 1)
 
 
-# --- frozen -----------------------------------------------------------------------------------------------------------
-#
-# The placement of frozen parameters, if the strategy leaves it open.
-#
 # Frozen parameters never change. With one copy in each node they cross between nodes only once, at the start, but they
 # take more memory than one copy over all nodes. That placement is chosen if P spans nodes and memory allows. A model
 # without trainable parameters, as in inference, keeps the strategy's own placement.
@@ -227,14 +215,6 @@ def _laid_out(
 # trainable parameter count as well. The rest is left to activations and libraries.
 SHARE_OF_MEMORY = 0.5
 _OPTIMIZER_STATES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A strategy with nothing left open, and the reason in one line (empty if nothing had to be decided)."""
-
-    strategy: Strategy
-    why: str = ""
 
 
 def depends_on_memory(strategy: Strategy, units: Sequence[UnitSpec]) -> bool:
@@ -249,42 +229,36 @@ def decided(
     precision: Precision,
     memory: int | None,
     form: Form = Form.MESSAGES,
-) -> Decision:
+) -> tuple[Strategy, str]:
     """Decide the placement of frozen parameters. Ranks with equal arguments decide the same.
 
     Args:
-        strategy: The strategy, whose `frozen` may be None.
-        units: The units of the model.
-        precision: The dtypes for compute and reduction.
         memory: The bytes that a rank has for the engine and everything else. None means enough.
-        form: How transfers are executed.
 
     Returns:
-        The strategy with `frozen` decided, and the reason. It stays None if the model has no frozen parameters, or if
-        the strategy keeps every copy of the parameters inside a node.
+        The strategy with `frozen` decided, and the reason in one line, empty if nothing had to be decided. `frozen`
+        stays None if the model has no frozen parameters, or if every copy of the parameters is inside a node.
     """
     frozen, trains = _kinds(units)
     # The setting would widen the groups of ranks that compare their gathers. Without frozen parameters, it must not.
     if not frozen:
-        return Decision(replace(strategy, frozen=None, frozen_codec="none"))
+        return replace(strategy, frozen=None, frozen_codec="none"), ""
     if not depends_on_memory(strategy, units):
         if strategy.frozen is None and strategy.placement.params.nodes > 1 and not trains:
             why = "nothing trains, so that frozen parameters are stored as the strategy's placement says"
-            return Decision(replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}.")
-        return Decision(strategy)
+            return replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}."
+        return strategy, ""
     inside = replace(strategy, frozen=Extent(strategy.topology.ranks_per_node))
     needed = kept_bytes([plan_unit(inside.at(0), unit, precision, form) for unit in units])
     what = f"what the engine keeps then takes {needed:,} bytes of a rank"
     if memory is None:
-        return Decision(
-            inside, f"{strategy.name}: frozen parameters are stored in each node ({inside.frozen}): {what}."
-        )
+        return inside, f"{strategy.name}: frozen parameters are stored in each node ({inside.frozen}): {what}."
     limit = int(SHARE_OF_MEMORY * memory)
     if needed <= limit:
         why = f"frozen parameters are stored in each node ({inside.frozen}): {what}, and {limit:,} are allowed"
-        return Decision(inside, f"{strategy.name}: {why}.")
+        return inside, f"{strategy.name}: {why}."
     why = f"frozen parameters are stored as those that train: in each node {what}, and {limit:,} are allowed"
-    return Decision(replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}.")
+    return replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}."
 
 
 def kept_bytes(plans: Sequence[UnitPlan]) -> int:
@@ -302,11 +276,6 @@ def _kinds(units: Sequence[UnitSpec]) -> tuple[bool, bool]:
     """Return whether any parameter is frozen, and whether any trains."""
     kinds = {bucket.trainable for unit in units for bucket in unit.buckets}
     return False in kinds, True in kinds
-
-
-# --- job --------------------------------------------------------------------------------------------------------------
-#
-# The transfers of a pipeline's step: those of every stage's schedule, and the messages between stages.
 
 
 Shape = tuple[tuple[int, ...], str]  # the shape and dtype of a tensor
@@ -349,11 +318,8 @@ def job_schedule(
     """Return the schedule of a job with pipeline stages.
 
     Args:
-        topology: The nodes and ranks of the whole job.
         pipelines: One entry for each tensor-parallel rank: the stages of its pipeline in order. Parts of the model that
             are sharded by themselves over the ranks of several stages, such as tied embeddings, follow the stages.
-        order: The passes that each rank of a pipeline computes.
-        compression: The codecs of messages between stages.
         walks: How many times a step runs the whole order, with gradient accumulation. Default: 1.
     """
     found: list[Transfer] = []
@@ -377,11 +343,8 @@ def message_transfers(
     """Yield the transfers of one message, one for each tensor.
 
     Args:
-        message: The message between two stages.
         pairs: The sending and the receiving rank of each copy of the pipeline. All of them send at once.
         outputs: The outputs of the stage `message.output_of`.
-        topology: The nodes and ranks of the whole job.
-        compression: The codecs of messages between stages.
     """
     move = send(pairs)
     kind = TransferKind.ACTIVATION_GRADIENT if message.backward else TransferKind.ACTIVATION
@@ -391,17 +354,12 @@ def message_transfers(
 
 
 def transport_for(dtype: str, transport: Transport) -> Transport:
-    """Return the transport of a tensor that stages exchange. Tensors that are not floats, such as tokens, use no codec.
-
-    Raises:
-        ConfigError: If the codec of `transport` does not take the dtype.
-    """
+    """Return the transport of a tensor that stages exchange. Tensors that are not floats use no codec."""
     if dtype not in FLOATING:
         return Transport()
     if transport.encoding is not None and dtype not in ENCODED:
         raise ConfigError(
-            f"stages exchange {dtype}, and the codec {transport.encoding} takes {', '.join(ENCODED)}. Take "
-            "a precision, or "
-            "leave the codec out."
+            f"stages exchange {dtype}, and the codec {transport.encoding} takes {', '.join(ENCODED)}. Take a "
+            "precision, or leave the codec out."
         )
     return transport

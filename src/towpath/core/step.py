@@ -34,10 +34,6 @@ from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import UnitPlan
 from towpath.errors import StepError
 
-# --- reductions -------------------------------------------------------------------------------------------------------
-#
-# The order in which units reduce gradients, and the slots for these. A gradient sync follows each at a boundary.
-
 
 class Reductions:
     """The part of `StepMachine` that reduces gradients."""
@@ -93,7 +89,6 @@ class Reductions:
         return waits
 
     def restart(self) -> None:
-        """Reset all units for the next micro-step."""
         self._next, self.syncs = 0, []
         for unit in self._order:
             unit.gradients_become(Gradients.NONE)
@@ -143,7 +138,6 @@ class StepMachine:
         return self._units[index].holds == self._units[index].version
 
     def is_kept_unsharded(self, index: int) -> bool:
-        """Return whether the user keeps the unit unsharded."""
         return self._units[index].kept_unsharded
 
     def is_collecting(self, index: int) -> bool:
@@ -155,7 +149,6 @@ class StepMachine:
         return self._units[index].gradients is Gradients.REDUCED
 
     def runs_backward(self, index: int) -> bool:
-        """Return whether a backward pass through the unit is running."""
         return self._units[index].running
 
     def is_entered(self, index: int) -> bool:
@@ -322,7 +315,6 @@ class StepMachine:
     # Events: writes and units that the user keeps unsharded ---------------------------------------------------------
 
     def written(self, index: int) -> None:
-        """Count a write to the unit's parameters."""
         self._units[index].writes.written()
 
     def keep_unsharded(self, index: int) -> list[Action]:

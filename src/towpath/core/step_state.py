@@ -19,10 +19,6 @@ from towpath.core.transfer import Transfer
 if TYPE_CHECKING:
     from towpath.core.unit_plan import UnitPlan
 
-# --- actions ----------------------------------------------------------------------------------------------------------
-#
-# What the step machine returns: transfers to submit, and what to do around them, to be executed in order.
-
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Slot:
@@ -206,7 +202,6 @@ class ParamVersion:
             end_of_read()
 
     def written(self) -> None:
-        """Count a write."""
         self.count += 1
         if self.of is not None:
             self.of.written()
@@ -359,7 +354,6 @@ class UnitState:
 
     @property
     def version(self) -> int:
-        """The current version of the weights: how often they were written."""
         return self.writes.count
 
     @property
@@ -374,7 +368,6 @@ class UnitState:
 
     @property
     def kept_unsharded(self) -> bool:
-        """True while the user keeps the unit unsharded."""
         return self.weights is Weights.KEPT_UNSHARDED
 
 
@@ -396,7 +389,6 @@ class Slots:
 
     @property
     def all(self) -> list[Slot]:
-        """All slots, group by group."""
         return [slot for slots in self._groups for slot in slots]
 
     def add(self, unit: int, *, alone: bool) -> Slot:

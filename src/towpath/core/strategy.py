@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -23,21 +23,12 @@ from towpath.core.transport import Transport
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology, counted
 
-# --- toml -------------------------------------------------------------------------------------------------------------
-#
-# Values are written in TOML syntax. `tomllib` reads them back.
-
-
 # TOML escapes what JSON escapes, and DEL. It has no surrogate pairs, so all other characters are written unescaped.
 _ESCAPED = re.compile('[\x00-\x1f\x7f"\\\\]')
 
 
 def written(value: str | bool | int | float | Iterable[Any]) -> str:
-    """Return a scalar, or an array of scalars, in TOML syntax.
-
-    Raises:
-        ValueError: If text contains lone surrogates, which no file can hold.
-    """
+    """Return a scalar, or an array of scalars, in TOML syntax."""
     if isinstance(value, str):
         value.encode()  # raises UnicodeEncodeError, a ValueError, for lone surrogates
         return f'"{_ESCAPED.sub(_escape, value)}"'
@@ -419,8 +410,6 @@ def _of_frozen(strategy: Strategy) -> Strategy:
     return replace(strategy, placement=placement, **plain)
 
 
-# --- move shapes ------------------------------------------------------------------------------------------------------
-#
 # These functions describe the collectives of a placement without naming ranks. They give the operation, the shape of
 # the groups, and how far apart a group's nodes are.
 #
@@ -433,23 +422,17 @@ _ONE = Extent(1)
 
 @dataclass(frozen=True, slots=True)
 class MoveShape:
-    """The shape of one collective that several groups run at the same time.
-
-    Attributes:
-        op: The collective.
-        regions: How many regions the flat buffer is divided into. Each group works on one of them.
-        grid: The members of each group.
-        stride: The distance between the nodes of a group. It is 1 if the group has one node.
-    """
+    """The shape of one collective that several groups run at the same time."""
 
     op: Op
+    # How many regions the flat buffer is divided into. Each group works on one of them.
     regions: int
-    grid: Grid
+    grid: Grid  # the members of each group
+    # The distance between the nodes of a group. It is 1 if the group has one node.
     stride: int
 
     @property
     def members(self) -> int:
-        """Number of ranks in each group."""
         return self.grid.nodes * self.grid.width
 
 
@@ -459,29 +442,17 @@ def move_shapes(placement: Placement, topology: Topology) -> dict[TransferKind, 
     params, grads, optimizer = placement.params, placement.grads, placement.optimizer
     backward = placement.backward_params or params
     return {
-        TransferKind.GATHER: tuple(_collectives_between(Op.ALL_GATHER, _ONE, params)),
-        TransferKind.BACKWARD_GATHER: tuple(_collectives_between(Op.ALL_GATHER, _ONE, backward)),
-        TransferKind.REDUCE: tuple(_collectives_between(Op.REDUCE_SCATTER, _ONE, grads)),
-        TransferKind.GRAD_SYNC: (
-            *_collectives_between(Op.REDUCE_SCATTER, grads, optimizer),
-            *_over_replicas(optimizer, topology),
-        ),
-        TransferKind.PARAM_SYNC: tuple(_collectives_between(Op.ALL_GATHER, params, optimizer)),
-        TransferKind.UNUSED_PARAMS: tuple(_over_replicas(_ONE, topology)),
+        TransferKind.GATHER: _collectives_between(Op.ALL_GATHER, _ONE, params),
+        TransferKind.BACKWARD_GATHER: _collectives_between(Op.ALL_GATHER, _ONE, backward),
+        TransferKind.REDUCE: _collectives_between(Op.REDUCE_SCATTER, _ONE, grads),
+        TransferKind.GRAD_SYNC: _collectives_between(Op.REDUCE_SCATTER, grads, optimizer)
+        + _collectives_between(Op.ALL_REDUCE, optimizer, topology.whole),
+        TransferKind.PARAM_SYNC: _collectives_between(Op.ALL_GATHER, params, optimizer),
+        TransferKind.UNUSED_PARAMS: _collectives_between(Op.ALL_REDUCE, _ONE, topology.whole),
     }
 
 
-def _collectives_between(op: Op, coarse: Extent, fine: Extent) -> Iterator[MoveShape]:
+def _collectives_between(op: Op, coarse: Extent, fine: Extent) -> tuple[MoveShape, ...]:
+    """Return the collective among the ranks of one fine copy that share a coarse slice, if these are several."""
     grid = Grid(fine.nodes // coarse.nodes, fine.local // coarse.local)
-    if coarse != fine:
-        yield _shape(op, coarse, grid)
-
-
-def _over_replicas(extent: Extent, topology: Topology) -> Iterator[MoveShape]:
-    grid = Grid(topology.nodes // extent.nodes, topology.ranks_per_node // extent.local)
-    if grid != Grid(1, 1):
-        yield _shape(Op.ALL_REDUCE, extent, grid)
-
-
-def _shape(op: Op, outer: Extent, grid: Grid) -> MoveShape:
-    return MoveShape(op, outer.size, grid, outer.nodes if grid.nodes > 1 else 1)
+    return () if coarse == fine else (MoveShape(op, coarse.size, grid, coarse.nodes if grid.nodes > 1 else 1),)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from towpath.core.exact import expected_share
 from towpath.core.exact import wire_bytes as exact_bytes
@@ -43,29 +43,19 @@ from towpath.core.transport import Transport
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
-# --- payload ----------------------------------------------------------------------------------------------------------
-#
-# The payload of a transfer is a range of a bucket, an activation of a pipeline, or matrices.
-
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The part of a bucket's parameters, or of their gradients, that one group shares.
+    """The part of a bucket's parameters, or of their gradients, that one group shares."""
 
-    Attributes:
-        unit: The unit's name, empty for the root.
-        bucket: The bucket's name. It is empty for a transfer that concerns all units, such as `unused_params`.
-        elements: The length of the range.
-        dtype: The dtype in which the elements are sent.
-        factored: How many matrix elements are replaced by low-rank factors. 0 if there are none.
-        encoded: True if each rank stores its part in the transport's codec. It is then sent in that form.
-    """
-
-    unit: str
+    unit: str  # the unit's name, empty for the root
+    # The bucket's name. It is empty for a transfer that concerns all units, such as `unused_params`.
     bucket: str
     elements: int
-    dtype: str
+    dtype: str  # the dtype in which the elements are sent
+    # How many matrix elements are replaced by low-rank factors. 0 if there are none.
     factored: int = 0
+    # True if each rank stores its part in the transport's codec. It is then sent in that form.
     encoded: bool = False
 
     def __str__(self) -> str:
@@ -76,13 +66,13 @@ class Range:
 class Activation:
     """The output of a pipeline stage for one micro-batch, sent to the next stage; or its gradient, sent back."""
 
+    bucket: ClassVar[str] = ""  # it belongs to no bucket
     stage: int
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def elements(self) -> int:
-        """Number of elements of the tensor."""
         return prod(self.shape)
 
     @property
@@ -90,34 +80,21 @@ class Activation:
         """Name of the stage, used in place of a unit's name."""
         return f"stage {self.stage}"
 
-    @property
-    def bucket(self) -> str:
-        """Empty, because an activation belongs to no bucket."""
-        return ""
-
     def __str__(self) -> str:
         return f"{self.unit} [{' × '.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A parameter that one rank of each copy of the optimizer states, its owner, steps as a full matrix.
-
-    Attributes:
-        name: The parameter's name.
-        shape: Its global shape.
-        pieces: How many of its elements each slice holds, in the order of slices.
-        owner: The slice whose holder steps the matrix.
-    """
+    """A parameter that one rank of each copy of the optimizer states, its owner, steps as a full matrix."""
 
     name: str
-    shape: tuple[int, ...]
-    pieces: tuple[int, ...]
-    owner: int
+    shape: tuple[int, ...]  # its global shape
+    pieces: tuple[int, ...]  # how many of its elements each slice holds, in the order of slices
+    owner: int  # the slice whose holder steps the matrix
 
     @property
     def numel(self) -> int:
-        """Number of elements of the full matrix."""
         return sum(self.pieces)
 
     @property
@@ -135,6 +112,7 @@ class Matrix:
 class Matrices:
     """The full parameters, gradients or updates that one transfer moves between holders of pieces and owners."""
 
+    bucket: ClassVar[str] = ""  # they may come from several buckets
     matrices: tuple[Matrix, ...]
     dtype: str
 
@@ -148,22 +126,11 @@ class Matrices:
         """Names of the matrices, used in place of a unit's name."""
         return ", ".join(matrix.name for matrix in self.matrices)
 
-    @property
-    def bucket(self) -> str:
-        """Empty, because matrices may come from several buckets."""
-        return ""
-
     def __str__(self) -> str:
         return self.unit
 
 
 Payload = Range | Activation | Matrices
-
-
-# --- owner messages ---------------------------------------------------------------------------------------------------
-#
-# These functions list the messages between the ranks that hold pieces of matrices and the owners, and count their bytes
-# in closed form. `collectives/owners.py` sends the messages.
 
 
 class OwnerMessage(NamedTuple):
@@ -182,9 +149,7 @@ def owner_messages(op: Op, matrices: Sequence[Matrix], group: Group) -> Iterator
     """Yield every message of one group's transfer, matrix by matrix.
 
     Args:
-        op: The direction: `Op.TO_OWNERS` or `Op.FROM_OWNERS`.
         matrices: The matrices, in the order that all ranks agree on.
-        group: The members, and the slice that each holds.
     """
     assert op in WITH_OWNERS
     member = {slot: position for position, slot in enumerate(group.slots)}
@@ -224,12 +189,8 @@ def traffic_of_owners(
     node, only the pieces of other ranks are sent. On the way back, the owner's node sends the same amounts out.
 
     Args:
-        op: The direction: `Op.TO_OWNERS` or `Op.FROM_OWNERS`.
-        matrices: The matrices of the transfer.
         node_of_slot: The node of the rank that holds each slice.
-        nodes: How many nodes the topology has.
         item: Bytes per element without a codec.
-        codec: The codec of the pieces, if any.
     """
     inside, leaving = 0, [0] * nodes
     for matrix in matrices:
@@ -257,28 +218,20 @@ class Transfer:
     """One collective of a step, run by all its groups at the same time, or one message for each pair of ranks.
 
     The schedule lists transfers, and the engine binds each one to the collective that executes it on this rank.
-
-    Attributes:
-        kind: What the transfer is for.
-        payload: What it moves.
-        move: Its operation and its groups. Their ranks are ranks of `topology`.
-        transport: Its route and codec.
-        topology: The nodes that the ranks are on.
-        micro_step: The micro-step in which it is submitted, or the micro-batch of an activation.
-        form: How its route is executed. The engine takes collectives with NCCL, and messages with gloo.
     """
 
     kind: TransferKind
     payload: Payload
+    # Its operation and its groups. Their ranks are ranks of `topology`.
     move: GroupCollective
     transport: Transport
     topology: Topology
-    micro_step: int = 0
+    micro_step: int = 0  # the micro-step in which it is submitted, or the micro-batch of an activation
+    # How its route is executed. The engine takes collectives with NCCL, and messages with gloo.
     form: Form = Form.MESSAGES
 
     @property
     def unit(self) -> str:
-        """Name of the payload's unit."""
         return self.payload.unit
 
     @property
@@ -293,7 +246,6 @@ class Transfer:
 
     @property
     def dtype(self) -> str:
-        """Name of the payload's dtype."""
         return self.payload.dtype
 
     def over(self, ranks: Sequence[int], topology: Topology) -> Transfer:
@@ -385,7 +337,6 @@ class Transfer:
         return byte_grain(self.elements, self.move.members) if gathers_bytes else 1
 
     def bounds(self, slot: int) -> tuple[int, int]:
-        """Return the start and end of slice `slot` in the region."""
         return bounds(self.elements, self.move.members, slot, self.grain)
 
     @property
@@ -460,7 +411,6 @@ class Transfer:
 
     @property
     def _leaving_racks(self) -> tuple[int, ...]:
-        """Bytes that leave each rack."""
         topology = self.topology
         if topology.nodes_per_rack is None:
             return (0,)
@@ -479,7 +429,6 @@ class Transfer:
 
     @property
     def region_bytes(self) -> int:
-        """Bytes of one group's region before encoding."""
         return self.elements * item_bytes(self.dtype)
 
     @property
@@ -556,7 +505,6 @@ class Transfer:
         return cell_elements(self.elements, self.move.members, 1, self.grain) if self.move.op is Op.ALL_REDUCE else 0
 
     def in_micro_step(self, number: int) -> Transfer:
-        """Return this transfer with micro-step `number`."""
         return self if self.micro_step == number else replace(self, micro_step=number)
 
     def __str__(self) -> str:

@@ -18,10 +18,6 @@ from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op,
 from towpath.core.units import BucketSpec
 from towpath.errors import ConfigError
 
-# --- low rank ---------------------------------------------------------------------------------------------------------
-#
-# A matrix is sent as the product of two thin matrices (PowerSGD, Optimus-CC). Sizes are in elements.
-#
 # The factors of a matrix X of `rows` × `columns` are P (rows × rank, orthonormal) and Q (columns × rank). P Qᵀ
 # approximates X. Each step starts from the Q of the step before. With error feedback, the difference X - P Qᵀ is added
 # to the next step's X. The codec therefore needs the matrix's shape, and keeps state.
@@ -35,14 +31,10 @@ LOW_RANK = "low-rank"
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The low-rank codec, which sends two thin factors of each matrix.
+    """The low-rank codec, which sends two thin factors of each matrix."""
 
-    Attributes:
-        rank: How many columns P and Q have.
-        rate: How many times smaller than the matrix the factors must be. Other tensors are sent unencoded.
-    """
-
-    rank: int
+    rank: int  # how many columns P and Q have
+    # How many times smaller than the matrix the factors must be. Other tensors are sent unencoded.
     rate: float = 1.0
 
     def __post_init__(self) -> None:
@@ -71,7 +63,6 @@ class LowRank:
         return self.rank * (rows + columns) * self.rate < rows * columns
 
     def encoded_elements(self, shape: Sequence[int]) -> int:
-        """Return how many elements a message with a tensor of `shape` has."""
         return self.rank * sum(matrix_of(shape)) if self.pays(shape) else prod(shape)
 
 
@@ -95,16 +86,11 @@ class Factored:
     """The layout of a flat buffer whose sum over ranks is sent in low rank.
 
     The first message contains P of each matrix, and the elements that are not factored. The second message contains Q.
-
-    Attributes:
-        codec: The low-rank codec.
-        matrices: The matrices that are sent as factors.
-        plain: Start and end of each range that is sent unencoded.
     """
 
     codec: LowRank
-    matrices: tuple[Matrix, ...]
-    plain: tuple[tuple[int, int], ...]
+    matrices: tuple[Matrix, ...]  # the matrices that are sent as factors
+    plain: tuple[tuple[int, int], ...]  # start and end of each range that is sent unencoded
 
     @staticmethod
     def of(codec: LowRank, bucket: BucketSpec) -> Factored | None:
@@ -127,7 +113,6 @@ class Factored:
 
     @property
     def elements(self) -> int:
-        """Number of elements of all factored matrices."""
         return sum(m.rows * m.columns for m in self.matrices)
 
     def kept_elements(self, feedback: bool) -> int:

@@ -270,7 +270,6 @@ class UnitPlan:
             object.__setattr__(self, name, value)
 
     def transfers(self, kind: TransferKind) -> Iterator[Transfer]:
-        """Yield the transfers of this kind, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.transfers[kind]
 
@@ -352,68 +351,7 @@ def largest(needs: Iterable[Needs]) -> Needs:
 
 
 def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision, form: Form = Form.MESSAGES) -> UnitPlan:
-    """Plan all buckets of a unit.
-
-    Args:
-        strategy: The placement, and the route and codec of each kind of transfer.
-        unit: The sizes and dtypes of the unit's parameters.
-        precision: The dtypes for compute, reduction and accumulation.
-        form: How transfers are executed.
-
-    Returns:
-        The plan, the same on all ranks.
-
-    Raises:
-        ConfigError: If a codec does not take the dtype of a bucket.
-    """
     return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision, form) for bucket in unit.buckets))
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """A bucket for which `_plan_bucket` makes the transfers. `encoded` means that its P shards are stored encoded."""
-
-    strategy: Strategy
-    unit: UnitSpec
-    spec: BucketSpec
-    numel: int
-    form: Form
-    encoded: bool = False
-
-    def transfers(
-        self, kind: TransferKind, moves: tuple[GroupCollective, ...], dtype: str, transport: Transport
-    ) -> tuple[Transfer, ...]:
-        if not moves:  # a frozen bucket is not laid out for the codecs of gradients
-            return ()
-        codec = transport.encoding
-        if codec is not None and dtype not in ENCODED:
-            raise ConfigError(
-                f"{self.strategy.name}: {kind.value} in {codec} of {self.unit.name or 'root'} [{self.spec.name}]: its "
-                f"elements are {dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without "
-                "codecs."
-            )
-        transport = transport.within(self.spec.alignment)
-        return tuple(self._transfer(kind, m, self.numel // m.regions, dtype, transport) for m in moves)
-
-    def factors(self, factored: Factored, dtype: str, transport: Transport) -> tuple[Transfer, ...]:
-        """Return the two all-reduces over all ranks that compute the mean gradient in low rank."""
-        return tuple(
-            self._transfer(TransferKind.GRAD_SYNC, move, elements, dtype, transport, factored.elements)
-            for elements in factored.messages
-            for move in everyone(self.strategy.topology)
-        )
-
-    def _transfer(
-        self,
-        kind: TransferKind,
-        move: GroupCollective,
-        elements: int,
-        dtype: str,
-        transport: Transport,
-        factored: int = 0,
-    ) -> Transfer:
-        payload = Range(self.unit.name, self.spec.name, elements, dtype, factored, self.encoded)
-        return Transfer(kind, payload, move, transport, self.strategy.topology, form=self.form)
 
 
 def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision: Precision, form: Form) -> BucketPlan:
@@ -427,7 +365,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     codecs = strategy.codecs(spec.trainable) if rests_in is None else [rests_in]
     slices = strategy.finest if spec.trainable else moves.optimizer.count
     spec = spec.in_blocks(codecs, slices)
-    bucket = _Bucket(strategy, unit, spec, spec.padded(slices), form, rests_in is not None)
+    numel = spec.padded(slices)
     # The root and its leaves stay unsharded from forward to backward, or need no weights there: a copy would go unused.
     copies = moves.backward_params.count < moves.params.count
     worth = copies and not unit.kept and not unit.leaf
@@ -440,24 +378,41 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     synced = summed if strategy.grad_sync.encoding is not None and summed in ENCODED else reduce
     # Frozen parameters are only sent after a write. Exact syncs would keep memory for them all the time.
     param_sync = strategy.param_sync if spec.trainable else replace(strategy.param_sync, exact=False)
-    transfers = {
-        TransferKind.GATHER: bucket.transfers(TransferKind.GATHER, moves.gather, compute, strategy.gather),
-        TransferKind.BACKWARD_GATHER: bucket.transfers(
-            TransferKind.BACKWARD_GATHER, backward_moves, compute, backward_transport
-        ),
-        TransferKind.REDUCE: bucket.transfers(
-            TransferKind.REDUCE, moves.reduce if spec.trainable else (), reduce, strategy.reduce
-        ),
-        TransferKind.GRAD_SYNC: bucket.transfers(
-            TransferKind.GRAD_SYNC, moves.grad_sync if spec.trainable else (), synced, strategy.grad_sync
-        ),
-        TransferKind.PARAM_SYNC: bucket.transfers(TransferKind.PARAM_SYNC, moves.param_sync, compute, param_sync),
+    wanted: dict[TransferKind, tuple[tuple[GroupCollective, ...], str, Transport]] = {
+        TransferKind.GATHER: (moves.gather, compute, strategy.gather),
+        TransferKind.BACKWARD_GATHER: (backward_moves, compute, backward_transport),
+        TransferKind.REDUCE: (moves.reduce if spec.trainable else (), reduce, strategy.reduce),
+        TransferKind.GRAD_SYNC: (moves.grad_sync if spec.trainable else (), synced, strategy.grad_sync),
+        TransferKind.PARAM_SYNC: (moves.param_sync, compute, param_sync),
     }
-    if factored is not None:
-        transfers[TransferKind.GRAD_SYNC] = bucket.factors(factored, reduce, strategy.grad_sync)
+
+    def transfer(
+        kind: TransferKind, move: GroupCollective, elements: int, dtype: str, transport: Transport
+    ) -> Transfer:
+        replaced = factored.elements if factored is not None and kind is TransferKind.GRAD_SYNC else 0
+        payload = Range(unit.name, spec.name, elements, dtype, replaced, rests_in is not None)
+        return Transfer(kind, payload, move, transport, strategy.topology, form=form)
+
+    transfers: dict[TransferKind, tuple[Transfer, ...]] = {}
+    for kind, (of_kind, dtype, transport) in wanted.items():
+        if of_kind and transport.encoding is not None and dtype not in ENCODED:
+            raise ConfigError(
+                f"{strategy.name}: {kind.value} in {transport.encoding} of {unit.name or 'root'} [{spec.name}]: its "
+                f"elements are {dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without "
+                "codecs."
+            )
+        # A frozen bucket is not laid out for the codecs of gradients.
+        transport = transport.within(spec.alignment) if of_kind else transport
+        transfers[kind] = tuple(transfer(kind, m, numel // m.regions, dtype, transport) for m in of_kind)
+    if factored is not None:  # two all-reduces over all ranks compute the mean gradient in low rank
+        transfers[TransferKind.GRAD_SYNC] = tuple(
+            transfer(TransferKind.GRAD_SYNC, move, elements, reduce, strategy.grad_sync)
+            for elements in factored.messages
+            for move in everyone(strategy.topology)
+        )
     return BucketPlan(
         spec,
-        bucket.numel,
+        numel,
         own,
         compute,
         reduce,

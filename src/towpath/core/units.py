@@ -38,9 +38,7 @@ def overlap(offset: int, numel: int, cut: int, slot: int) -> tuple[int, int]:
 
     Args:
         offset: The position of the parameter's first element in the bucket.
-        numel: The number of elements of the parameter.
         cut: The length of each slice.
-        slot: The number of the slice.
     """
     low = slot * cut - offset
     return min(max(low, 0), numel), min(max(low + cut, 0), numel)
@@ -92,7 +90,6 @@ class BucketSpec:
         that sends the fewest bytes.
 
         Args:
-            codecs: The codecs that encode the parameters or their gradients.
             slices: How many slices the finest partition of the bucket has.
         """
         largest = max((codec.grain for codec in codecs), default=1)
@@ -151,7 +148,6 @@ def units_from_numels(numels: Sequence[int] | Mapping[str, int], dtype: str = "f
 
     Args:
         numels: The number of elements of each unit, in forward order. In a mapping, the name "" is the root.
-        dtype: The dtype of all parameters.
     """
     named = numels if isinstance(numels, Mapping) else {str(i): n for i, n in enumerate(numels)}
     units = [UnitSpec(name, (BucketSpec((n,), dtype),), kept=name == "") for name, n in named.items()]

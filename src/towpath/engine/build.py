@@ -53,10 +53,6 @@ from towpath.topology.groups import Groups
 
 _LOG = logger("engine")
 
-# --- agreement --------------------------------------------------------------------------------------------------------
-#
-# All ranks must have the same model and strategy. If not, all of them raise, with the difference.
-
 
 class Gathering(Protocol):
     """Interface of ranks that exchange objects, such as `Groups`."""
@@ -81,13 +77,7 @@ def agree(
 
     Args:
         groups: The ranks to compare. Every one of them must call this.
-        mine: This rank's lines, which describe what it was given.
         failure: The error that this rank has met, if any. It is raised here.
-        call: The user's call, for the message.
-        advice: What to do about a difference, for the message.
-
-    Raises:
-        MismatchError: Another rank has failed, or the ranks' lines differ.
     """
     mine_failed = str(failure) if failure is not None else None
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
@@ -240,17 +230,8 @@ def build(
     Every rank must call it with the same arguments. It installs no hooks: `attach` does.
 
     Args:
-        model: The model, whose parameters are replaced in place.
-        strategy: The strategy, which leaves nothing open.
-        precision: The dtypes.
-        values: The function that returns the initial values. By default, the model has them.
-        layouts: The units of the model, as `lay_out` returns them.
         groups: The data-parallel ranks of this rank's island.
         job: The data-parallel ranks of all islands. By default, there is one island.
-
-    Raises:
-        ShardError: The strategy has codecs or offloads the optimizer, and the model is on a tensor-parallel mesh.
-        MismatchError: Another rank could not read the values.
     """
     job = job or groups
     number: int = next(groups.shared("models made", count))

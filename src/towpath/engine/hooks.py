@@ -27,10 +27,6 @@ from towpath.engine.parameters.unit import Unit, is_transformed
 from towpath.engine.streams.streams import eager
 from towpath.errors import ShardError, StepError
 
-# --- module classes ---------------------------------------------------------------------------------------------------
-#
-# Behavior is added to a module by a subclass of its class.
-
 
 def add_mixin(module: nn.Module, role: type[Any]) -> None:
     """Add `role` to the module's class. The class keeps its name, because libraries look at it."""
@@ -77,11 +73,6 @@ def _of_floating(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> 
     if type(value) is dict:
         return {key: _of_floating(change, item) for key, item in value.items()}
     return value
-
-
-# --- fsdp methods -----------------------------------------------------------------------------------------------------
-#
-# FSDP2's methods and FSDP's arguments that Towpath does not have, with the text that says what to use instead.
 
 
 _ACCUMULATE = (
@@ -156,22 +147,10 @@ ARGUMENTS = {
     "sharding_strategy": 'the strategy: "zero3" for FULL_SHARD, "mics" for HYBRID_SHARD',
     "sync_module_states": "nothing: the values of rank 0 are every rank's",
     "use_orig_params": "nothing: it is always so",
-    # Not FSDP's: these are options of a strategy.
-    **{name: f"towpath.strategy(name, {name}=…)" for name in ("offload", "exact", "outer")},
 }
 
 
 def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise if `shard()` got an argument that it does not take.
-
-    Args:
-        names: The unexpected arguments.
-        known: The arguments that `shard()` takes.
-
-    Raises:
-        ShardError: The argument is one of FSDP's. The message names its counterpart.
-        TypeError: The argument is unknown. The message names a similar one.
-    """
     for name in names:
         if name in ARGUMENTS:
             raise ShardError(f"shard() has no {name}=. Use instead: {ARGUMENTS[name]}. See docs/start/from-fsdp2.md.")
@@ -180,10 +159,6 @@ def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
         raise TypeError(f"shard() got an unexpected keyword argument {name!r}.{meant}")
 
 
-# --- backward inputs --------------------------------------------------------------------------------------------------
-#
-# Support for `loss.backward(inputs=parameters)`.
-#
 # The leaves of the graph are the unsharded views of a unit's parameters. The user names ShardTensors, which autograd
 # does not find in the graph. PyTorch calls no hook when it reads `inputs`. So the one autograd engine that PyTorch's
 # Python code calls is replaced by a subclass, which adds the views to the inputs.
@@ -239,7 +214,6 @@ def let_backward_take_parameters() -> None:
 
 
 def attach(model: nn.Module, engine: Engine) -> None:
-    """Install the hooks by which `model` calls `engine`."""
     let_backward_take_parameters()
     kept = kept_modules(model, engine.precision)
     exact = {id(m) for outermost in kept for m in outermost.modules()}

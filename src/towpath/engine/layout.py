@@ -17,18 +17,14 @@ import torch
 from torch import nn
 
 from towpath.core.formats import FLOATING, Precision, dtype_name, shape_text
+from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.units import LARGE_LEAF, BucketSpec, UnitSpec, together
 from towpath.engine.parameters.parallel import Parallel, boxes_in_whole, local_part, parallel_of, ranges_of
 from towpath.errors import ShardError
 from towpath.topology.groups import Groups
 
-# --- dtypes -----------------------------------------------------------------------------------------------------------
-#
-# Strategies and plans name dtypes by strings.
-
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return PyTorch's dtype of this name, such as "float32"."""
     return getattr(torch, name)
 
 
@@ -63,7 +59,6 @@ class ParameterPlace:
 
     @property
     def numel(self) -> int:
-        """Number of elements of this rank's part."""
         return self.shape.numel()
 
     @property
@@ -118,16 +113,11 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
     """Divide a model into units and buckets, without changing it.
 
     Args:
-        model: The model that is to be sharded.
         units: Module classes or modules that become units. By default, the blocks that `_default_units` finds, and the
             large leaves of the root that `_large_leaves` finds.
-        precision: The precision whose `keep=` names modules that stay in their own dtype.
 
     Returns:
         The root unit, then the other units in the order of registration.
-
-    Raises:
-        ShardError: A parameter cannot be sharded, or `units` or `precision` name a module that the model does not have.
     """
     if units is None:
         chosen = {"": [model], **_together(_default_units(model))}
@@ -384,6 +374,14 @@ def _check(places: list[ParameterPlace]) -> None:
         raise ShardError(f"the model's parameters are on {', '.join(devices)}; move them to one device before shard().")
 
 
+def trainable_places(layouts: Iterable[UnitLayout]) -> Iterator[tuple[OwnedParameter, ParameterPlace]]:
+    """Yield the place of each trainable parameter, and its numbers in the model, in the order of the model."""
+    for unit, layout in enumerate(layouts):
+        for number, bucket in enumerate(layout.buckets):
+            for index, place in enumerate(bucket.places if bucket.spec.trainable else ()):
+                yield OwnedParameter(place.names[0], tuple(place.shape), unit, number, index), place
+
+
 def describe(model: nn.Module, layouts: list[UnitLayout], groups: Groups) -> Iterator[str]:
     """Yield one line for every parameter and buffer. Ranks with the same model get the same lines."""
     home = device_of(layouts, groups)
@@ -408,7 +406,6 @@ def is_saved(model: nn.Module, buffer: str) -> bool:
 
 
 def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.device:
-    """Return the device that the model trains on, as `device_of_parameters` does."""
     parameters = [p.parameter for unit in layouts for bucket in unit.buckets for p in bucket.places]
     if not parameters:
         raise ShardError("the model has no parameters; there is nothing to shard.")
@@ -420,8 +417,6 @@ def device_of_parameters(parameters: Iterable[nn.Parameter], groups: Groups) -> 
     return groups.chosen or next((p.device for p in parameters if p.device.type != "meta"), groups.device)
 
 
-# --- kept tensors -----------------------------------------------------------------------------------------------------
-#
 # A module may hold a parameter in a list, dict or attribute, or hold another tensor on the parameter's memory. Without
 # sharding such tensors follow the parameter. `shard()` gives parameters new memory, and lets modules compute with
 # unsharded views. So the engine swaps the parameter in these lists and dicts, too. It refuses other tensors on its
@@ -451,11 +446,7 @@ def check_memory(places: Sequence[ParameterPlace]) -> None:
 
 
 def find_kept(model: nn.Module, places: Sequence[ParameterPlace]) -> None:
-    """Note in each place which lists, dicts and attributes of modules hold its parameter, too.
-
-    Raises:
-        ShardError: A module holds another tensor on the memory of a parameter.
-    """
+    """Note in each place which lists, dicts and attributes of modules hold its parameter, too."""
     known = {id(place.parameter): place for place in places}
     memory = _by_storage(places)
     seen: set[int] = set()
@@ -557,11 +548,6 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     bytes_of(one).fill_(True)
     return bool(bytes_of(other).any())
-
-
-# --- free memory ------------------------------------------------------------------------------------------------------
-#
-# The memory that a rank may still take: on its GPU, or its share of the host's.
 
 
 _MEMINFO, _BOOT = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")

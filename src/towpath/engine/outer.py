@@ -117,11 +117,7 @@ class OuterSync:
         """Compare how many steps all islands have made, and check that none has begun another. Every rank must call it.
 
         Args:
-            step: The number of this rank's steps.
             awaits_step: Whether this rank has gradients of the last one that no optimizer has used.
-
-        Raises:
-            StepError: They differ, or a rank has gradients to use, or another rank does not call it.
         """
         advice = "Let every island make equally many steps, for example with towpath.join(model, batches)."
         try:
@@ -150,11 +146,7 @@ class OuterSync:
                 )
 
     def raise_problems(self) -> None:
-        """Raise on all ranks of all islands if a rank found slow weights that differ. Every rank must call it.
-
-        Raises:
-            StepError: Slow weights differ.
-        """
+        """Raise on all ranks of all islands if a rank found slow weights that differ. Every rank must call it."""
         problems, self._problems = self._problems, []
         for what in (what for found in self._comm.job.gather_objects(problems) for what in found):
             raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
@@ -167,7 +159,6 @@ class OuterSync:
             yield from part.held(part.slow)
 
     def momentum(self) -> Iterator[Held]:
-        """Yield the outer momentum of each parameter, if there is any."""
         for part in self._parts:
             yield from part.held(part.momentum) if part.momentum is not None else ()
 
@@ -183,7 +174,6 @@ class OuterSync:
             yield from part.held(part.settled(self.plan, is_pending)[0])
 
     def settled_momentum(self) -> Iterator[Held]:
-        """Yield the momentum as if exchanges under way were applied already."""
         for part, is_pending in self._with_pending():
             momentum = part.settled(self.plan, is_pending)[1]
             yield from part.held(momentum) if momentum is not None else ()
@@ -268,11 +258,6 @@ class FragmentExchange:
             self._digest.copy_(torch.stack([digest, ~digest]))
 
     def run(self, workspace: Workspace) -> None:
-        """Exchange the digest and the differences with the other islands.
-
-        Raises:
-            StepError: The exchange failed.
-        """
         try:
             for bound in self._check:
                 bound.run(self._digest, self._digest, workspace)
@@ -336,7 +321,6 @@ class PartExchange:
         _copy_all(self._in(self.slow), self._own)
 
     def _in(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the views of the buckets' slices in a flat buffer."""
         return [flat[..., start:end] for start, end in self._ends]
 
     def held(self, flat: torch.Tensor) -> Iterator[Held]:
@@ -374,7 +358,6 @@ class PartExchange:
 
     @property
     def kept(self) -> list[torch.Tensor]:
-        """The error feedback of this rank."""
         return [kept for bound in self.exchange for kept in bound.collective.state]
 
     def step(self, settings: Outer, islands: int) -> None:
@@ -411,7 +394,6 @@ class PartExchange:
             bucket.version.before_write()
 
     def written(self) -> None:
-        """Count the write to all buckets."""
         for bucket in self._buckets:
             bucket.version.written()
 

@@ -96,11 +96,7 @@ class _OnHost:
     device: torch.device
 
     def unpacked(self) -> torch.Tensor:
-        """Return a copy on the tensor's device."""
         return self.kept.to(self.device)
-
-
-# --- memory on the host -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -141,9 +137,6 @@ class _Range:
     slab: _Slab
     start: int
     end: int
-
-
-# --- copies -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -247,13 +240,7 @@ class _Offloaded:
 
 @final
 class DeviceCopies:
-    """Copies of saved tensors between a device and the host, and the host's memory for them.
-
-    Args:
-        device: The device.
-        to_host: The stream of copies to the host.
-        to_device: The stream of copies back.
-    """
+    """Copies of saved tensors between a device and the host, and the host's memory for them."""
 
     def __init__(self, device: torch.device, to_host: Stream, to_device: Stream) -> None:
         self.device, self.to_host, self.to_device = device, to_host, to_device
@@ -342,7 +329,6 @@ class DeviceCopies:
             stream.uses(0, copied.tensor)
 
     def current_stream(self) -> torch.cuda.Stream | None:
-        """Return the stream of the computation."""
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, after: Sequence[Handle]) -> Handle:
@@ -367,9 +353,6 @@ def _copies_on(device: torch.device) -> DeviceCopies | None:
     if device.type != "cuda":
         return None
     return DeviceCopies(device, CudaStream(device, 1), CudaStream(device, 1))
-
-
-# --- forward passes ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager

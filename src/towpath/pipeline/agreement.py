@@ -28,8 +28,6 @@ from towpath.topology.groups import Groups
 
 Tensors = tuple[torch.Tensor, ...]
 
-# --- shapes -----------------------------------------------------------------------------------------------------------
-
 
 def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Tensors:
     """Return the outputs of a stage on the meta device, without computing them."""
@@ -90,7 +88,6 @@ def exchanged_tensors(
 
 
 def shapes_of(tensors: Tensors) -> str:
-    """Return the shapes and dtypes of tensors as text."""
     return ", ".join(f"{_sizes(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
 
 
@@ -117,9 +114,6 @@ def check_exchanged(between: Sequence[Tensors], compression: Compression) -> Non
                 f"Pipeline: between stages {low_rank} sends no less than the tensor itself, of {rows} × {columns} "
                 f"elements at most. Take a rank below {below:.0f}, or leave it out."
             )
-
-
-# --- calls ------------------------------------------------------------------------------------------------------------
 
 
 def check_batch(batch: Sequence[torch.Tensor], example: Tensors, micro_batches: int) -> None:
@@ -203,12 +197,7 @@ class CallCheck:
         """Return if all ranks make this call in the same optimizer step and none refuses it. Otherwise raise on all.
 
         Args:
-            call: One of `CALLS`.
             step: The number of optimizer steps before it.
-            refusal: The reason why this rank cannot execute it, if any.
-
-        Raises:
-            StepError: Ranks differ, or one of them refuses.
         """
         number = len(CALLS) * step + CALLS.index(call)
         word = torch.tensor([number, -number] if refusal is None else [torch.iinfo(torch.int64).max, 0])

@@ -46,7 +46,6 @@ class Ends:
 
     @property
     def both(self) -> tuple[int, ...]:
-        """The ranks of both ends."""
         return tuple(sorted({*self.first, *self.last}))
 
     @property

@@ -26,9 +26,6 @@ _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
 ExactBytes = dict[tuple[str, str], tuple[int, int]]
 
 
-# --- stats ------------------------------------------------------------------------------------------------------------
-
-
 def _exact_bytes(job: JobSchedule) -> ExactBytes:
     found: ExactBytes = {}
     for transfer in job.transfers:
@@ -146,8 +143,6 @@ class StepCounter:
         return replace(own, calls=calls, intra_bytes=round(intra), inter_bytes=round(inter), exposed_seconds=exposed)
 
 
-# --- traces -----------------------------------------------------------------------------------------------------------
-#
 # A traced pipeline shows its passes and the messages between stages, next to what its engines show. A message begins
 # when this rank posts it. A received message ends when it is needed, a sent one when the schedule waits for it. Outside
 # its passes a rank waits for its neighbors. Backends that batch messages, such as NCCL, do not show them.

@@ -140,7 +140,6 @@ class Pipeline(Observable):
             self.owners = owners_of(kind, count, ranks, schedule)
             self.order = order_of(kind, count, ranks, micro_batches)
             strategies = _strategies(strategy, count)
-            _refuse_outer(strategies)
             given += [f"schedule={kind.__name__.removeprefix('Schedule')}", f"micro_batches={micro_batches}"]
             given += [f"stage {i}: {blocks_of_stage(s) or 'given'}, {strategies[i]}" for i, s in enumerate(stages)]
             given += [f"example={shapes_of(self._example)}", f"precision={precision}", f"tied={tied}"]
@@ -573,16 +572,13 @@ def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) ->
             'Pipeline does not take the strategy "auto": name one for all stages, or one for each. `towpath plan` with '
             '--pipeline ranks them, and `towpath train` takes name = "auto" with pipelines, too.'
         )
-    return found
-
-
-def _refuse_outer(strategies: Sequence[str | Strategy]) -> None:
-    for each in strategies:
+    for each in found:
         if isinstance(each, Strategy) and each.outer is not None:
             raise ConfigError(
                 f"{each.name} has outer steps, and pipelines cannot: a pipeline would have to end at the border of an "
                 "island. Leave out outer=, or train without stages."
             )
+    return found
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -27,8 +27,6 @@ from towpath.errors import ShardError
 from towpath.pipeline.agreement import meta_outputs
 from towpath.planner.model import LinearSeconds, MeasuredPasses, Model, ModelUnit, StagedModel
 
-# --- split ------------------------------------------------------------------------------------------------------------
-
 
 def split(model: nn.Module, count: int, example: torch.Tensor) -> list[nn.Module]:
     """Split `model` into `count` stages with about the same number of parameters each.
@@ -85,7 +83,6 @@ class _CallOrder:
 
 
 def _call_order(model: nn.Module, blocks: Sequence[str], example: torch.Tensor) -> _CallOrder:
-    """Return the order of calls of a forward on tensors without values."""
     inside = set(blocks)
     before: list[str] = []
     after: list[str] = []
@@ -244,18 +241,12 @@ def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
         setattr(parent, attribute, module)
 
 
-# --- the planner's description ----------------------------------------------------------------------------------------
-
-
 class DescribedStages:
     """The planner's descriptions of a model's stages, for any number of stages. Nothing is measured for them.
 
     Args:
-        whole: The planner's description of the model.
-        model: The model.
         layouts: The layouts of the units of `whole`.
         example: An input of one micro-batch, of any size.
-        precision: The dtypes in which the model computes.
     """
 
     def __init__(
@@ -319,7 +310,6 @@ class DescribedStages:
 
 
 def _without(bucket: BucketLayout, tied: Mapping[int, int]) -> BucketSpec:
-    """Return the bucket without the parameters in `tied`."""
     places = [place for place in bucket.places if id(place.parameter) not in tied]
     numels, matrices = (place.numel for place in places), (place.matrix for place in places)
     return replace(bucket.spec, numels=tuple(numels), matrices=tuple(matrices))

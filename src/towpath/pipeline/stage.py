@@ -29,8 +29,6 @@ from towpath.engine.layout import torch_dtype
 from towpath.engine.streams.trace import BETWEEN, INSIDE, Trace
 from towpath.pipeline.observed import trace_messages
 
-# --- encoded messages -------------------------------------------------------------------------------------------------
-#
 # A message in fewer bytes: as low-rank factors, or in a codec of blocks. Both ends of a link have the same encodings,
 # and know which messages are encoded. So messages need no header.
 
@@ -143,9 +141,6 @@ class Sender:
         return values.isfinite().all()
 
 
-# --- the stage --------------------------------------------------------------------------------------------------------
-
-
 class TowpathStage(PipelineStage):
     """A pipeline stage with a sharded module.
 
@@ -200,12 +195,10 @@ class TowpathStage(PipelineStage):
 
     @property
     def engine(self) -> Engine:
-        """The engine of the stage's module."""
         return engine_of(self.submod)
 
     @property
     def trace(self) -> Trace | None:
-        """The trace that is active, or None."""
         return self.engine.comm.record.trace
 
     @property
@@ -260,7 +253,6 @@ class TowpathStage(PipelineStage):
         return self._traced(found, "output", self.stage_index, fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that receive the inputs of a micro-batch."""
         found = super().get_fwd_recv_ops(fwd_chunk_id)
         if self._encodes_outputs:
             self._receive_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
@@ -280,7 +272,6 @@ class TowpathStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the operations that send the gradients of a micro-batch's inputs."""
         encodes = self._encodes_gradient(self.stage_index, bwd_chunk_id)
         if self.has_backward and self._gradient_senders and encodes:
             self.bwd_cache[bwd_chunk_id] = _encoded(self._gradient_senders, self.bwd_cache[bwd_chunk_id])

@@ -39,7 +39,6 @@ class Groups:
     a new group take part in its creation, and they connect at once: see `new_group` and `connect`.
 
     Args:
-        parent: The process group.
         first: The number of the parent's first rank in the job, if the parent is an island of it. Errors name ranks by
             their numbers in the job.
         chosen: The device that the user chose for a model. None leaves it to the model.
@@ -50,8 +49,9 @@ class Groups:
     ) -> None:
         self.first, self.chosen = first, chosen
         self._alone = not (dist.is_available() and dist.is_initialized())
-        self._parent = None if self._alone else (parent or dist.group.WORLD)
-        self._shared = _SHARED_ALONE if self._parent is None else _SHARED.setdefault(self._parent, {})
+        # The group of all ranks, or None in a world of one that was never initialized.
+        self.parent = None if self._alone else (parent or dist.group.WORLD)
+        self._shared = _SHARED_ALONE if self.parent is None else _SHARED.setdefault(self.parent, {})
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = self.shared("process groups", dict)
 
     def shared(self, what: str, make: Callable[[], Shared]) -> Shared:
@@ -65,14 +65,9 @@ class Groups:
         return ", ".join(f"{purpose} of {len(ranks)}" for ranks, purpose in self._made) or "none"
 
     @property
-    def parent(self) -> dist.ProcessGroup | None:
-        """The group of all ranks, or None in a world of one that was never initialized."""
-        return self._parent
-
-    @property
     def rank(self) -> int:
         """This rank, as the parent counts."""
-        return 0 if self._alone else dist.get_rank(self._parent)
+        return 0 if self._alone else dist.get_rank(self.parent)
 
     @property
     def number(self) -> int:
@@ -82,22 +77,22 @@ class Groups:
     @property
     def world(self) -> int:
         """The number of ranks of the parent."""
-        return 1 if self._alone else dist.get_world_size(self._parent)
+        return 1 if self._alone else dist.get_world_size(self.parent)
 
     @property
     def members(self) -> list[int]:
         """The global ranks of the parent."""
-        return [0] if self._alone else dist.get_process_group_ranks(self._parent)
+        return [0] if self._alone else dist.get_process_group_ranks(self.parent)
 
     def backend(self, device: torch.device) -> str:
         """Return the backend that sends tensors on `device`: 'gloo', 'nccl', or 'none'."""
-        return "none" if self._parent is None else backends_of(self._parent).get(device.type, "none")
+        return "none" if self.parent is None else backends_of(self.parent).get(device.type, "none")
 
     @property
     def device(self) -> torch.device:
         """The current GPU if the parent sends tensors there, or if this rank is alone with a GPU. Otherwise the CPU."""
         gpu = torch.device("cuda")
-        on_gpu = torch.cuda.is_available() if self._parent is None else self.backend(gpu) not in ("none", "gloo")
+        on_gpu = torch.cuda.is_available() if self.parent is None else self.backend(gpu) not in ("none", "gloo")
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def of(
@@ -111,16 +106,15 @@ class Groups:
         Args:
             partition: Every rank of the parent once. A rank that communicates with no other stands alone.
             purpose: A name that tells groups of the same ranks apart.
-            backend: A PyTorch backend, by default the parent's.
             max_ctas: How many thread blocks a kernel of NCCL may use. By default, NCCL decides.
         """
         mine = next(ranks for ranks in partition if self.rank in ranks)
         key = (mine, purpose)
         if key not in self._made:
-            assert self._parent is not None, "a world of one communicates nothing"
+            assert self.parent is not None, "a world of one communicates nothing"
             assert sorted(chain(*partition)) == list(range(self.world)), f"not a partition of the ranks: {partition}"
-            members = [dist.get_global_rank(self._parent, r) for r in mine]
-            align_group_counts(self._parent)
+            members = [dist.get_global_rank(self.parent, r) for r in mine]
+            align_group_counts(self.parent)
             limit = {} if max_ctas is None else {"max_ctas": max_ctas}
             self._made[key] = new_group(members, purpose, timeout=self._timeout(), backend=backend, **limit)
         return self._made[key]
@@ -155,11 +149,7 @@ class Groups:
             new_group([dist.get_rank()], "in place of a closed group", backend="gloo")
 
     def abort(self, *others: Groups) -> None:
-        """Abort the running transfers on the device, in all groups. No group can be used afterwards.
-
-        Args:
-            *others: Groups inside other parents, such as those of an island, to abort at the same time.
-        """
+        """Abort the running transfers on the device, in all groups. No group can be used afterwards."""
         backends: list[Any] = []
         # The group of an island is among those that the job has made.
         made = [group for each in (self, *others) for group in (each.parent, *each._made.values())]
@@ -176,20 +166,20 @@ class Groups:
 
     def describe_backends(self) -> str:
         """Return the devices that the parent has backends for, such as 'cpu:gloo, cuda:nccl'."""
-        named = {} if self._parent is None else backends_of(self._parent)
+        named = {} if self.parent is None else backends_of(self.parent)
         return ", ".join(f"{device}:{backend}" for device, backend in named.items())
 
     def connect(self) -> None:
         """Connect the parent. Every rank must call it before any of them send messages to each other."""
-        if self._parent is not None:
-            connect(self._parent)
+        if self.parent is not None:
+            connect(self.parent)
 
     def gather_before_connecting(self, value: Any) -> list[Any]:
         """Return the JSON value of every rank, by rank, even if NCCL cannot connect the ranks.
 
         Without a backend for tensors on the host, the values are sent through the store of the rendezvous.
         """
-        if self._parent is None or self.backend(torch.device("cpu")) != "none":
+        if self.parent is None or self.backend(torch.device("cpu")) != "none":
             return self.gather_objects(value)
         number: int = next(self.shared("gathered through the store", count))
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -201,7 +191,7 @@ class Groups:
         if self._alone:
             return [value]
         out: list[Any] = [None] * self.world
-        dist.all_gather_object(out, value, group=self._parent)
+        dist.all_gather_object(out, value, group=self.parent)
         return out
 
     def collect_objects(self, value: Any) -> list[Any]:
@@ -209,14 +199,13 @@ class Groups:
         if self._alone:
             return [value]
         out: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(value, out, group=self._parent, group_dst=0)
+        dist.gather_object(value, out, group=self.parent, group_dst=0)
         return out or []
 
     def gather_rows(self, row: torch.Tensor, wait: Callable[[Any], None] = _wait) -> torch.Tensor:
         """Return the row of every rank, stacked: [ranks, ...]. Rows are in host memory, of one shape and dtype.
 
         Args:
-            row: This rank's row.
             wait: A function that waits for the collective, such as `Program.wait`.
         """
         if self._alone:
@@ -226,9 +215,8 @@ class Groups:
         return torch.stack(rows)
 
     def barrier(self) -> None:
-        """Wait until every rank has called it."""
         if self.world > 1:
-            dist.barrier(group=self._parent)
+            dist.barrier(group=self.parent)
 
     def broadcast(self, tensor: torch.Tensor, rank: int = 0) -> None:
         """Overwrite every rank's `tensor` with that of `rank`. It may be on the host under NCCL, and have any dtype."""
@@ -238,27 +226,27 @@ class Groups:
         values = tensor.detach().contiguous()
         # It is sent as bytes, because NCCL has no type for some integers.
         octets = values.reshape(-1).view(torch.uint8)
-        dist.broadcast(octets, group=self._parent if carried else self.control_on_host(), group_src=rank)
+        dist.broadcast(octets, group=self.parent if carried else self.control_on_host(), group_src=rank)
         if not tensor.is_contiguous():
             tensor.detach().copy_(values)
 
     @property
     def name(self) -> str:
         """The parent's name. It is the same on all its ranks, and unique among groups."""
-        return "alone" if self._parent is None else self._parent.group_name
+        return "alone" if self.parent is None else self.parent.group_name
 
     @property
     def timeout_seconds(self) -> float:
         """How long a transfer waits for a peer before it fails."""
-        timeout = None if self._parent is None else self._timeout()
+        timeout = None if self.parent is None else self._timeout()
         return (timeout or timedelta(minutes=30)).total_seconds()
 
     def _timeout(self) -> timedelta | None:
         """Return the timeout that the user gave the parent. New groups would otherwise have PyTorch's default."""
-        assert self._parent is not None
+        assert self.parent is not None
         for device in ("cpu", "cuda"):
             try:
-                return self._parent._get_backend(torch.device(device)).options._timeout
+                return self.parent._get_backend(torch.device(device)).options._timeout
             except (RuntimeError, AttributeError):
                 continue
         return None
@@ -282,11 +270,7 @@ def new_group(
     number of groups that a rank has had. That number must be the same on all members (`align_group_counts`).
 
     Args:
-        ranks: The global ranks.
-        purpose: What the group is for, for PyTorch's logs.
         backend: A PyTorch backend, by default the one of all ranks. A group of 'nccl' has no backend for the host.
-        timeout: How long a call waits for other members. By default, as PyTorch does.
-        max_ctas: How many thread blocks a kernel of NCCL may use. By default, NCCL decides.
     """
     options: dict[str, Any] = {}
     if backend == "nccl":
@@ -364,7 +348,6 @@ def launched() -> bool:
 
 
 def local_rank() -> int:
-    """Return the rank of this process on its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -373,27 +356,10 @@ def rendezvous_address() -> str:
     return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '29500')}"
 
 
-def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
-    """Return the environment variables of a rank on one node. The ranks use a store that listens already."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
 def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
     """Return the number of nodes, of ranks on each, and of nodes in each rack, which are the fields of `Topology`.
 
     The launcher's GROUP_RANK or else the host name tells nodes apart, and `rack_name` racks.
-
-    Raises:
-        ConfigError: The nodes have different numbers of ranks, or the ranks of a node are not consecutive.
     """
     groups = groups or Groups()
     told = groups.gather_objects((os.environ.get("GROUP_RANK") or socket.gethostname(), rack_name()))
@@ -419,8 +385,6 @@ def detect_shape(groups: Groups | None = None) -> tuple[int, int, int | None]:
     return len(sizes), ranks, _nodes_per_rack([rack for _, rack in told[::ranks]], groups)
 
 
-# --- racks ------------------------------------------------------------------------------------------------------------
-#
 # A node learns the name of its rack from its environment. `towpath.init()` numbers the ranks rack by rack, in whatever
 # order the launcher has numbered the nodes.
 
@@ -443,9 +407,6 @@ def numbers_by_rack(racks: Sequence[RackName]) -> list[int]:
 
     Args:
         racks: The rack of each rank, by the launcher's numbers.
-
-    Raises:
-        ConfigError: The racks that the user named do not have equally many ranks.
     """
     names = _checked_racks(racks)
     first = {name: names.index(name) for name in set(names)}

@@ -152,9 +152,6 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".") + "."
 
 
-# --- checks of devices ------------------------------------------------------------------------------------------------
-
-
 def check_devices(groups: Groups, device: torch.device) -> None:
     """Raise on every rank if `groups` cannot send tensors on some rank's `device`, or if two ranks share a GPU.
 

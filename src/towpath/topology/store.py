@@ -38,18 +38,8 @@ _REACH_SECONDS = 2.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.1
 
 
-# --- rendezvous -------------------------------------------------------------------------------------------------------
-
-
 def join_store(timeout: timedelta | None = None) -> tuple[Store, int, int]:
-    """Return a store of these ranks alone, this rank, and the number of ranks that the launcher started.
-
-    Args:
-        timeout: How long to wait for the other ranks. Default: ten minutes.
-
-    Raises:
-        ConfigError: A rank did not come in time.
-    """
+    """Return a store of these ranks alone, this rank, and the number of ranks that the launcher started."""
     timeout = timeout or DEFAULT_TIMEOUT
     store, rank, world = next(iter(rendezvous("env://", timeout=timeout)))
     return PrefixStore(f"towpath/{agree_on_name(store, rank, world, timeout)}", store), rank, world
@@ -110,9 +100,6 @@ def gather_through_store(store: Store, name: str, rank: int, world: int, value: 
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
-# --- status -----------------------------------------------------------------------------------------------------------
-
-
 @final
 class StatusStore:
     """The status notes of the ranks of one process group.
@@ -125,7 +112,6 @@ class StatusStore:
         self._connection: Store | None = None
 
     def post(self, note: str) -> None:
-        """Replace this rank's note."""
         self._ask(lambda store: store.set(self._key("note", self.rank), note), None)
 
     def read(self, ranks: Sequence[int]) -> dict[int, str | None]:
@@ -140,8 +126,6 @@ class StatusStore:
 
         Args:
             event: A name that every rank uses once.
-            word: This rank's word.
-            timeout_seconds: How long to wait for the other ranks.
             raise_if_stuck: A function that is called repeatedly while this rank waits, and may raise.
         """
         until, pause = time.monotonic() + timeout_seconds, _FIRST_PAUSE_SECONDS
@@ -156,8 +140,6 @@ class StatusStore:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _read(self, keys: Mapping[int, str]) -> dict[int, str]:
-        """Return the values of the keys that exist."""
-
         def existing(store: Store) -> dict[int, str]:
             return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 

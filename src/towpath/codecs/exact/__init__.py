@@ -38,7 +38,6 @@ __all__ = [
     "decode_difference",
     "decode_slices",
     "decode_values",
-    "digest",
     "encode_difference",
     "encode_values",
     "is_difference",
@@ -131,14 +130,6 @@ def raise_failed(outcomes: Sequence[torch.Tensor | None]) -> None:
         for index, code in enumerate(torch.stack(on_device).flatten().tolist()):
             if code:
                 raise MessageError(f"message {index} of {len(on_device)}: {Problem(code).text}")
-
-
-def digest(values: torch.Tensor) -> torch.Tensor:
-    """Return 64 bits (int64, on the device of `values`) that depend on all bits of `values` and on their order."""
-    if values.device.type == "cuda":
-        return _gpu().digest(values)
-    found = _host(values.device.type).digest(values, 0)
-    return torch.tensor(found - (found >> 63 << 64), device=values.device)
 
 
 def _encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int | None:

@@ -91,7 +91,6 @@ def message_bound(elements: int, dtype: torch.dtype) -> int:
 
 
 def table_bytes(elements: int) -> int:
-    """Return the bytes of the table of a message."""
     return ENTRY_BYTES * -(-elements // BLOCK)
 
 

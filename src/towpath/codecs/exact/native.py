@@ -20,7 +20,6 @@ class Native:
         self._coders = {name: _native.ExactCoder(name, level) for name in ("bfloat16", "float16", "float32")}
 
     def digest(self, values: torch.Tensor, first: int) -> int:
-        """Return the digest of a contiguous tensor."""
         return self._coders["float32"].digest(values.data_ptr(), values.nbytes, first)
 
     def encode(self, old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int:
@@ -36,5 +35,4 @@ class Native:
 
 @cache
 def best() -> Native:
-    """Return the kernels for this processor."""
     return Native(_native.levels()[0])

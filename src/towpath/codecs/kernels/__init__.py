@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module
 from threading import Lock
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -43,39 +43,6 @@ _COST = {
 }
 
 
-class Encode(Protocol):
-    """The type of `Kernels.encode`."""
-
-    def __call__(self, codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None: ...
-
-
-class EncodePieces(Protocol):
-    """The type of `Kernels.encode_pieces`."""
-
-    def __call__(
-        self,
-        pieces: Pieces,
-        values: torch.Tensor,
-        wire: torch.Tensor,
-        seed: int,
-        kept: torch.Tensor | None = None,
-        scratch: torch.Tensor | None = None,
-    ) -> None: ...
-
-
-class SumPieces(Protocol):
-    """The type of `Kernels.sum_pieces`."""
-
-    def __call__(
-        self,
-        pieces: Pieces,
-        wire: torch.Tensor,
-        seed: int,
-        kept: torch.Tensor | None = None,
-        scratch: torch.Tensor | None = None,
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """A back end: functions for one message, and functions for many pieces at a time.
@@ -84,21 +51,18 @@ class Kernels:
     message need a second one, which finds the largest values. `kept` is the error feedback of all pieces, in float32:
     it is added before the encoding, and then it becomes what the encoding rounded away. Back ends without such a
     kernel compute it in `scratch`, which has twice the elements of the longest piece, in float32.
-
-    Attributes:
-        name: The name of the back end.
-        encode: Encode one message, as `reference.encode` does. It may start at any byte.
-        decode: Decode one message.
-        encode_pieces: Encode each piece of `values` into its cell of `wire`. `seed` is the one before the first.
-        sum_pieces: Decode each piece of all rows of `wire`, sum them, and encode the sum into the piece's cell.
-        decode_pieces: Decode each piece of all rows of `wire`, and sum them into the piece of `out`.
     """
 
     name: str
-    encode: Encode
+    encode: Callable[..., None]  # (codec, x, out, seed=0)
     decode: Callable[[Codec, torch.Tensor, torch.Tensor], None]
-    encode_pieces: EncodePieces
-    sum_pieces: SumPieces
+    # (pieces, values, wire, seed, kept=None, scratch=None): encode each piece of `values` into its cell of `wire`.
+    # `seed` is the one before the first.
+    encode_pieces: Callable[..., None]
+    # (pieces, wire, seed, kept=None, scratch=None): decode each piece of all rows of `wire`, sum them, and encode the
+    # sum into the piece's cell.
+    sum_pieces: Callable[..., None]
+    # Decode each piece of all rows of `wire`, and sum them into the piece of `out`.
     decode_pieces: Callable[[Pieces, torch.Tensor, torch.Tensor], None]
 
 

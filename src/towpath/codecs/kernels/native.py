@@ -26,12 +26,10 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode as `reference.decode` does."""
     decode_sum(codec, (data,), out)
 
 
 def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Decode and sum as `reference.decode_sum` does."""
     _check(out)
     for row in rows:
         _check_message(codec, row, out.numel())
@@ -42,7 +40,6 @@ def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) ->
 def decode_sum_encode(
     codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
 ) -> None:
-    """Decode, sum and encode as `reference.decode_sum_encode` does."""
     for message in (*rows, out):
         _check_message(codec, message, elements)
     addresses = [row.data_ptr() for row in rows]

@@ -22,21 +22,13 @@ _WIDE = 16
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece of a buffer.
+    """One piece of a buffer."""
 
-    Attributes:
-        length: Its number of elements.
-        start: Its first element in the flat buffer that is encoded, or decoded into.
-        source: The byte of the wire buffer where the message to decode starts, in the first row.
-        target: The byte of the wire buffer where the encoded message starts.
-        kept: The first element of its error feedback.
-    """
-
-    length: int
-    start: int = 0
-    source: int = 0
-    target: int = 0
-    kept: int = 0
+    length: int  # its number of elements
+    start: int = 0  # its first element in the flat buffer that is encoded, or decoded into
+    source: int = 0  # the byte of the wire buffer where the message to decode starts, in the first row
+    target: int = 0  # the byte of the wire buffer where the encoded message starts
+    kept: int = 0  # the first element of its error feedback
 
 
 @final
@@ -47,9 +39,7 @@ class Pieces:
     rounding seed, the number of rows, and the bytes between them.
 
     Args:
-        codec: The codec of all pieces.
         pieces: The pieces, in the order of their rounding seeds.
-        device: The device of the table.
         rows: How many rows are summed.
         stride: The bytes from one row to the next.
     """
@@ -83,7 +73,6 @@ class Pieces:
             yield seed
 
     def last_seed(self, seed: int) -> int:
-        """Return the seed of the last piece."""
         factor, step = self._last
         return (seed * factor + step) & _32_BITS
 
@@ -96,12 +85,9 @@ def units(codec: Codec, lengths: Sequence[int], places: Iterable[int]) -> tuple[
 
 
 def next_seed(seed: int) -> int:
-    """Return the rounding seed that follows `seed`."""
     return (seed * _SEED_FACTOR + _SEED_STEP) & _32_BITS
 
 
-# --- loops ------------------------------------------------------------------------------------------------------------
-#
 # `module` is a back end that encodes and decodes one message at a time.
 
 
@@ -114,7 +100,6 @@ def encode_pieces(
     kept: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """Encode the pieces of `values`, as `Kernels.encode_pieces` says."""
     for piece, size, each in zip(pieces.pieces, pieces.sizes, pieces.seeds(seed), strict=True):
         x, out = values[piece.start : piece.start + piece.length], wire[piece.target : piece.target + size]
         if kept is None or scratch is None:
@@ -143,7 +128,6 @@ def sum_pieces(
 
 
 def decode_pieces(module: ModuleType, pieces: Pieces, wire: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode the rows, and sum them into `out`, as `Kernels.decode_pieces` says."""
     for piece, size in zip(pieces.pieces, pieces.sizes, strict=True):
         rows = _rows(pieces, piece, size, wire)
         module.decode_sum(pieces.codec, rows, out[piece.start : piece.start + piece.length])

@@ -21,7 +21,6 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
     """Encode `x` into the message `out`.
 
     Args:
-        codec: The codec.
         x: n elements of float32, bfloat16 or float16.
         out: `codec.encoded_bytes(n)` bytes (uint8).
         seed: The seed of stochastic rounding. The same seed gives the same bytes.

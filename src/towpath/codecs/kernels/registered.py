@@ -7,7 +7,6 @@ every codec, a block that holds a NaN or an Inf decodes to NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -21,13 +20,7 @@ EncodeBlocks = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 DecodeBlocks = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Functions:
-    encode: EncodeBlocks
-    decode: DecodeBlocks
-
-
-_functions: dict[str, _Functions] = {}
+_functions: dict[str, tuple[EncodeBlocks, DecodeBlocks]] = {}
 
 
 def register(name: str, *, bits: int, encode: EncodeBlocks, decode: DecodeBlocks) -> None:
@@ -48,7 +41,7 @@ def register(name: str, *, bits: int, encode: EncodeBlocks, decode: DecodeBlocks
         ConfigError: The name or the number of bits is not allowed, or the name is registered with other bits.
     """
     add_format(name, bits)
-    _functions[name] = _Functions(encode, decode)
+    _functions[name] = encode, decode
 
 
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
@@ -58,7 +51,7 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
     size = codec.block or max(n, 1)
     blocks = torch.nn.functional.pad(values, (0, codec.scales(n) * size - n)).view(-1, size)
     finite = blocks.isfinite().all(1)
-    scales, codes = _functions[codec.name].encode(blocks.where(finite[:, None], 0.0))
+    scales, codes = _functions[codec.name][0](blocks.where(finite[:, None], 0.0))
     _check(codec, "scales", scales, torch.float32, (len(blocks),))
     _check(codec, "codes", codes, torch.uint8, tuple(blocks.shape))
     split = SCALE_BYTES * codec.scales(n)
@@ -67,19 +60,16 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode as `reference.decode` does."""
     out.copy_(_decoded(codec, data, out.numel()))
 
 
 def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Decode and sum as `reference.decode_sum` does."""
     out.copy_(_sum(codec, rows, out.numel()))
 
 
 def decode_sum_encode(
     codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
 ) -> None:
-    """Decode, sum and encode as `reference.decode_sum_encode` does."""
     encode(codec, _sum(codec, rows, elements), out, seed)
 
 
@@ -97,7 +87,7 @@ def _decoded(codec: Codec, data: torch.Tensor, n: int) -> torch.Tensor:
     shifts = torch.arange(0, 8, codec.bits, dtype=torch.uint8, device=data.device)
     unpacked = ((data[split:, None] >> shifts) & ((1 << codec.bits) - 1)).flatten()[:n]
     codes = torch.nn.functional.pad(unpacked, (0, codec.scales(n) * size - n))
-    blocks = _functions[codec.name].decode(scales, codes.view(-1, size))
+    blocks = _functions[codec.name][1](scales, codes.view(-1, size))
     _check(codec, "values", blocks, torch.float32, (len(scales), size))
     values = blocks.where(scales.isfinite()[:, None], torch.nan).flatten()[:n]
     return rotated(values) if codec.hadamard else values

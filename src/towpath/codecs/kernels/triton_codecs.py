@@ -42,7 +42,6 @@ _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-    """Encode as `reference.encode` does."""
     n = x.numel()
     if n:
         grid, constants = _shape(codec, n, 1, *units(codec, [n], [n]))
@@ -52,7 +51,6 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode as `reference.decode` does."""
     n = out.numel()
     if n:
         grid, constants = _shape(codec, n, 1, *units(codec, [n], [n]))
@@ -68,7 +66,6 @@ def encode_pieces(
     kept: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """Encode the pieces of `values`, as `Kernels.encode_pieces` says."""
     _encode_pieces(pieces, _contiguous(values), wire, seed, kept)
 
 
@@ -84,7 +81,6 @@ def sum_pieces(
 
 
 def decode_pieces(pieces: Pieces, wire: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode the rows, and sum them into `out`, as `Kernels.decode_pieces` says."""
     grid, constants, _ = _launch(pieces)
     _decode_kernel[grid](_checked(wire), _contiguous(out), pieces.table, None, **constants)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 
@@ -43,10 +43,6 @@ from towpath.logs import logger
 from towpath.topology.groups import Groups, rendezvous_address
 from towpath.topology.store import StatusStore
 
-# --- presence ---------------------------------------------------------------------------------------------------------
-#
-# On GPUs, each rank watches whether the next rank's process has ended.
-#
 # On a CPU a transfer fails as soon as a peer's connection closes. On a GPU the host has gone on, and the device waits
 # until NCCL's watchdog stops it. So each rank holds a connection to the next one, over which only a token is sent. The
 # kernel closes it when that process ends, and its keepalive notices when that machine or the link to it fails. A rank
@@ -162,14 +158,6 @@ _FEW = 16
 _ENQUEUED = 256
 
 
-class Event(Protocol):
-    """Interface of a CUDA event at the end of a transfer."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the event. Any thread may call it."""
-        ...
-
-
 def is_capturing() -> bool:
     """Return whether the current stream of this thread captures a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -192,7 +180,7 @@ class RankStatus:
         self._under_way: dict[int, str] = {}  # by thread: each thread of a queue runs one transfer at a time
         self._last = ""
         self.failure = ""  # the failed pass of this rank, if not all ranks have learned of it
-        self._enqueued: deque[tuple[Event, str]] = deque(maxlen=_ENQUEUED)  # on the device, in order
+        self._enqueued: deque[tuple[torch.cuda.Event, str]] = deque(maxlen=_ENQUEUED)  # on the device, in order
         # The training thread and the reporter both drop what has finished. Without the lock, one could drop an entry
         # between the other's look at the first entry and its removal.
         self._enqueued_lock = threading.RLock()
@@ -216,7 +204,7 @@ class RankStatus:
         self.progress += 1
         self._last = self._under_way.pop(threading.get_ident(), self._last)
 
-    def enqueued(self, end: Event, transfers: Sequence[Transfer]) -> None:
+    def enqueued(self, end: torch.cuda.Event, transfers: Sequence[Transfer]) -> None:
         """Note that the host has enqueued these transfers on the device. The event `end` follows them."""
         with self._enqueued_lock:
             self._drop_finished()
@@ -252,11 +240,6 @@ class RankStatus:
         self.progress += 1
         self.failure = what
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a call of this rank has failed, and not all ranks have learned of it."""
-        return bool(self.failure)
-
     def meets(self, what: str) -> None:
         """Note that this rank begins to wait for all ranks to make the call `what`."""
         self.progress += 1
@@ -281,7 +264,6 @@ class RankStatus:
         return now - self._since
 
     def describe(self) -> str:
-        """Return one line of text about what this rank is doing."""
         parts = [f"step {self.step}"]
         parts += [self.failure] if self.failure else [self._computing]
         under_way = sorted(self._under_way.copy().values())
@@ -345,11 +327,7 @@ class StallMonitor:
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
 
     def oversee(self, island: StallMonitor) -> None:
-        """Report also what this rank does in its island. The island then learns which process of the job has ended.
-
-        Args:
-            island: The monitor of this rank's island. Without islands, it is this one.
-        """
+        """Report also what this rank does in its island. The island then learns which process of the job has ended."""
         self.activity = island.activity
         if island is not self and island not in self._islands:
             self._islands.append(island)
@@ -387,7 +365,7 @@ class StallMonitor:
         step_log_json = None if step_log is None else step_log.to_json()
         activity = self.activity
         note = [activity.describe(), step_log_json, activity.meeting, self.ended_peer(), activity.failure]
-        self.status_store.post(json.dumps(note) if silent or self.activity.has_failed else "")
+        self.status_store.post(json.dumps(note) if silent or activity.failure else "")
 
     def tell(self, failure: str) -> None:
         """Post the error of a call that only this rank may have made. Peers that wait for this rank quote it."""
@@ -398,17 +376,13 @@ class StallMonitor:
     def _step_log(self) -> StepLog | None:
         return None if self.log is None else replace(self.log.step_log(), inside=self.activity.inside)
 
-    def describe_all(self) -> str:
-        """Return this rank's status, and the last status that its peers have posted."""
-        said = self.describe(range(self.world))
+    def describe_ranks(self, others: Sequence[int]) -> str:
+        """Return this rank's status, and the last status that `others` have posted."""
+        said = self.describe(others)
         return f"This rank: {self.activity.describe()}. What its peers last said of themselves:{said}"
 
     def come_together(self, call: str) -> None:
-        """Return once every rank has made this call.
-
-        Raises:
-            StepError: A rank makes another call, does not come within the timeout, or waits for a transfer instead.
-        """
+        """Return once every rank has made this call."""
         if self.world == 1:
             return
         self.activity.meets(call)
@@ -576,10 +550,6 @@ def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None
         peers = reference()
 
 
-# --- failed passes ----------------------------------------------------------------------------------------------------
-#
-# Before the next pass, all ranks agree on a forward or backward pass that ended in an exception.
-#
 # Suppose that one rank catches the exception and goes on, and its peers do not. The transfers of its next pass would
 # meet those that the peers still wait for. So after a failed pass a rank first waits until all others have failed, too.
 
@@ -632,11 +602,7 @@ class FailedPasses:
             self._peers.activity.failed(f"{self._failure}, and was caught")
 
     def agree(self) -> None:
-        """Return once all ranks have failed like this one, if it has. The engine calls it before the next pass.
-
-        Raises:
-            StepError: Some rank has not failed, or the ranks ran different units before they failed.
-        """
+        """Return once all ranks have failed like this one, if it has. The engine calls it before the next pass."""
         if not self._failure:
             return
         failure, self._failure = self._failure, ""

@@ -103,8 +103,6 @@ def call_with(
 
     Args:
         optimizer: The optimizer. Its groups and states are the same afterwards.
-        method: The name of the method, such as "step".
-        before: The options and attributes to start from.
         stand_ins: The parameters to step, by the id of the parameter that each replaces. All others are left out.
         states: The states of the stand-ins, updated in place.
 
@@ -252,8 +250,7 @@ def _check_compiles(optimizer: Optimizer) -> None:
             return
         raise ShardError(
             f"rank {first.shard_spec.replica.number}: {type(optimizer).__name__} compiles its step, and torch.compile "
-            "cannot "
-            f"trace ShardTensors ({str(error).splitlines()[0]}). {remedy_for(optimizer)}"
+            f"cannot trace ShardTensors ({str(error).splitlines()[0]}). {remedy_for(optimizer)}"
         ) from None
 
 
@@ -275,7 +272,6 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
     The parameters keep their dtypes and numbers of dimensions.
 
     Args:
-        optimizer: The optimizer to copy. The objects that it refers to are copied, too.
         held_as: Makes the parameter's data from the small tensor, such as a ShardTensor.
     """
     random_numbers = torch.Generator().manual_seed(0)
@@ -373,8 +369,6 @@ def _random_states(devices: set[torch.device]) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in others)]
 
 
-# --- every step -------------------------------------------------------------------------------------------------------
-#
 # PyTorch calls hooks around every step of an optimizer. The one before it prepares the optimizer for its sharded
 # parameters. The one after it notes the step in the log of each model that it stepped, so that ranks can compare them.
 
@@ -409,11 +403,7 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
     right for a slice, too, such as the number of steps. An optimizer with such states alone may go on.
 
     Args:
-        optimizer: The optimizer. It may have no sharded parameters.
         check: Whether to check its states. Default: True. Pass False if they will be replaced.
-
-    Raises:
-        ShardError: The optimizer has stepped already, or has a replaced parameter and its replacement.
     """
     seen = _models, len(optimizer.param_groups)
     if _adopted.get(optimizer) == seen:

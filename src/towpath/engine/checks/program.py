@@ -45,7 +45,6 @@ class Program:
         """Note the end of the last backward pass of a step.
 
         Args:
-            micro_steps: The number of micro-steps in the step.
             kept: How many parameters have a `.grad` already, to which the new one will be added.
             frozen: The names of parameters that required gradients at `shard()`, and do not now.
         """
@@ -64,11 +63,7 @@ class Program:
         """Run a collective that the program has started, and note it.
 
         Args:
-            what: The call, in words.
             kind: The kind of call, which decides the ranks that compare it. None for a call that is not compared.
-
-        Raises:
-            StepError: The collective failed, or the ranks have noticed that it can never end.
         """
         if kind is not None:
             self._log.note(kind, what)
@@ -79,7 +74,7 @@ class Program:
         except RuntimeError as error:
             raise StepError(
                 f"rank {self._log.number}: {what} failed: {error}\nEvery rank that shares the parameters must make "
-                f"this call, at the same place. {self._peers.describe_all()}"
+                f"this call, at the same place. {self._peers.describe_ranks(range(self._peers.world))}"
             ) from error
 
     def wait(self, work: dist.Work | None) -> None:

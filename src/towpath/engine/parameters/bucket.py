@@ -50,10 +50,6 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams.queue import CommContext
 from towpath.errors import ShardError
 
-# --- buffers ----------------------------------------------------------------------------------------------------------
-#
-# The memory behind the step machine's slots. Its size is fixed at the start, and each allocation is counted.
-#
 # Autograd keeps views of the weights that a forward gathered. A unit's backward gather must therefore write to the
 # same memory, so each unit keeps one slot.
 
@@ -90,11 +86,6 @@ class SlotMemory:
     def nbytes(self) -> int:
         """The bytes of all slots, shared or reserved for one unit. The slot of a unit kept unsharded does not count."""
         return sum(b.numel() * item_bytes(dtype) for slot in self._slots.all for dtype, b in self.of(slot).items())
-
-
-# --- unsharded parameter ----------------------------------------------------------------------------------------------
-#
-# The unsharded parameter that modules compute with, in memory that the engine assigns and takes back.
 
 
 class OwnedParameter(nn.Parameter):
@@ -154,13 +145,13 @@ class Bucket:
         self.synced_count = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
         # The P shard and the master are each rounded once, from the user's values.
-        self.resting = EncodedShard(plan.rests_in, start.part(plan.params, own)) if plan.rests_in else None
-        self.shard = self.resting.message if self.resting else start.part(plan.params, compute)
+        self.resting = EncodedShard(plan.rests_in, start(plan.params, own)) if plan.rests_in else None
+        self.shard = self.resting.message if self.resting else start(plan.params, compute)
         if plan.params_on_host:
             self.shard = moved_to_host(self.shard)
         self._is_copied = plan.params_on_host and host_is_apart(self.device)
         if plan.has_master:
-            self.master = self._optimizer.holding(start.part(plan.optimizer, own))
+            self.master = self._optimizer.holding(start(plan.optimizer, own))
         else:
             self.master = self._own_slice(self.shard)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
@@ -409,7 +400,6 @@ class Bucket:
         }
 
     def host_memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that this bucket takes in the host's memory, by kind."""
         held = {"params": self.shard.nbytes} if self.plan.params_on_host else {}
         if self.plan.optimizer_on_host:
             held |= {"master": self.master.nbytes, "grad": self.gradients.mean_nbytes}

@@ -32,7 +32,6 @@ class ExactSyncs:
         self.bind()
 
     def bind(self) -> None:
-        """Use the transfers that the units have now."""
         self._transfers = self._comm.bind(message_sizes_transfers(self._strategy, [u.plan for u in self._units]))
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
         bound = [each for bucket in buckets for each in bucket.transfers[TransferKind.PARAM_SYNC]]

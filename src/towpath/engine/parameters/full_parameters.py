@@ -15,20 +15,14 @@ from torch import nn
 from towpath.core.collective_log import Call
 from towpath.engine.build import agree
 from towpath.engine.executor import Engine
-from towpath.engine.parameters.unit import Unit
+from towpath.engine.parameters.unit import Unit, checksum
 from towpath.errors import ShardError, StepError, TowpathError
-
-_ROW = 1024
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> list[Unit]:
     """Return the units that hold the parameters of `modules`, and with the root its leaves.
 
     Every rank must pass the same modules.
-
-    Raises:
-        ShardError: A module is not part of the model, or ranks passed different modules.
     """
     engine.comm.record.peers.come_together("full_parameters()")
     failure: TowpathError | None = None
@@ -76,9 +70,7 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
     """Undo `unshard`, and take over the writes to the unsharded parameters.
 
     Args:
-        engine: The engine of the model.
         modifier_rank: The rank whose writes all ranks take over. By default, all ranks must have written the same.
-        units: The units to reshard, by default all that are unsharded.
 
     Raises:
         StepError: Ranks wrote different values. The writes are not taken over.
@@ -125,11 +117,10 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
     written = [groups.first + r for r in range(groups.world) if before[r, index] != after[r, index]]
     raise StepError(
         f"rank {groups.number}: parameter {names[index]!r} was written while it was unsharded, and not with the same "
-        "values on every rank: "
-        f"rank {', '.join(map(str, written))} changed it, and rank {groups.first + rank} has other values than rank "
-        f"{groups.first}. None of it is taken over; where every rank holds the full parameter anyway (ddp, zero1), the "
-        "writes stand, and the model must be built anew. Write the same on every rank, or name the rank whose values "
-        "all take over: full_parameters(model, modifier_rank=0)."
+        f"values on every rank: rank {', '.join(map(str, written))} changed it, and rank {groups.first + rank} has "
+        f"other values than rank {groups.first}. None of it is taken over; where every rank holds the full parameter "
+        "anyway (ddp, zero1), the writes stand, and the model must be built anew. Write the same on every rank, or "
+        "name the rank whose values all take over: full_parameters(model, modifier_rank=0)."
     )
 
 
@@ -139,15 +130,5 @@ def checksums(unit: Unit) -> torch.Tensor:
     A checksum depends on each bit of the parameter, and on the order of its elements.
     """
     parts = [place.of(bucket.full) for bucket in unit.buckets for place in bucket.layout.places]
-    return torch.stack([_checksum(part) for part in parts]) if parts else torch.zeros(0, dtype=torch.int64)
-
-
-def _checksum(values: torch.Tensor) -> torch.Tensor:
-    bits = values.detach().reshape(-1).view(_INTEGERS[values.element_size()])
-    whole = bits.numel() // _ROW * _ROW
-    rows, rest = bits[:whole].view(-1, _ROW), bits[whole:]
-    total = torch.zeros((), dtype=torch.int64)
-    for number, sums in enumerate((rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), rest.long())):
-        weights = torch.arange(1, sums.numel() + 1, device=sums.device) * 2 + number
-        total += (sums * weights).sum().cpu() * (2 * number + 1)
-    return total
+    each = [checksum(part.detach().reshape(-1)) for part in parts]
+    return torch.stack(each).cpu() if each else torch.zeros(0, dtype=torch.int64)

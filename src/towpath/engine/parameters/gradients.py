@@ -25,10 +25,6 @@ from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import StepError
 
-# --- slices -----------------------------------------------------------------------------------------------------------
-#
-# Views of the parts of flat memory that belong to one rank.
-
 
 def slice_of(whole: torch.Tensor, cut: Partition, rank: int) -> torch.Tensor:
     """Return the slice of `whole` that belongs to `rank` when `whole` is partitioned by `cut`."""
@@ -44,10 +40,6 @@ def slice_within(outer: torch.Tensor, cut: Partition, inner: Partition, rank: in
     return outer.view(ratio, -1)[inner.slots[rank] % ratio]
 
 
-# --- optimizer memory -------------------------------------------------------------------------------------------------
-#
-# The memory that the optimizer works on: the model's own, or the host's (`shard(…, offload="optimizer")`).
-#
 # With offload the host's memory holds the master, which is this rank's slice of the parameters in their own dtype.
 # It also holds the `.grad` of that slice and the states of the user's optimizer. Two copies connect it with the
 # device. Each runs on the stream of the transfer that it belongs to:
@@ -249,7 +241,6 @@ class BucketGradients(ABC):
         """Note that the user may read `mean`, as `.grad`, until they set it to None. It must not be overwritten."""
 
     def restart(self) -> None:
-        """Drop the accumulated gradients."""
         self._arrived.clear()
         self._held.clear()
         self._streams.clear()
@@ -266,9 +257,8 @@ def check_gradient(place: ParameterPlace, grad: torch.Tensor, unit: str, is_whol
         )
     if not is_whole:
         raise StepError(
-            f"{name}: a gradient arrived while unit {unit!r} was sharded. Its "
-            "forward returned tensors where Towpath cannot see them: return tensors, or tuples, lists, dicts "
-            "or dataclasses of them."
+            f"{name}: a gradient arrived while unit {unit!r} was sharded. Its forward returned tensors where Towpath "
+            "cannot see them: return tensors, or tuples, lists, dicts or dataclasses of them."
         )
     if is_reduced:
         raise StepError(
@@ -295,7 +285,6 @@ class OwnGradients(BucketGradients):
 
     @property
     def reduces(self) -> bool:
-        """False: these gradients are never sent."""
         return False
 
     @property
@@ -306,7 +295,6 @@ class OwnGradients(BucketGradients):
         return lent + sum(each.nbytes for each in self._sums if each is not None)
 
     def begin(self, buffer: torch.Tensor | None) -> None:
-        """Start a micro-step. There is no buffer to reduce from."""
         assert buffer is None
         self._arrived_now.clear()
 
@@ -338,15 +326,12 @@ class OwnGradients(BucketGradients):
         self._arrived_now.add(index)
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
-        """Raise `AssertionError`: these gradients are never reduced."""
         raise AssertionError("no gradient is sent")
 
     def needs_grad_sync(self, terms: int) -> bool:
-        """Return whether the sums have to be divided to become means."""
         return self.plan.divisors(TransferKind.GRAD_SYNC, terms) != (1, 1.0)
 
     def grad_sync(self, terms: int, workspace: Workspace) -> None:
-        """Divide the sums in place."""
         before, after = self.plan.divisors(TransferKind.GRAD_SYNC, terms)
         sums = [each for each in self._sums if each is not None]
         for divisor in (before, after):
@@ -415,7 +400,6 @@ class FlatGradients(BucketGradients):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the G shard."""
         return 0 if self.sums is None else self.sums.nbytes
 
     @property

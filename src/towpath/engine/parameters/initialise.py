@@ -28,12 +28,9 @@ from towpath.topology.groups import Groups
 Values = Callable[[str, int, int], torch.Tensor]
 
 
-class Flat(ABC):
-    """The initial values of one bucket. `Bucket` takes this rank's slices before the next bucket is requested."""
-
-    @abstractmethod
-    def part(self, cut: Partition, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's slice in the partition `cut`, in new memory."""
+# Returns this rank's slice of a bucket's initial values in a partition, in new memory. `Bucket` takes its slices before
+# the next bucket is requested.
+Flat = Callable[[Partition, torch.dtype], torch.Tensor]
 
 
 class Source(ABC):
@@ -83,7 +80,7 @@ class FromModel(Source):
         for place in layout.places:
             for group in self._mesh.copies(place.parallel):
                 dist.broadcast(place.of(whole), group=group, group_src=0)
-        return _Whole(whole, self._rank)
+        return lambda cut, dtype: whole.view(cut.count, -1)[cut.slots[self._rank]].to(dtype, copy=True)
 
     def _room_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return zeroed memory for one bucket. All buckets share one buffer, which avoids fragmentation of the heap."""
@@ -94,25 +91,13 @@ class FromModel(Source):
         return self._room[:needed_bytes].view(dtype).zero_()
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Return `buffer` itself: the model has its values already."""
         return buffer
 
     def gives(self, name: str, buffer: torch.Tensor) -> bool:
-        """Return False: modules initialize their buffers."""
         return False
 
     def failure(self) -> TowpathError | None:
-        """Return None: errors of this source are raised at once."""
         return None
-
-
-@final
-class _Whole(Flat):
-    def __init__(self, whole: torch.Tensor, rank: int) -> None:
-        self._whole, self._rank = whole, rank
-
-    def part(self, cut: Partition, dtype: torch.dtype) -> torch.Tensor:
-        return self._whole.view(cut.count, -1)[cut.slots[self._rank]].to(dtype, copy=True)
 
 
 # The most elements in one call of `values`, which may have to hold in memory what it reads.
@@ -132,7 +117,21 @@ class FromValues(Source):
 
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
         """Return the values of one bucket. The user's function is called when slices are taken."""
-        return _Asked(self, layout.places, plan.numel, self._rank, self._device)
+
+        def part(cut: Partition, dtype: torch.dtype) -> torch.Tensor:
+            length = plan.numel // cut.count
+            begin = cut.slots[self._rank] * length
+            part = torch.zeros(length, dtype=dtype, device=self._device)
+            for place in layout.places:
+                start, end = (min(max(at - place.offset, 0), place.numel) for at in (begin, begin + length))
+                if start < end:
+                    at = place.offset + start - begin
+                    for first, last in place.ranges(start, end):
+                        self.fill(part[at : at + last - first], place.names, first)
+                        at += last - first
+            return part
+
+        return part
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """Return the values of buffer `name`, or its current values if the user's function does not know the name."""
@@ -144,7 +143,6 @@ class FromValues(Source):
         return self.buffer(name, buffer) is not buffer or self._failure is not None
 
     def failure(self) -> TowpathError | None:
-        """Return the first error of the user's function on this rank, if any."""
         return self._failure
 
     def fill(self, target: torch.Tensor, names: Sequence[str], start: int, needed: bool = True) -> bool:
@@ -185,27 +183,6 @@ class FromValues(Source):
                 f"{end - start} {kind} numbers in one dimension."
             )
         return found.detach()
-
-
-@final
-class _Asked(Flat):
-    def __init__(
-        self, source: FromValues, places: Sequence[ParameterPlace], numel: int, rank: int, device: torch.device
-    ) -> None:
-        self._source, self._places, self._numel, self._rank, self._device = source, places, numel, rank, device
-
-    def part(self, cut: Partition, dtype: torch.dtype) -> torch.Tensor:
-        length = self._numel // cut.count
-        begin = cut.slots[self._rank] * length
-        part = torch.zeros(length, dtype=dtype, device=self._device)
-        for place in self._places:
-            start, end = (min(max(at - place.offset, 0), place.numel) for at in (begin, begin + length))
-            if start < end:
-                at = place.offset + start - begin
-                for first, last in place.ranges(start, end):
-                    self._source.fill(part[at : at + last - first], place.names, first)
-                    at += last - first
-        return part
 
 
 @contextmanager

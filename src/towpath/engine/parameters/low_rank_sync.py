@@ -50,7 +50,6 @@ class LowRankSync:
         return ()
 
     def restart(self) -> None:
-        """Reset the state to that of the first step."""
         self._errors.zero_()
         for number, q in enumerate(self._q()):
             columns, rank = q.shape

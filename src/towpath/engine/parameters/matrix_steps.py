@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from towpath.collectives.collective import Workspace
 from towpath.collectives.rank_transfer import RankMatrices
-from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, OwnedParameter, Round, plan_matrices, step_actions
+from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, Round, plan_matrices, step_actions
 from towpath.core.step_state import ParamVersion, Submit, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Matrix, Transfer
 from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
-from towpath.engine.layout import torch_dtype
+from towpath.engine.layout import torch_dtype, trainable_places
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams.streams import Handle
 from towpath.errors import CheckpointError, StepError
@@ -42,17 +42,6 @@ class Whole:
 Iteration = Callable[[Sequence[Whole]], None]
 
 
-def whole_parameters(engine: Engine, wanted: Collection[int]) -> Iterator[tuple[OwnedParameter, ShardTensor]]:
-    """Yield the trainable parameters of `engine` whose ids are in `wanted`, in the order of the model."""
-    for unit in engine.units:
-        for number, bucket in enumerate(unit.buckets):
-            for index, place in enumerate(bucket.layout.places):
-                if bucket.trainable and id(place.parameter) in wanted:
-                    assert isinstance(place.parameter, ShardTensor)
-                    chosen = OwnedParameter(place.names[0], tuple(place.shape), unit.index, number, index)
-                    yield chosen, place.parameter
-
-
 class MatrixSteps:
     """The steps of one optimizer's matrices for one model, on this rank. `OwnerSteppedOptimizer` holds them.
 
@@ -60,9 +49,10 @@ class MatrixSteps:
     """
 
     def __init__(self, engine: Engine, wanted: Collection[int], gradients: Transport) -> None:
-        chosen = list(whole_parameters(engine, wanted))
+        places = trainable_places(unit.layout for unit in engine.units)
+        chosen = [(parameter, place.parameter) for parameter, place in places if id(place.parameter) in wanted]
         self._engine, self._comm = engine, engine.comm
-        self.parameters = {parameter.name: tensor for parameter, tensor in chosen}
+        self.parameters = {parameter.name: cast(ShardTensor, tensor) for parameter, tensor in chosen}
         self.plan = plan_matrices(
             engine.strategy, [unit.plan for unit in engine.units], [parameter for parameter, _ in chosen], gradients
         )
@@ -75,12 +65,7 @@ class MatrixSteps:
         self._owned = {m.name for each in self.plan.rounds for m in each.owned(self._slot)}
         engine.matrix_steps.add(self)
 
-    def owns(self, name: str) -> bool:
-        """Return whether this rank owns the parameter of that name."""
-        return name in self._owned
-
     def owns_parameter(self, parameter: torch.Tensor) -> bool:
-        """Return whether this rank owns `parameter`."""
         return any(p is parameter and name in self._owned for name, p in self.parameters.items())
 
     @property
@@ -90,7 +75,6 @@ class MatrixSteps:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the memory in which matrices are gathered."""
         return sum(memory.nbytes for memory in self._memory.values())
 
     def run(self, iterate: Iteration, gradients: bool = True) -> None:
@@ -146,12 +130,7 @@ class MatrixSteps:
         Every rank must call this.
 
         Args:
-            states: This rank's optimizer states.
-            device: Where the tensors of the results are stored. By default, on the model's device.
             wanted: Whether this rank needs the results. If False, it takes part in the broadcasts and yields nothing.
-
-        Raises:
-            CheckpointError: A state is a tensor subclass made of other tensors.
         """
         groups = self._comm.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
@@ -182,7 +161,6 @@ class MatrixSteps:
     # Memory ----------------------------------------------------------------------------------------------------------
 
     def _gradient(self, matrix: Matrix) -> torch.Tensor:
-        """Return this rank's slice of the gradient."""
         gradient = self.parameters[matrix.name].grad
         if not isinstance(gradient, ShardTensor):
             raise StepError(f"{matrix.name}.grad was replaced by a plain tensor; set it to None, or zero it.")

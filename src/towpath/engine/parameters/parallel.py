@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-# --- boxes ------------------------------------------------------------------------------------------------------------
-#
-# Splits a slice of a flattened tensor into boxes, the rectangular parts of tensors that checkpoints consist of.
-#
 # The elements [start, end) of a tensor with n dimensions are at most 2n − 1 boxes, none of them empty. They are the
 # end of a row, then complete rows, then the start of a row. The two incomplete rows are split in the same way.
 
@@ -93,11 +89,6 @@ def ranges_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first * row, (first + box.sizes[rest - 1]) * row
 
 
-# --- dcp chunks -------------------------------------------------------------------------------------------------------
-#
-# This rank's boxes of a ShardTensor, as types of torch.distributed.checkpoint (DCP).
-
-
 def chunks_of(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
     """Return `boxes` as torch.distributed.checkpoint describes them: the offsets and sizes of each chunk."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -122,11 +113,7 @@ def write_items(fqn: str, local: torch.Tensor, shape: torch.Size, boxes: Sequenc
 
 
 def box_at(index: MetadataIndex, local: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
-    """Return the box that starts at the offsets of `index`, as a view of `local`, which holds all of `boxes`.
-
-    Raises:
-        ShardError: None of `boxes` starts there.
-    """
+    """Return the box that starts at the offsets of `index`, as a view of `local`, which holds all of `boxes`."""
     box = next((b for b in boxes if b.offsets == tuple(index.offset or ())), None)
     if box is None:
         raise ShardError(f"{index.fqn}: this rank has no box that begins at {index.offset}. Plan the load anew.")
@@ -177,7 +164,6 @@ class Parallel:
 
     @property
     def ranks(self) -> list[int]:
-        """The global ranks of the mesh."""
         return self.mesh.mesh.flatten().tolist()
 
     @property
@@ -186,11 +172,7 @@ class Parallel:
         return all(placement.is_shard() for placement in self.placements)
 
     def first(self) -> tuple[int, ...]:
-        """Return the offsets in the full tensor at which this rank's part starts.
-
-        Raises:
-            ShardError: The part is not rectangular.
-        """
+        """Return the offsets in the full tensor at which this rank's part starts."""
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -202,7 +184,6 @@ class Parallel:
         return tuple(compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)[1])
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """Return the DTensor whose local part is `local`."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -224,7 +205,6 @@ class Parallel:
         return placed.redistribute(placements=self.placements).to_local()
 
     def describe(self) -> str:
-        """Return shape and placements for messages."""
         return f"of {'×'.join(map(str, self.shape))} as {', '.join(map(str, self.placements))}"
 
 
@@ -293,15 +273,12 @@ def mesh_of(parameters: list[Parallel]) -> Mesh:
     return Mesh(tuple(mesh.get_all_groups()), tuple(coordinate))
 
 
-# --- replaced parameters ----------------------------------------------------------------------------------------------
-#
 # `shard` replaces a parameter that is a DTensor. An optimizer that was made before still has the DTensor, until `adopt`
 # exchanges it at the optimizer's next step (`checks/optimizers.py`).
 
 
 @cache
 def _replaced() -> type[DTensor]:
-    """Return the class of DTensors that were replaced."""
     from torch.distributed.tensor import DTensor
 
     class Replaced(DTensor):

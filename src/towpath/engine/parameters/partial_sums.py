@@ -61,7 +61,6 @@ class Replica:
 
     @property
     def number(self) -> int:
-        """This rank, as the job counts."""
         return self.first + self.rank
 
     def combine(self, tensor: torch.Tensor, names: Sequence[str] = (), op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -122,14 +121,7 @@ class Partial(torch.Tensor):
     def norms_of(
         locals_: Sequence[torch.Tensor], order: float, specs: Sequence[ShardSpec], dtype: torch.dtype | None = None
     ) -> list[Partial]:
-        """Return the partial norm of each slice. One call computes many, because a call costs more than a small norm.
-
-        Args:
-            locals_: This rank's slices.
-            order: The order of the norms.
-            specs: The spec of each slice.
-            dtype: The dtype of the results. By default, that of each slice.
-        """
+        """Return the partial norm of each slice, in one call, because a call costs more than a small norm."""
         order = float(order)
         # Norms are kept in float64, so that combining their squares neither overflows nor rounds. PyTorch defines no
         # norm of order inf, or of an order below zero, for an empty slice. Such a slice gets the neutral element.
@@ -153,7 +145,6 @@ class Partial(torch.Tensor):
 
     @staticmethod
     def stacked(parts: Sequence[Partial], dim: int = 0) -> Partial:
-        """Stack Partials of one order and one replica to a Partial."""
         first = parts[0]
         names = tuple(name for p in parts for name in p.names)
         return Partial(torch.stack([p.part for p in parts], dim), first.order, first.replica, names, first.dtype)
@@ -216,11 +207,9 @@ class Partial(torch.Tensor):
         return round(self.item(), ndigits)
 
     def tolist(self) -> Any:
-        """Combine the value, and return it as a number or nested lists."""
         return self.resolve().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Combine the value, and return it as a NumPy array."""
         return self.resolve().numpy(force=True)  # after .cpu(), the value may still be on the GPU
 
     __torch_function__ = NO_TORCH_FUNCTION
@@ -278,7 +267,6 @@ class Partial(torch.Tensor):
         return Partial(norm, self.order, self.replica, self.names, self.dtype)
 
     def as_dtype(self, dtype: torch.dtype) -> Partial:
-        """Return the same Partial with results in `dtype`."""
         return Partial(self.part, self.order, self.replica, self.names, dtype)
 
 
@@ -321,7 +309,6 @@ def _same_kind_of_partial(parts: Sequence[Any]) -> bool:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Partial]:
-    """Return the Partials that an operation writes to."""
     found: list[Partial] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,8 @@ from towpath.core.units import overlap
 from towpath.engine.parameters.parallel import Parallel
 from towpath.engine.parameters.partial_sums import Replica
 
-# --- span -------------------------------------------------------------------------------------------------------------
-#
-# Describes which elements of a parameter a rank holds.
+if TYPE_CHECKING:
+    from towpath.engine.parameters.shard_tensor import ShardTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +49,6 @@ class ShardSpec:
 
     @property
     def whole_shape(self) -> torch.Size:
-        """The shape of the full tensor, across a tensor-parallel mesh too."""
         return self.shape if self.parallel is None else self.parallel.shape
 
     @property
@@ -67,7 +65,6 @@ class ShardSpec:
         return overlap(self.offset, self.shape.numel(), self.cut, self.slot if slot is None else slot)
 
     def describe(self) -> str:
-        """Return a description of the parameter and its slice for error messages."""
         start, end = self.bounds()
         return (
             f"parameter {self.name!r} of shape {tuple(self.whole_shape)} in unit {self.unit or 'root'!r}, of which "
@@ -86,10 +83,6 @@ class ShardSpec:
         return (start - base, end - base) if end > start else (0, 0)
 
 
-# --- encoded shard ----------------------------------------------------------------------------------------------------
-#
-# A shard of frozen parameters that is stored encoded (`frozen_codec=`).
-#
 # No block crosses the border of a parameter or a shard (`BucketSpec.in_blocks`), so each parameter's part can be read
 # and written by itself. A write compares block by block first. A block that already decodes to the new values is
 # left unchanged, because encoding it again might round it once more.
@@ -117,7 +110,6 @@ class EncodedShard:
         return EncodedSlice(self, start, end)
 
     def decode(self, out: torch.Tensor) -> None:
-        """Decode all elements into `out`, in its dtype."""
         self._kernels.decode(self.codec, self.message, out)
 
     def read(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
@@ -167,17 +159,14 @@ class EncodedSlice:
 
     @property
     def codec(self) -> Codec:
-        """The codec of the encoded elements."""
         return self._shard.codec
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the decoded elements."""
         return self._shard.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device that stores the encoded elements."""
         return self._shard.device
 
     def read(self) -> torch.Tensor:
@@ -185,7 +174,6 @@ class EncodedSlice:
         return self._shard.read(self._start, self._end, self.dtype)
 
     def write(self, values: torch.Tensor) -> None:
-        """Encode `values` in place of the elements."""
         self._shard.write(self._start, values.to(self.dtype))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -193,27 +181,8 @@ class EncodedSlice:
         return self.read().cpu()
 
 
-# --- full tensors ----------------------------------------------------------------------------------------------------
-#
-# All-gathers of slices.
-
-
-class Sliced(Protocol):
-    """Interface of a tensor of which each rank holds a slice. It is that of `ShardTensor`."""
-
-    shard_spec: ShardSpec
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def local(self) -> torch.Tensor: ...
-
-    @property
-    def itemsize(self) -> int: ...
-
-
 def whole_tensors(
-    batches: Sequence[Sequence[Sliced]], device: torch.device | None = None, wanted: bool = True
+    batches: Sequence[Sequence[ShardTensor]], device: torch.device | None = None, wanted: bool = True
 ) -> Iterator[list[torch.Tensor]]:
     """Yield the full tensors of each batch, with one all-gather for each batch.
 
@@ -242,7 +211,7 @@ def whole_tensors(
 
 
 def _gathered(
-    batch: Sequence[Sliced],
+    batch: Sequence[ShardTensor],
     members: Sequence[Sequence[tuple[int, int]]],
     gathered: torch.Tensor,
     device: torch.device | None,

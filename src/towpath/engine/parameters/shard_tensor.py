@@ -54,7 +54,6 @@ Handler = Callable[[Any, Arguments, dict[str, Any]], Any]
 
 
 def in_backward() -> bool:
-    """Return whether autograd is running a backward pass."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
@@ -165,8 +164,7 @@ class ShardTensor(torch.Tensor):
         """Raise `ShardError`: no storage has the shape of this tensor."""
         raise ShardError(
             f"{self.shard_spec.name!r} has no memory of its shape: rank {self.shard_spec.replica.number} holds a slice "
-            "of it, "
-            "to_local(). To save the model let every rank call towpath.checkpoint.get_model_state_dict(model, "
+            "of it, to_local(). To save the model let every rank call towpath.checkpoint.get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and rank 0 save what it gets. Without "
             "gathering: towpath.checkpoint, then `towpath export`."
         )
@@ -269,8 +267,6 @@ class _FullTensor(torch.autograd.Function):
         return ShardTensor(ctx.shard_spec.part_of(mean).clone(), ctx.shard_spec)
 
 
-# --- operations -------------------------------------------------------------------------------------------------------
-#
 # Elementwise operations and optimizers run on the slices. Norms and sums are combined over the ranks that share the
 # tensor (`partial_sums.py`). Any other operation raises `ShardError`.
 #
@@ -313,25 +309,15 @@ def _operation(func: Any) -> Handler:
 _FOREACH_REDUCTIONS = {"_foreach_max", "_foreach_powsum"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Writes:
-    """The arguments that an operation writes to, by position and by name."""
-
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
-
-
 @lru_cache(maxsize=1024)
-def _writes(func: Any) -> _Writes:
-    written = [
-        (i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    ]
-    return _Writes(tuple(i for i, _ in written), tuple(name for _, name in written))
+def _writes(func: Any) -> list[tuple[int, str]]:
+    """Return the position and the name of each argument that an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    writes = _writes(func)
-    for position, name in zip(writes.positions, writes.names, strict=True):
+    for position, name in _writes(func):
         value = args[position] if position < len(args) else kwargs.get(name)
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, ShardTensor) and tensor.version is not None:
@@ -379,13 +365,12 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
 
 
 def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Run an elementwise operation on the slices."""
     where = next(a.shard_spec for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor))
     local_args = [_local_of(func, a, where) for a in args]
     local_kwargs = {k: _local_of(func, v, where) for k, v in kwargs.items() if k != "memory_format"}
-    writes = _writes(func)
-    if writes.positions:
-        target = args[0] if writes.positions[0] == 0 else kwargs[writes.names[0]]
+    if writes := _writes(func):
+        position, name = writes[0]
+        target = args[0] if position == 0 else kwargs[name]
         if not isinstance(target, ShardTensor):
             _refuse(func, args, kwargs)  # a slice cannot be written into a plain tensor
         _prepare_write(target)
@@ -435,7 +420,7 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
             ]
         return value.resolve() if isinstance(value, Partial) else value
 
-    for position in _writes(func).positions:
+    for position, _ in _writes(func):
         for tensor in args[position] if position < len(args) else ():
             _prepare_write(tensor)
     out = func(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()})
@@ -589,7 +574,6 @@ def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
 
 
 def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
-    """Raise `ShardError`: the operation needs the full tensor."""
     flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,))]
     shard_spec = next(t.shard_spec for t in flat if isinstance(t, ShardTensor))
     name, remedy = running_step.take()
@@ -599,9 +583,8 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
             f"them. {remedy()}"
         )
     raise ShardError(
-        f"{func} needs the full tensor, and got {shard_spec.describe()}. {_where_whole(shard_spec)} "
-        "Elsewhere call full_tensor() on it, on every rank, or work on the whole model inside "
-        "`with towpath.full_parameters(model):`."
+        f"{func} needs the full tensor, and got {shard_spec.describe()}. {_where_whole(shard_spec)} Elsewhere call "
+        "full_tensor() on it, on every rank, or work on the whole model inside `with towpath.full_parameters(model):`."
     )
 
 

@@ -85,7 +85,6 @@ class Unit:
         self._recurrent = [m for m in self.owners if isinstance(m, nn.RNNBase)]
 
     def take(self, plan: UnitPlan, comm: CommContext) -> None:
-        """Use the transfers of `plan` from now on."""
         self.plan = plan
         for bucket, planned in zip(self.buckets, plan.buckets, strict=True):
             bucket.bind(planned, comm)
@@ -121,7 +120,6 @@ class Unit:
     # What a leaf shows outside of its own forward --------------------------------------------------------------------
 
     def be_a_leaf(self) -> None:
-        """Make the LeafParameters."""
         places = [place for bucket in self.buckets for place in bucket.layout.places]
         for index, (place, view) in enumerate(zip(places, self.views, strict=True)):
             shape = place.shape if place.parallel is None else view.shape
@@ -146,7 +144,6 @@ class Unit:
         as a forward of its own.
 
         Args:
-            index: The position of the parameter in `views`.
             unsharded: Calls a function as a forward of the unit.
         """
         view, key = self.views[index], (index, torch.is_grad_enabled())
@@ -193,7 +190,6 @@ class Unit:
 
     @property
     def _names(self) -> list[str]:
-        """The first name of each view's parameter."""
         return [place.names[0] for bucket in self.buckets for place in bucket.layout.places]
 
     def _name(self, view: nn.Parameter) -> str:
@@ -296,7 +292,6 @@ class Unit:
         return self._queues.submit(kind, _bound(sharded, kind), works, after, begin)
 
     def save_backward_copy(self) -> None:
-        """Save the backward copy of each bucket from its unsharded weights."""
         for bucket in self.buckets:
             if not bucket.always_whole:
                 bucket.save_backward_copy(True)
@@ -356,7 +351,6 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def is_transformed(value: object) -> bool:
-    """Return whether a transform of torch.func has wrapped `value`."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore
 
 
@@ -386,11 +380,6 @@ def _starts(sizes: Sequence[tuple[str, int]]) -> list[int]:
     return starts
 
 
-# --- unused parameters ------------------------------------------------------------------------------------------------
-#
-# The ranks compare at every boundary which parameters got a gradient, and whether all ranks did the same.
-
-
 # Default of `shard(check_every=)`: how many boundaries pass between two comparisons of parameter values.
 CHECK_EVERY = 100
 
@@ -418,9 +407,6 @@ class UnusedParams:
         Args:
             boundary: The number of this boundary. At each `check_every`-th boundary checksums of the parameters are
                 taken, and the ranks compare them at the next boundary.
-
-        Raises:
-            StepError: The ranks have not done the same. Every rank raises it.
         """
         mine = [used for unit in self._trained for bucket in unit.trainable for used in bucket.gradients.used]
         if not self._transfers:
@@ -480,7 +466,6 @@ class Values:
 
 
 def checksum_of(bucket: Bucket) -> torch.Tensor:
-    """Return a checksum of the slice of a bucket that the optimizer writes to."""
     return checksum(bucket.master.detach())
 
 

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import cast, final
 
@@ -44,7 +44,7 @@ from towpath.core.transfer import Needs, Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.checks.program import Program
-from towpath.engine.streams.record import JobRecord, Record, TransferWait, profiled
+from towpath.engine.streams.record import Record, TransferWait, profiled
 from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Work, timer_for
 from towpath.logs import logger
 from towpath.topology.cluster import Topology
@@ -95,14 +95,7 @@ class Queues:
         """Submit a job to the queue of `kind`.
 
         Args:
-            kind: The kind of the transfers.
-            transfers: The transfers that the job executes, for the record and the collective log.
-            works: The functions that execute them, one after the other.
-            after: Handles of jobs in any queue that must end first.
             begin: The first part of the first transfer. It may run as soon as the job before has released the links.
-
-        Returns:
-            The handle to wait for the job's results.
         """
         self._record.peers.raise_if_diverged()
         submitted = [bound.transfer for bound in transfers]
@@ -142,7 +135,6 @@ class Queues:
 
     @property
     def wire_buffer_bytes(self) -> int:
-        """Bytes of all wire buffers."""
         return sum(b.nbytes for each in self._buffers.values() for b in each)
 
     @property
@@ -237,7 +229,6 @@ class ThreadStream(Stream):
         self._last.end()
 
     def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
-        """Queue `job` for the threads."""
         with self._lock:  # each job follows the one that was queued before it
             before, self._last = self._last, _Progress()
             job.workspace.links_free = self._last.links_free.open
@@ -326,7 +317,6 @@ class _Latch:
             self._lock.release()
 
     def wait(self) -> None:
-        """Return once it is open."""
         if not self._is_open:
             with self._lock:
                 pass
@@ -372,11 +362,6 @@ class _ThreadHandle(Handle):
             if self._future.done():  # the job itself raised the TimeoutError
                 raise
         return self._future.done()
-
-
-# --- wiring -----------------------------------------------------------------------------------------------------------
-#
-# The transfers of a plan get the collectives and process groups that execute them on this rank.
 
 
 # How many thread blocks a kernel of NCCL may use in a group that crosses nodes, or that exchanges all-to-all inside a
@@ -431,17 +416,14 @@ class CommContext:
         for transfer in transfers:
             members = self._members(transfer)
             collective = select(transfer, members, self.device)
-            observer = self._job_record if transfer.kind in OUTER_KINDS else self.record
-            bound.append(RankTransfer(transfer, members, collective, observer))
+            # Errors of transfers between islands name ranks of the whole job.
+            peers = self._everyone if transfer.kind in OUTER_KINDS else self.record.peers
+            bound.append(RankTransfer(transfer, members, collective, self.record, peers.describe_ranks))
         return bound
-
-    @cached_property
-    def _job_record(self) -> JobRecord:
-        return JobRecord(self.record, self._everyone)
 
     def tell(self, failure: str) -> None:
         """Post the error of an exchange between islands. Ranks of all islands that wait for this rank quote it."""
-        if self.record.peers.activity.has_failed:  # the first failure is the cause of others
+        if self.record.peers.activity.failure:  # the first failure is the cause of others
             return
         for monitor in {self.record.peers, self._everyone}:
             monitor.tell(failure)
@@ -449,7 +431,8 @@ class CommContext:
     def bind_matrices(self, transfer: Transfer) -> RankMatrices:
         """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""
         members = self._members(transfer)
-        return RankMatrices(transfer, members, OwnersExchange(transfer, members, self.device), self.record)
+        exchange = OwnersExchange(transfer, members, self.device)
+        return RankMatrices(transfer, members, exchange, self.record, self.record.peers.describe_ranks)
 
     def _members(self, transfer: Transfer) -> GroupRank:
         queue, topology = QUEUES[transfer.kind], transfer.topology

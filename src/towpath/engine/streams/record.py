@@ -13,17 +13,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import final
 
+import torch
 from torch.autograd import profiler
 
 from towpath.core.exact import exact_codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
-from towpath.engine.checks.activity import Event, StallMonitor
-from towpath.engine.streams.streams import HostClock, HostTimer, Mark, Timer
+from towpath.engine.checks.activity import StallMonitor
+from towpath.engine.streams.streams import HostClock, Mark, Timer
 from towpath.engine.streams.trace import Trace
 
-# --- profiled ---------------------------------------------------------------------------------------------------------
-#
 # Named ranges for `torch.profiler`.
 #
 #     towpath submit gather blocks.3      on the training thread
@@ -61,25 +60,17 @@ class TransferStats:
     seconds_exposed: float
 
     def since(self, earlier: TransferStats) -> TransferStats:
-        """Return what was added since `earlier`."""
-        return TransferStats(
-            self.transfer,
-            self.calls - earlier.calls,
-            self.intra_bytes - earlier.intra_bytes,
-            self.inter_bytes - earlier.inter_bytes,
-            self.seconds_in_flight - earlier.seconds_in_flight,
-            self.seconds_exposed - earlier.seconds_exposed,
-        )
+        return self.plus(earlier, sign=-1)
 
-    def plus(self, other: TransferStats) -> TransferStats:
-        """Return the sum of both, for stats of the same transfer."""
+    def plus(self, other: TransferStats, sign: int = 1) -> TransferStats:
+        """Return the sum of both, or the difference with `sign=-1`, for stats of the same transfer."""
         return TransferStats(
             self.transfer,
-            self.calls + other.calls,
-            self.intra_bytes + other.intra_bytes,
-            self.inter_bytes + other.inter_bytes,
-            self.seconds_in_flight + other.seconds_in_flight,
-            self.seconds_exposed + other.seconds_exposed,
+            self.calls + sign * other.calls,
+            self.intra_bytes + sign * other.intra_bytes,
+            self.inter_bytes + sign * other.inter_bytes,
+            self.seconds_in_flight + sign * other.seconds_in_flight,
+            self.seconds_exposed + sign * other.seconds_exposed,
         )
 
     def of_groups(self, count: int) -> TransferStats:
@@ -105,7 +96,6 @@ class Sums:
 
     @property
     def seconds_exposed(self) -> float:
-        """Seconds in which the computation waited for transfers of any kind."""
         return sum(self.exposed_seconds.values())
 
     @property
@@ -133,7 +123,6 @@ class Sums:
         )
 
     def since(self, earlier: Sums) -> Sums:
-        """Return what was added since `earlier`."""
         return self.plus(earlier, sign=-1)
 
     def of_groups(self, count: int) -> Sums:
@@ -195,7 +184,7 @@ class Record:
     def __init__(self, peers: StallMonitor, timer: Timer, islands: int = 1) -> None:
         self._islands = islands  # all of them send what this one sends
         self.host = HostClock()
-        self.peers, self.timer, self._host_timer = peers, timer, HostTimer()
+        self.peers, self.timer, self._host_timer = peers, timer, Timer()
         self.trace: Trace | None = None
         self._is_read = False  # whether someone has read the seconds
         self._lock = threading.Lock()  # the threads of the streams report, too
@@ -274,10 +263,6 @@ class Record:
             total.exact_values += values
             total.exact_messages += messages
 
-    def describe_ranks(self, others: Sequence[int]) -> str:
-        """Return this rank's status, and the last status that `others` have posted."""
-        return _described(self.peers, others)
-
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
         """Note that the computation waited for these transfers between two marks."""
         self.host.take_off(self.timer.host_seconds(began, ended))
@@ -334,7 +319,6 @@ class Record:
             self.trace.leave(work, None if unit is None else unit or "root")
 
     def totals(self) -> list[TransferStats]:
-        """Return the totals of every transfer that was executed."""
         self._is_read = True
         with self._lock:
             self._add_known()
@@ -369,31 +353,6 @@ class Record:
         )
 
 
-def _described(peers: StallMonitor, others: Sequence[int]) -> str:
-    said = peers.describe(others)
-    return f"This rank: {peers.activity.describe()}. What its peers last said of themselves:{said}"
-
-
-@final
-class JobRecord:
-    """The record of an island's rank for transfers between islands, whose errors name ranks of the whole job."""
-
-    def __init__(self, record: Record, everyone: StallMonitor) -> None:
-        self._record, self._everyone = record, everyone
-
-    def running(self, transfers: Sequence[Transfer], micro_step: int) -> AbstractContextManager[None]:
-        """Run transfers, as the record does."""
-        return self._record.running(transfers, micro_step)
-
-    def encoded(self, transfer: Transfer, values: int, messages: int) -> None:
-        """Note what an exact transfer sent, as the record does."""
-        self._record.encoded(transfer, values, messages)
-
-    def describe_ranks(self, others: Sequence[int]) -> str:
-        """Return this rank's status, and the last status that `others` have posted."""
-        return _described(self._everyone, others)
-
-
 @final
 class TransferWait:
     """A wait for these transfers. The handle of their job reports to it, and it reports to the record."""
@@ -402,23 +361,19 @@ class TransferWait:
         self._record, self._transfers = record, transfers
 
     def profiled(self) -> AbstractContextManager[object]:
-        """Return a profiler range to wait in."""
         return profiled("wait ", self._transfers)
 
     @property
     def is_timed(self) -> bool:
-        """Whether the record counts the seconds of this wait."""
         return self._record.is_timed(self._transfers)
 
     def mark(self) -> Mark:
-        """Return a mark of the current time."""
         return self._record.timer_of(self._transfers).mark()
 
     def waited(self, began: Mark, ended: Mark) -> None:
-        """Note a wait between two marks."""
         self._record.waited(self._transfers, began, ended)
 
-    def enqueued(self, end: Event) -> None:
+    def enqueued(self, end: torch.cuda.Event) -> None:
         """Note that the transfers were enqueued on a device. The event `end` follows them."""
         if self._transfers:
             self._record.peers.activity.enqueued(end, self._transfers)

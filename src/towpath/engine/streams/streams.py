@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, final
 
 import torch
 
@@ -20,10 +20,6 @@ from towpath.engine.checks.activity import is_capturing
 if TYPE_CHECKING:
     from towpath.engine.streams.record import TransferWait
 
-# --- timing -----------------------------------------------------------------------------------------------------------
-#
-# Marks of time: by the host's clock, or on a GPU by events in the streams that do the work.
-#
 # The host's own work is timed by its clock on GPUs, too. The time of an event is read only after the device has reached
 # it, so that timing never waits for the device. Events cost the host some microseconds each, so transfers on a GPU are
 # timed only while someone reads their seconds.
@@ -32,59 +28,34 @@ if TYPE_CHECKING:
 Mark = float | torch.cuda.Event
 
 
-class Timer(Protocol):
-    """Interface of a timer, which makes marks and returns the seconds between them."""
+class Timer:
+    """A timer that reads the host's clock. It makes marks, and returns the seconds between them."""
 
-    @property
-    def is_free(self) -> bool:
-        """Whether marks cost next to nothing, so that everything may be timed."""
-        ...
+    is_free = True  # whether marks cost next to nothing, so that everything may be timed
 
     def mark(self) -> Mark:
         """Return a mark of the current time: on a GPU, the time at which the current stream reaches this point."""
-        ...
+        return time.perf_counter()
 
     def is_known(self, mark: Mark) -> bool:
         """Return whether the time of `mark` can be read without a wait."""
-        ...
+        return True
 
     def seconds(self, began: Mark, ended: Mark) -> float:
         """Return the seconds between two marks whose times are known."""
-        ...
+        assert isinstance(began, float) and isinstance(ended, float)
+        return ended - began
 
     def host_seconds(self, began: Mark, ended: Mark) -> float:
         """Return how long the calling thread was blocked between two marks that it made."""
-        ...
+        return self.seconds(began, ended)
 
     def settle(self) -> None:
         """Return once all marks are known."""
 
 
 @final
-class HostTimer:
-    """A timer that reads the host's clock."""
-
-    is_free = True
-
-    def mark(self) -> Mark:
-        return time.perf_counter()
-
-    def is_known(self, mark: Mark) -> bool:
-        return True
-
-    def seconds(self, began: Mark, ended: Mark) -> float:
-        assert isinstance(began, float) and isinstance(ended, float)
-        return ended - began
-
-    def host_seconds(self, began: Mark, ended: Mark) -> float:
-        return self.seconds(began, ended)
-
-    def settle(self) -> None:
-        """Do nothing: the time of a mark is known at once."""
-
-
-@final
-class DeviceTimer:
+class DeviceTimer(Timer):
     """A timer that records CUDA events in the current stream."""
 
     is_free = False
@@ -116,13 +87,7 @@ class DeviceTimer:
 
 
 def timer_for(device: torch.device) -> Timer:
-    """Return a new timer for work on `device`."""
-    return DeviceTimer(device) if device.type == "cuda" else HostTimer()
-
-
-# --- host clock -------------------------------------------------------------------------------------------------------
-#
-# The engine's own work on the training thread is timed, and excluded from `torch.compile`.
+    return DeviceTimer(device) if device.type == "cuda" else Timer()
 
 
 Arguments = ParamSpec("Arguments")
@@ -155,14 +120,7 @@ class HostClock:
             self.seconds -= seconds
 
 
-class HasHost(Protocol):
-    """Interface of classes whose methods may be decorated with `on_host`."""
-
-    host: HostClock
-
-
-Self = TypeVar("Self", bound=HasHost)
-Method = Callable[Concatenate[Self, Arguments], Result]
+Method = Callable[Concatenate[Any, Arguments], Result]
 
 
 # A decorator that excludes a function from torch.compile and, if recursive, what it calls, too. It loads the compiler
@@ -170,11 +128,11 @@ Method = Callable[Concatenate[Self, Arguments], Result]
 eager = torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def on_host(method: Method[Self, Arguments, Result]) -> Method[Self, Arguments, Result]:
-    """Add the seconds of the decorated method, which runs on the training thread, to `self.host`."""
+def on_host(method: Method[Arguments, Result]) -> Method[Arguments, Result]:
+    """Add the seconds of the decorated method, which runs on the training thread, to the `HostClock` `self.host`."""
 
     @wraps(method)
-    def timed(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def timed(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with self.host:
             return method(self, *args, **kwargs)
 
@@ -229,12 +187,7 @@ class Stream(ABC):
         """Queue a job, which starts after earlier jobs with its buffer index, and after what was computed so far.
 
         Args:
-            job: The work to do.
-            after: Handles of other jobs that must end first.
             waiting: The object to which waits for the job are reported.
-
-        Returns:
-            The handle to wait for the job's results.
         """
 
     @abstractmethod
@@ -244,15 +197,6 @@ class Stream(ABC):
     @abstractmethod
     def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
         """Keep the memory of `buffer` for jobs with this index, even if the caller drops it before they end."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the stream's resources. No job may be submitted afterwards."""
-
-
-# --- cuda stream ------------------------------------------------------------------------------------------------------
-#
-# The stream of a queue on a GPU.
 
 
 @final
@@ -294,9 +238,6 @@ class CudaStream(Stream):
     def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
         """Tell the caching allocator that a CUDA stream uses `buffer`, so that its memory is not reused."""
         buffer.record_stream(self._streams[buffer_index])
-
-    def close(self) -> None:
-        """Do nothing: a CUDA stream needs no closing."""
 
 
 @final
