@@ -99,4 +99,4 @@ def test_the_command_does_not_load_torch() -> None:
 @pytest.mark.parametrize(("old", "new"), [("lab", "python -m lab"), ("demo", "python -m lab demo")])
 def test_the_old_command_names_the_new_one(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run([old, "run"]) == 2
-    assert f"is now `{new}`, in a clone" in capsys.readouterr().err
+    assert f"Run `{new}`, in a clone" in capsys.readouterr().err

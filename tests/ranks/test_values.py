@@ -216,6 +216,8 @@ class LiveBytes(TorchDispatchMode):
                 storage: Any = tensor.untyped_storage()
                 if storage._cdata not in self._known:
                     self._known.add(storage._cdata)
+                    if func is torch.ops.aten.set_.source_Storage:  # safetensors maps the file
+                        continue
                     self._add(storage.nbytes())
                     weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
         return out
