@@ -4,7 +4,7 @@
 #   make unit     run the tests that start no ranks (two minutes)
 #   make ranks    run the tests on real ranks and on the emulated cluster
 #   make test     run both
-#   make check    ruff, pyright, import contracts, mutants that fit, and a strict build of the documentation
+#   make check    ruff, pyright, import contracts, mutants that fit, the budget, and a strict build of the documentation
 #   make demo     train a small GPT under several strategies and compare them
 #   make docs     serve the documentation on port 8000 of this machine
 #   make parity   run every test with every strategy, cluster shape and model (hours)
@@ -70,6 +70,7 @@ check: $(READY)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/mutants/run.py --list > /dev/null
+	$(BIN)/python -m tools.budget --check
 	$(BIN)/mkdocs build --strict
 
 # -m selects what pyproject.toml deselects. -v restores the lines that its -q removes, so that progress is counted.

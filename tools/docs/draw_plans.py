@@ -22,16 +22,12 @@ def _solver() -> Solver:
 
 def by_rate() -> str:
     solver = _solver()
-    return standalone_svg(draw_rates, curves(solver, BATCHING, rates_of(solver), _nothing), (7, 3.6))
+    return standalone_svg(draw_rates, curves(solver, BATCHING, rates_of(solver)), (7, 3.6))
 
 
 def by_nodes() -> str:
     solver = _solver()
-    return standalone_svg(draw_nodes, curves(solver, BATCHING, nodes_of(solver), _nothing), (7, 3.6))
-
-
-def _nothing() -> None:
-    pass
+    return standalone_svg(draw_nodes, curves(solver, BATCHING, nodes_of(solver)), (7, 3.6))
 
 
 PICTURES = {FOLDER / "which-by-rate.svg": by_rate, FOLDER / "which-by-nodes.svg": by_nodes}
