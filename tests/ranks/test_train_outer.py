@@ -10,6 +10,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,7 +18,9 @@ import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from tests.ranks.test_train import TINY, _failed, _steps, _weights, rows_of, tokens
+from towpath.checkpoint import folders
 from towpath.errors import ConfigError
+from towpath.train import checkpoints
 from towpath.train.config import Config
 from towpath.train.job import SIGNALS, StopRequest, init_distributed
 from towpath.train.trainer import Trainer
@@ -100,6 +103,19 @@ def _train_to_the_end(config: Config) -> tuple[list[float], dict[str, bytes], st
         training.train_step = train_step  # type: ignore[method-assign]
         assert training.train() == 0
         return losses, {name: each.numpy().tobytes() for name, each in _weights(training).items()}, err.getvalue()
+
+
+def test_a_save_by_the_clock_is_made_once(world: Worlds, config: Callable[..., Config]) -> None:
+    """Flags of islands arrive late, so one that was set before a save may arrive after it."""
+    mine = config({"every": 3}, train={"steps": 8}, checkpoint={"every": 0, "keep": 0, "resume": "off"})
+    for saved in world(4).run(_saved_by_the_clock, mine):
+        assert saved == [3, 6, 8]  # the last state is always saved
+
+
+def _saved_by_the_clock(config: Config) -> list[int]:
+    with mock.patch.object(checkpoints, "_SECONDS_BETWEEN", 0.0):
+        _train_to_the_end(config)
+    return sorted(folders.step_of(path) for path in folders.checkpoints(Path(config.log.folder, folders.IN_RUN)))
 
 
 def test_one_rank_trains_with_outer_steps(world: Worlds, config: Callable[..., Config]) -> None:

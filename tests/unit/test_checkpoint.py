@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -319,6 +320,34 @@ def test_old_ones_go_when_a_new_one_is_there(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{n:06d}" for n in (4, 6, 7, 1_234_567)]
 
 
+def test_a_failure_to_replace_a_checkpoint_leaves_it_and_one_to_clean_up_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _saved(tmp_path)
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if ".partial-" in path.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert "Input/output error" in str(checkpoint.save(tmp_path, 2, run.state()).failure)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000002"] and checkpoint.verify(
+        tmp_path / "step-000002"
+    ) is None
+    monkeypatch.setattr(Path, "rename", rename)
+
+    def unreadable(*_: Any) -> None:
+        raise CheckpointError("cannot be searched for checkpoints")
+
+    monkeypatch.setattr("towpath.checkpoint.folders.remove_old", unreadable)
+    saver = checkpoint.Saver(tmp_path, run.state(), keep_last=1)
+    saver.save(3)
+    outcome = saver.close()
+    assert outcome is not None and outcome.ok
+
+
 # --- leaving and arriving --------------------------------------------------------------------------------------------
 
 
@@ -350,7 +379,9 @@ def test_transformers_gives_the_same_logits_after_an_export(tmp_path: Path, tied
     torch.manual_seed(6)
     fresh = towpath.shard(LlamaForCausalLM(config), "zero3", topology=ALONE)
     loaded = checkpoint.load(tmp_path / "new", State(fresh, torch.optim.AdamW(fresh.parameters())))
-    assert loaded is not None and loaded.notes == ("the checkpoint has no optimizer: its states start afresh",)
+    assert loaded is not None and loaded.notes == (
+        "the checkpoint has no optimizer: the states of this one are as they were",
+    )
     assert differing(content(fresh), content(sharded)) == []
 
 

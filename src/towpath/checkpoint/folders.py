@@ -98,11 +98,19 @@ def search_folder(where: Path) -> Path:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a complete checkpoint its name in one step. A previous one of that name is removed afterwards."""
+    """Give a complete checkpoint its name. A previous one of that name is removed afterwards, or stays after a failure.
+
+    A run that is killed between the two renames leaves both under other names, and `sweep` restores the previous one.
+    """
     before = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}") if final.exists() else None
     if before is not None:
         final.rename(before)
-    partial.rename(final)
+    try:
+        partial.rename(final)
+    except OSError:
+        if before is not None:
+            before.rename(final)
+        raise
     sync_folder(final.parent)
     if before is not None:
         shutil.rmtree(before, ignore_errors=True)

@@ -385,7 +385,7 @@ class Saver:
         elif control.rank == 0:
             try:
                 folders.remove_old(self.root, step, *self._keep)
-            except OSError as error:
+            except (OSError, CheckpointError) as error:  # what was saved is saved
                 _LOG.warning("old checkpoints in %s cannot be taken away: %s", self.root, error)
         seconds = time.perf_counter() - began
         return Outcome(step=step, path=path, failure=failure, seconds=seconds, held_seconds=0.0)

@@ -401,7 +401,7 @@ class Restore:
         if self._optimizer is not None:
             self.notes += self._optimizer.finish(self.targets)
         elif state.optimizer is not None:
-            self.notes.append("the checkpoint has no optimizer: its states start afresh")
+            self.notes.append("the checkpoint has no optimizer: the states of this one are as they were")
         elif "optimizer" in values:
             kind = values["optimizer"]["kind"]
             self.notes.append(f"the states of {kind} in the checkpoint were not loaded: this State has no optimizer")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _CONFIGURED_OPTIONS = ("betas", "eps", "weight_decay", "momentum")
 
 _SECONDS_BETWEEN = 600.0  # if checkpoint.every does not say how many steps
+_STEPS_LATE = 2  # from the step after which a rank sets a flag to the one in which islands have counted it
 # If the run fails, seconds to wait for the checkpoint that is being written. It needs no other rank.
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 0.01
 
@@ -76,6 +77,7 @@ class CheckpointManager:
         self._folder, self._source = _folder(config), _source(config)
         self._every, self._steps = config.checkpoint.every, config.train.steps
         self._job, self._state, self._optimizer = trainer.job, trainer.state, trainer.optimizer
+        self._islands = trainer.strategy.islands
         self._rank = trainer.job.rank  # kept, because the process group may be lost when it is printed
         names, about = trainer.bundle.names, trainer.bundle.config_json
         self._contents = checkpoint.State(
@@ -141,7 +143,9 @@ class CheckpointManager:
     def save_if_due(self) -> None:
         """Save, if it is time to. Call it after each step."""
         state = self._state
-        if state.step % self._every == 0 if self._every else state.save_due:
+        # Islands count flags a step late: some of those that are under way were set before the last save.
+        due = state.save_due and (self._islands == 1 or self._saved is None or state.step - self._saved > _STEPS_LATE)
+        if state.step % self._every == 0 if self._every else due:
             self._save()
         # The clocks of the ranks differ. They exchange this flag in the next step, and all save after it.
         state.save_wanted = monotonic() - self._since >= _SECONDS_BETWEEN
