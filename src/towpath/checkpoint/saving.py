@@ -45,7 +45,6 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._stream: torch.cuda.Stream | None = None
-        self.made = 0
 
     def snapshot(self, found: Mapping[str, Pieces], version: Callable[[], int]) -> tuple[dict[str, Pieces], Snapshot]:
         """Return `found` in this memory, and the snapshot that copies what need not be copied at once.
@@ -57,7 +56,6 @@ class HostMemory:
         needed = sum(_aligned(box.nbytes) for box in boxes)
         if needed > self._memory.numel():
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device is not None)
-            self.made += 1
         at, out = 0, dict[str, Pieces]()
         late: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, pieces in found.items():
