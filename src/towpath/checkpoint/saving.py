@@ -188,7 +188,7 @@ class Saving:
 
 @dataclass(slots=True)
 class _Writing:
-    """What the savers of a job share: their ranks agree over one process group, in which one save follows another."""
+    """The process group that all savers of a job share. In it, one save follows another."""
 
     control: ControlGroup
     last: threading.Thread | None = None

@@ -66,7 +66,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a rank writes into a checkpoint.
+    """The content that one rank writes into a checkpoint.
 
     Attributes:
         pieces: Its part of the tensors, by name.

@@ -1,4 +1,4 @@
-"""What a run reports: a row of metrics after each step, the progress line, traces, and a summary at its end.
+"""The reports of a run: a row of metrics after each step, the progress line, traces, and a summary at its end.
 
 A value that is not known, or not finite, is left out of a row.
 """

@@ -42,7 +42,7 @@ _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What tokens.json says of a folder of tokens."""
+    """The description of a folder of tokens, as in its tokens.json."""
 
     dtype: str
     vocabulary: int  # a number above every token
