@@ -163,7 +163,7 @@ def handle_signals() -> Generator[StopRequest]:
 
 @dataclass(slots=True)
 class Agreement:
-    """The values on which all ranks agree in each step: the loss, the norm, and flags such as whether to save or to stop.
+    """The values on which all ranks agree in each step: the loss, the norm, and flags such as whether to save.
 
     Without outer steps, one all-reduce brings all of it. With outer steps, the loss and the norm are those of an
     island. What concerns all islands is sent on the host while the next step runs, and counts at the end of that step.
