@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -101,6 +100,8 @@ def accumulating(model: Any, count: int) -> Generator[int]:
 
 def error_of(action: Callable[[], Any], kind: type[TowpathError] = StepError) -> str:
     """What an action is refused with."""
+    import pytest  # tools/gpu.py runs without it
+
     with pytest.raises(kind) as caught:
         action()
     return str(caught.value)
