@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.codec_cases import same_bits as same
 from towpath.codecs import exact
 from towpath.codecs.exact import MessageError, message, reference
 from towpath.codecs.exact.message import BLOCK, HEADER_BYTES, Kernels
@@ -29,10 +30,6 @@ INTEGERS = {dtype: form.integer for dtype, form in reference.FORMATS.items()}
 
 both = pytest.mark.parametrize("difference", [True, False], ids=["difference", "values"])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(INTEGERS[a.dtype]), b.view(INTEGERS[b.dtype]))
 
 
 def random_bits(n: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

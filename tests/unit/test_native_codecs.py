@@ -23,6 +23,7 @@ from tests.codec_cases import (
     check_pieces,
     messages,
     same,
+    same_message,
 )
 from tests.ranks.strategies import seldom
 from towpath.codecs import kernels as module
@@ -94,7 +95,7 @@ def test_any_bits_equal_the_oracles(text: str, dtype: torch.dtype, n: int, seed:
     expected, got = messages(codec, n, 2, 0, "cpu")
     reference.encode(codec, x, expected, seed)
     native.encode(codec, x, got, seed)
-    assert _same_message(codec, got, expected)
+    assert same_message(codec, got, expected)
 
     noise = torch.randint(0, 256, expected.shape, generator=generator, dtype=torch.uint8)
     rows = [expected.clone(), noise, expected.clone()]
@@ -104,11 +105,7 @@ def test_any_bits_equal_the_oracles(text: str, dtype: torch.dtype, n: int, seed:
     assert same(others, sums)
     reference.decode_sum_encode(codec, rows, n, expected, seed)
     native.decode_sum_encode(codec, rows, n, got, seed)
-    assert _same_message(codec, got, expected)
-
-
-def _same_message(codec: Codec, a: torch.Tensor, b: torch.Tensor) -> bool:
-    return same(a.clone().view(torch.bfloat16), b.clone().view(torch.bfloat16)) if codec.largest is None else same(a, b)
+    assert same_message(codec, got, expected)
 
 
 def test_nothing_beside_a_message_is_written() -> None:
