@@ -215,11 +215,11 @@ ON_FEWER = [
 
 ON_ONE = [
     *(
-        _case(f"{label}, float64, one rank", STRATEGIES, training.trains_as_one_process, label, None, ALONE, ranks=1)
-        for label in ("ddp", "zero3", "hpz", "zero3 offload=params")
-    ),
-    *(
-        _case(f"{label}, fp32 masters, one rank", SCALING, training.trains_fp32_masters, label, None, ALONE, ranks=1)
+        _case(f"{label}, {what}, one rank", feature, run, label, None, ALONE, ranks=1)
+        for what, feature, run in (
+            ("float64", STRATEGIES, training.trains_as_one_process),
+            ("fp32 masters", SCALING, training.trains_fp32_masters),
+        )
         for label in ("ddp", "zero3", "hpz", "zero3 offload=params")
     ),
     _case("a step of one rank is traced", TRACES, running.a_step_is_traced_in_the_order_of_its_stream, ranks=1),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +203,3 @@ def test_a_report_shows_which_strategy_when_and_needs_nothing_from_elsewhere(tmp
     assert "<title>Which strategy for six-layers on ethernet-10g?</title>" in written
     timelines = written[written.index("One step, from inside") :]
     assert re.findall(r">(best: [^<]*|zero3)</text>", timelines) == ["best: custom exact", "zero3"]
-
-
-def test_a_job_of_thousands_is_planned_without_torch() -> None:
-    program = (
-        "import sys; from typer.testing import CliRunner; from towpath.cli import main; "
-        "arguments = 'plan llama-13b --cluster a800-4hdr --nodes 512 --batch 4096 --top 1'.split(); "
-        "found = CliRunner().invoke(main.app, arguments); print(found.stdout); "
-        "sys.exit(found.exit_code or 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "512 nodes of 8 ranks" in done.stdout
