@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import towpath
+from tests.ranks.checkpoints import Run
 from tests.ranks.models import DEVICE, MODELS
-from tests.ranks.reference import optimizer_for
 from tests.ranks.strategies import strategy_of
 from towpath import Outer, Topology
 from towpath.core import exact
@@ -131,18 +131,12 @@ def inference_keeps_no_events() -> dict[str, Any]:
 
 
 def seconds_of_transfers_are_counted() -> dict[str, Any]:
-    entry = MODELS["gpt"]
-    model: Any = towpath.shard(entry.make(torch.float32), "zero3", topology=SHAPE)
-    optimizer = optimizer_for(model)
-    inputs = entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)
-    before = towpath.stats(model)  # seconds are counted from here on
-    for _ in range(3):
-        entry.loss(model, *inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    run = Run.of("zero3", SHAPE)
+    before = towpath.stats(run.model)  # seconds are counted from here on
+    run.train(range(3))
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    done = towpath.stats(model).since(before)
+    done = towpath.stats(run.model).since(before)
     assert done.transfers and all(t.seconds_in_flight > 0 for t in done.transfers), done
     return {"exposed_seconds": done.seconds_exposed}
 
