@@ -395,15 +395,6 @@ def test_buffers_without_memory_of_their_own_are_refused_by_name(kind: str) -> N
         towpath.shard(model, "zero3", topology=towpath.Topology(2, 1))
 
 
-@on_ranks(2)
-def test_a_rank_may_build_its_buffers_on_the_meta_device() -> None:
-    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    if dist.get_rank() == 0:
-        nn.init.constant_(model[1].running_mean, 5.0)
-    assert towpath.shard(model, "zero3", topology=Topology(2, 1))[1].running_mean.tolist() == [5.0] * 4
-
-
 def test_without_a_process_group_it_is_a_world_of_one() -> None:
     model = nn.Linear(4, 3)
     before = model.weight.detach().clone()

@@ -136,20 +136,12 @@ CASES: dict[str, Case] = {
     "unused parameters": Case(Choices, _loss_of_choices, units=(Choice,)),
     "accumulation and clipping": _gpt(micro_steps=2, max_norm=0.5),
 }
-OFTEN = ("matrices on owners", "accumulation and clipping")  # on islands of two nodes
 
 
 @in_turn(LABELS, 1)
 @pytest.mark.parametrize("case", CASES)
 def test_islands_train_as_in_one_process(case: str, label: str, world: Worlds) -> None:
     for off in world(4).run(_train, case, label, SHAPE, STREAMING):
-        assert off <= TOLERANCE
-
-
-@pytest.mark.parametrize("case", [case if case in OFTEN else seldom(case) for case in CASES])
-@in_turn(("zero3", "paro-iig", "mics:1x2"), 1)
-def test_islands_of_two_nodes_train_as_in_one_process(case: str, label: str, world: Worlds) -> None:
-    for off in world(4).run(_train, case, label, LONG, replace(STREAMING, islands=2)):
         assert off <= TOLERANCE
 
 
@@ -309,16 +301,6 @@ def _offloaded(label: str, offload: str, form: Form, precision: Precision) -> No
             _trained(label, SHAPE, STREAMING, offload=each, precision=precision) for each in (offload, None)
         )
     assert differing(found, expected) == []
-
-
-@in_turn(("zero3", "paro-igg", "zero1", "ddp"), 1)
-@on_ranks(4)
-def test_exact_transports_inside_islands_change_no_bit(label: str) -> None:
-    outer = replace(STREAMING, islands=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "SMALLEST_BYTES", 1)
-        found = _trained(f"{label} exact=True", LONG, outer)
-    assert differing(found, _trained(label, LONG, outer)) == []
 
 
 # --- several models ---------------------------------------------------------------------------------------------------

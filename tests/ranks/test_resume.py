@@ -252,20 +252,6 @@ def _groups_of(options: tuple[str, ...]) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_run_that_begins_anew_sets_other_checkpoints_aside(
-    world: Worlds, options: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Else the next `auto` would take the newer ones of the older run."""
-    world(1).run(_train, (*options, *_in(tmp_path, "train.steps=5")))
-    seen = world(1).run(_train, (*options, *_in(tmp_path, "train.steps=3", "checkpoint.resume=off")))[0]
-    moved = f"note: moved step 5 from {tmp_path / 'checkpoints'} to {tmp_path / 'checkpoints.1'}"
-    assert f"{moved}, because this run does not resume from there" in seen.said
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("step-*")) == [
-        "checkpoints.1/step-000005",
-        "checkpoints/step-000003",
-    ]
-
-
 def test_another_model_is_refused_in_one_line_on_every_rank(
     world: Worlds, options: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -399,23 +385,6 @@ def test_a_run_in_the_folder_of_a_run_that_lives_is_refused_and_moves_nothing(
     assert [path.name for path in tmp_path.glob("checkpoints*")] == ["checkpoints"]
     first.close()
     assert not world(2).run(_train, (*options, "train.steps=3"))[0].error
-
-
-def test_a_run_whose_folder_another_has_taken_over_ends_with_the_reason(
-    world: Worlds, options: tuple[str, ...], tmp_path: Path
-) -> None:
-    options = (*options, *_in(tmp_path, "train.steps=8", "checkpoint.every=2"))
-    for seen in world(2).run(_taken_over, options, tmp_path / "checkpoints"):
-        assert "It saves no more there" in seen.error and len(seen.losses) == 4
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
-
-
-def _taken_over(options: tuple[str, ...], folder: Path) -> Seen:
-    def before(step: int) -> None:
-        if step == 4 and dist.get_rank() == 0:  # by one that has ended since
-            (folder / "lock.json").unlink()
-
-    return _train(options, None, before, background=False)
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------
