@@ -303,28 +303,7 @@ def _offloaded(label: str, offload: str, form: Form, precision: Precision) -> No
     assert differing(found, expected) == []
 
 
-# --- several models ---------------------------------------------------------------------------------------------------
-
-FIRST, SECOND = replace(STREAMING, islands=2), Outer(every=2, fragments=1, islands=4)
-
-
-@pytest.mark.parametrize("second", [SECOND, seldom(replace(SECOND, islands=2)), seldom(None)])
-@on_ranks(4)
-def test_models_with_other_outer_steps_train_as_alone(second: Outer | None) -> None:
-    entry, kinds = MODELS["gpt"], (("paro-iig", FIRST), ("zero3", second))
-    models = [towpath.shard(entry.make(torch.float32), strategy_of(n, LONG, outer=o)) for n, o in kinds]
-    optimizers = [adamw(model) for model in models]
-    for step in range(STEPS):
-        batch = entry.micro_batch(dist.get_rank(), 0, step, torch.float32)
-        losses = [entry.loss(model, *batch) for model in models]
-        for model, optimizer, loss in zip(models, optimizers, losses, strict=True):
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    for (label, outer), model, optimizer in zip(kinds, models, optimizers, strict=True):
-        sync(model)
-        assert differing(content(model, optimizer), _trained(label, LONG, outer)) == []
+# --- what is counted -------------------------------------------------------------------------------------------------
 
 
 @in_turn(("zero3", "zero1", "mics:1x2", "ddp"), 1)
