@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import by_queue
 from towpath.core.pipeline import messages
@@ -29,8 +29,6 @@ from towpath.errors import ConfigError, ShardError, StepError
 from towpath.observing import intervals_of_ranks, sums
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
-
-Worlds = Callable[[int], World]
 
 WIDTH, BATCH = 8, 2
 SINGLE = ("GPipe", "1F1B")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import World, Worlds, on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.test_pipeline import (
     BATCH,
@@ -41,8 +40,6 @@ from towpath.core.strategy import TransferKind
 from towpath.errors import StepError, TowpathError
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.topology.groups import Groups, new_group
-
-Worlds = Callable[[int], World]
 
 MICRO_BATCHES = 4
 

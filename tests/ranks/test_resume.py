@@ -23,7 +23,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks.server import World
+from tests.ranks.server import World, Worlds
 from tests.ranks.strategies import seldom
 from towpath import checkpoint
 from towpath.checkpoint import storage
@@ -35,14 +35,11 @@ from towpath.train.job import init_distributed
 from towpath.train.prepare import prepare
 from towpath.train.trainer import StepResult, Trainer
 
-Worlds = Callable[[int], World]
 Told = dict[int, tuple[int, signal.Signals]]
 
 BATCH = 12  # which 1, 2, 3 and 4 ranks can share out
 THIRD = 2
 STEPS = 3 * THIRD
-# Nothing takes that long, on whatever machine: what does, hangs.
-HANGS_SECONDS = 300
 SQUARE = ("strategy.nodes=2", "strategy.ranks_per_node=2")
 
 

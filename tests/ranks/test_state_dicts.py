@@ -21,13 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_leaves
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_values import LiveBytes
 from towpath import ShardTensor, Topology, checkpoint
 from towpath.errors import CheckpointError, ShardError
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 1)
 WIDTH = 5

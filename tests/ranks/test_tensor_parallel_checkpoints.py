@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
 from tests.ranks.checkpoints import Content, differing
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn
 from tests.ranks.test_pipeline import BATCH, WIDTH, Block, Plain, _batch, _loss, _token_loss, _tokens
 from tests.ranks.test_pipeline_layouts import MICRO_BATCHES, _of_tokens, _parallel_end, _tensor_parallel, _tied_ends
@@ -27,8 +26,6 @@ from towpath import checkpoint
 from towpath.checkpoint import State
 from towpath.errors import CheckpointError
 from towpath.pipeline import Compression, Pipeline
-
-Worlds = Callable[[int], World]
 
 STAGES = 2
 # Stages, data-parallel and tensor-parallel ranks. Half of the copies take the one batch, half the other.

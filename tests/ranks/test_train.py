@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks.server import World, run_ranks
+from tests.ranks.server import Worlds, run_ranks
 from tests.ranks.strategies import ROUNDING, in_turn, seldom
 from towpath import strategies
 from towpath.errors import TowpathError
@@ -35,7 +35,6 @@ from towpath.train.optimizers import BETAS, learning_rate
 from towpath.train.prepare import prepare
 from towpath.train.trainer import Trainer, run_training
 
-Worlds = Callable[[int], World]
 Rows = list[dict[str, Any]]
 
 STEPS = 5

@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from torch import Tensor
 
 import towpath
 from tests.ranks.models import VOCABULARY, gpt2_config, llama_config
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath import Topology
 from towpath.train.config import ModelConfig
 from towpath.train.models import bundle
 from towpath.train.models.bundle import build_model
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 LENGTH, STEPS = 8, 30

@@ -34,8 +34,7 @@ labels = in_turn(LABELS, 1)
 
 def _whole() -> dict[str, Tensor]:
     """A model's values, alike on every rank; the tied head is not among them."""
-    model = MODELS["gpt"].make(torch.float32)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return _distinct(MODELS["gpt"].make(torch.float32))
 
 
 class Asked:

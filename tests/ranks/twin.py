@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -116,6 +115,8 @@ def by_queue(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
 
 def error_of(action: Callable[[], Any], kind: type[TowpathError] = StepError) -> str:
     """What an action is refused with."""
+    import pytest  # tools/gpu.py runs without it
+
     with pytest.raises(kind) as caught:
         action()
     return str(caught.value)
