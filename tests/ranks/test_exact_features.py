@@ -26,7 +26,7 @@ import towpath
 from tests.forms import in_form
 from tests.ranks import test_frozen
 from tests.ranks.models import DEVICE, LOUDNESS, MODELS
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_exact import PRECISIONS, _bits, _by_messages
 from tests.ranks.test_pipeline import BATCH, WIDTH, Block, Plain
@@ -37,7 +37,6 @@ from towpath.core.routes import Form
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 
-Worlds = Callable[[int], World]
 Loss = Callable[[nn.Module, int, int], Tensor]
 
 SHAPE, HALF = Topology(2, 2), Topology(2, 1)

@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,10 @@ from tests.ranks.checkpoints import Content, content, differing
 from tests.ranks.islands import Islands, fragments_of, mean_gradients
 from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath import Outer, Topology, Transport, checkpoint
 from towpath.checkpoint.exporting import export
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 # Exchanges begin after steps 1, 3, 4, 6, …, and are applied one step later.

@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, _gpt, _message_bytes, _token_loss, _tokens
 from towpath import checkpoint
 from towpath.core.transport import Transport
 from towpath.errors import CheckpointError
 from towpath.pipeline import Compression, Pipeline, split
-
-Worlds = Callable[[int], World]
 
 # 12 positions of a micro-batch × 16: matrices of which rank 2 is less. All that has a state.
 LOSSY = Compression("low-rank:2", gradients=Transport(codec="low-rank:2", feedback="first"), share_of_stages=0.5)
