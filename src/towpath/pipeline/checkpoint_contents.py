@@ -110,8 +110,10 @@ def contents_of(
     copied = {name for stage, names in own.items() for name in names if lowest[name] not in (stage, *own)}
     codec_states = "\n".join([how, *(line for _, _, fingerprints in gathered for line in fingerprints)])
     others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
+    layers = "tp" in (mesh.mesh_dim_names or ())  # ranks share them
     return RankContents(
         groups=groups,
+        peers=Groups(mesh["tp"].get_group()).members if layers else (groups.rank,),
         named=lambda: replace(_named_in(stages, prefixes, twin), aliases=aliases),
         writes_copies=not any(mesh.get_local_rank(name) for name in others),
         engines=tuple(engine for _, engine in engines),
