@@ -135,7 +135,7 @@ def test_ranks_that_share_layers_draw_the_same_random_numbers_after_a_resume(wor
 
 
 def _drawn(root: Path) -> list[list[float]]:
-    """Return what each rank draws after it has resumed, as a model and as stages, a run without tensor-parallel ranks."""
+    """Return what all ranks draw after they have resumed, as a model and as stages, a run without shared layers."""
     mesh = init_device_mesh("cpu", (1, 4, 1), mesh_dim_names=("pp", "dp", "tp"))
     torch.manual_seed(dist.get_rank())
     assert checkpoint.save(root, 1, State(_one_model(mesh, "zero1"))).ok

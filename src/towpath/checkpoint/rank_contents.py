@@ -312,20 +312,6 @@ def described(error: BaseException) -> str:
     return str(error) if isinstance(error, TowpathError) else f"{type(error).__name__}: {error}"
 
 
-def gather_or_raise(groups: Groups, what: str, mine: Callable[[], Value]) -> list[Value]:
-    """Return what `mine` returns on each rank. If it raises on one rank, raise CheckpointError on all of them."""
-    found, problem = None, ""
-    try:
-        found = mine()
-    except Exception as error:  # any error: the other ranks wait for an answer
-        problem = described(error)
-    answers = groups.gather_objects((found, problem))
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
-    if failed:
-        raise CheckpointError(f"{what}: {failed[0]}")
-    return [value for value, _ in answers]
-
-
 def check_same(given: Sequence[Mapping[str, object]], ranks: Sequence[int] | None = None) -> None:
     """Raise RefusedError if the arguments `given` on these ranks, by name, differ. The default is all ranks."""
     numbers = range(len(given)) if ranks is None else ranks
@@ -335,6 +321,9 @@ def check_same(given: Sequence[Mapping[str, object]], ranks: Sequence[int] | Non
                 raise RefusedError(
                     f"{what} is {first} on rank {numbers[0]} and {here} on rank {rank}. Pass the same on every rank."
                 )
+
+
+LOADING = "checkpoint loading"  # the purpose of the group that no thread of a saver uses
 
 
 class ControlGroup:
@@ -363,6 +352,8 @@ class ControlGroup:
             CheckpointError: A call failed on some rank. Every rank raises the same error. It is a DamagedError or a
                 RefusedError if no rank has found anything else.
         """
+        if self.lost:
+            raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
         answers: list[Any] | None = [None] * self.world if self.rank == 0 else None
         mine = _attempt(work)
         if self.group is None:

@@ -29,7 +29,7 @@ from towpath.checkpoint.rank_contents import (
     NamedTensors,
     RankContents,
     contents_of,
-    gather_or_raise,
+    described,
     rng_state,
     seed_anew,
     set_rng_state,
@@ -122,7 +122,7 @@ class State:
         if self.contents.engines:
             values["engine"] = {"step": self.contents.engines[0].step, "fingerprint": self.contents.fingerprint}
         if self.optimizer is not None:
-            tensors, values["optimizer"] = self._optimizer_state(self.optimizer, model)
+            tensors, values["optimizer"] = optimizer_state.collect(self.optimizer, model)
             owned = optimizer_state.owned_states(self.optimizer, model, tensors)
             found.update(self._mine({name: t for name, t in tensors.items() if name not in owned}, copies))
             found.update(self._owned(owned))
@@ -147,7 +147,8 @@ class State:
             values["names"] = self.names
         if self.island_rank == 0 and (adapters := adapters_of(self.model)):
             values[ADAPTERS] = adapters
-        values = values if self.island_rank == 0 else {}
+        if self.island_rank > 0:  # other ranks may have the states of other parameters
+            values = {n: v for n, v in values.items() if n == "optimizer" and self._optimizer_is_spread}
         if islands is not None:
             found = {f"{prefix_of(islands.island)}{name}": pieces for name, pieces in found.items()}
             found |= self._shared_by_islands(islands, model)
@@ -173,20 +174,11 @@ class State:
             raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
         return self.contents.named()
 
-    def _optimizer_state(
-        self, optimizer: torch.optim.Optimizer, model: NamedTensors
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return the tensors of this rank, and the values of all ranks."""
-        if self.contents.held is None and not optimizer_state.is_spread(optimizer):
-            return optimizer_state.collect(optimizer, model)
-        tensors: dict[str, torch.Tensor] = {}
-
-        def mine() -> dict[str, Any]:
-            found, values = optimizer_state.collect(optimizer, model)
-            tensors.update(found)
-            return values
-
-        return tensors, optimizer_state.merged(gather_or_raise(self.groups, "the optimizer's state", mine))
+    @property
+    def _optimizer_is_spread(self) -> bool:
+        """Whether ranks have the states of different parameters."""
+        assert self.optimizer is not None
+        return self.contents.held is not None or optimizer_state.is_spread(self.optimizer)
 
     def _mine(
         self, tensors: Mapping[str, torch.Tensor], copies: bool, steady: bool = True
@@ -424,8 +416,10 @@ class Restore:
             except TowpathError:
                 raise
             except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-                raise DamagedError(f"{name!r} ({type(extra).__name__}) does not take its state ({problem}).") from error
+                raise CheckpointError(
+                    f"{name!r} ({type(extra).__name__}) does not take its state ({described(error)}). Make the object "
+                    "that was saved, or load without it."
+                ) from error
         if saved := self._filled(f"rank.{state.island_rank}.rng."):
             set_rng_state(saved)
         elif "rng" in values:

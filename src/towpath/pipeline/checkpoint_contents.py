@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from towpath.checkpoint.rank_contents import (
+    LOADING,
+    ControlGroup,
     NamedTensors,
     RankContents,
     RankState,
     engine_state,
-    gather_or_raise,
     named_tensors,
 )
 from towpath.engine.codec_state import fingerprint
@@ -98,8 +99,7 @@ def contents_of(
         aliases = {**_named_in(stages, prefixes, twin).aliases, **twin}
         return names, aliases, [fingerprint(engine) for _, engine in engines]
 
-    gathered: list[tuple[dict[int, list[str]], dict[str, str], list[str]]]
-    gathered = gather_or_raise(groups, "the pipeline's stages", of_this_rank)
+    gathered = ControlGroup(groups, LOADING).together(of_this_rank, lambda found: found)
     aliases = {alias: first for _, each, _ in gathered for alias, first in each.items()}
     lowest: dict[str, int] = {}  # the first stage that has each name
     for of_rank, _, _ in gathered:
