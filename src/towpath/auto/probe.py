@@ -23,13 +23,8 @@ import torch.distributed as dist
 
 from towpath.auto.collectives import collectives_to_measure, sizes_up_to
 from towpath.auto.measure import measure_host_work
-from towpath.codecs.exact import (
-    decode_difference,
-    decode_values,
-    encode_difference,
-    encode_values,
-    message_bound,
-)
+from towpath.codecs.exact import decode, encode
+from towpath.codecs.exact.message import message_bound
 from towpath.codecs.kernels import kernels_for
 from towpath.collectives.native import all_gather_single, launched_together
 from towpath.core.exact import DIFFERENCES, VALUES
@@ -456,17 +451,17 @@ def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, W
     messages = [torch.empty(message_bound(elements, held.dtype), dtype=torch.uint8, device=device) for _ in range(3)]
     # Decoding changes the values that the receiver holds. So there and back take turns.
     for at in (0, 1):
-        encode_difference(weights[at], weights[1 - at], messages[at])
-    encode_values(values, messages[2])
+        encode(weights[at], weights[1 - at], messages[at])
+    encode(None, values, messages[2])
     turns = cycle(messages[:2])
     return {
         DIFFERENCES: (
-            lambda: _ignore(encode_difference(weights[0], weights[1], messages[0])),
-            lambda: _ignore(decode_difference(next(turns), held)),
+            lambda: _ignore(encode(weights[0], weights[1], messages[0])),
+            lambda: _ignore(decode(next(turns), held, difference=True)),
         ),
         VALUES: (
-            lambda: _ignore(encode_values(values, messages[2])),
-            lambda: _ignore(decode_values(messages[2], received)),
+            lambda: _ignore(encode(None, values, messages[2])),
+            lambda: _ignore(decode(messages[2], received, difference=False)),
         ),
     }
 
