@@ -360,7 +360,7 @@ def test_configured_stages_are_planned_or_do_not_fit() -> None:
     def chosen(layouts: list[Layout]) -> auto.Choice:
         model = shape.model("gpt", TOKENS)
         best = next(iter(pipelines.solve(layouts, best=1)), None)
-        return auto._planned(profile, "as made up", model, lambda memory: request, lambda *_: best)
+        return auto._planned(profile, "as made up", model, request, lambda *_: best)
 
     found = chosen([Layout(2)])
     assert found.strategy.topology.world == 2 and "the layout is as configured" in found.why
