@@ -20,12 +20,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from towpath.auto.live import describe_module
-    from towpath.auto.probe import probe
-    from towpath.planner.catalog import describe_model, load_cluster
-    from towpath.planner.prediction import Batching, Ranking
-    from towpath.planner.request import Request
-    from towpath.planner.solver import Solver
+    from towpath.plan.catalog import describe_model, load_cluster
+    from towpath.plan.cluster_probe import probe
+    from towpath.plan.live import describe_module
+    from towpath.plan.prediction import Batching, Ranking
+    from towpath.plan.request import Request
+    from towpath.plan.solver import Solver
 
 __all__ = [
     "Batching",
@@ -39,14 +39,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batching": "planner.prediction",
-    "Ranking": "planner.prediction",
-    "Request": "planner.request",
-    "Solver": "planner.solver",
-    "describe_model": "planner.catalog",
-    "describe_module": "auto.live",
-    "load_cluster": "planner.catalog",
-    "probe": "auto.probe",
+    "Batching": "plan.prediction",
+    "Ranking": "plan.prediction",
+    "Request": "plan.request",
+    "Solver": "plan.solver",
+    "describe_model": "plan.catalog",
+    "describe_module": "plan.live",
+    "load_cluster": "plan.catalog",
+    "probe": "plan.cluster_probe",
 }
 
 
