@@ -12,12 +12,12 @@ from tests.unit.test_planner import SMALL, priced_of, small_cluster
 from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.routes import Op
 from towpath.core.strategy import GRADIENTS, Strategy
-from towpath.planner import tables
-from towpath.planner.cluster import Cluster
-from towpath.planner.pipelines import Layout, Pipelines
-from towpath.planner.prediction import Prediction, Ranking
-from towpath.planner.request import BF16, Request
-from towpath.planner.solver import Solver
+from towpath.plan import tables
+from towpath.plan.cluster_file import Cluster
+from towpath.plan.pipelines import Layout, Pipelines
+from towpath.plan.prediction import Prediction, Ranking
+from towpath.plan.request import BF16, Request
+from towpath.plan.solver import Solver
 
 SPEED = 1e9  # elements a second that a rank codes exactly
 

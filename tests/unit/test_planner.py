@@ -19,10 +19,11 @@ from towpath.core.routes import Form
 from towpath.core.schedule import schedule
 from towpath.core.unit_plan import plan_unit
 from towpath.errors import ConfigError
-from towpath.planner.catalog import describe_model, load_cluster, named_models, shipped_clusters
-from towpath.planner.cluster import Cluster, from_table
-from towpath.planner.model import Transformer, activation_bytes, compute_seconds, engine_bytes
-from towpath.planner.profile import (
+from towpath.plan.catalog import describe_model, load_cluster, named_models, shipped_clusters
+from towpath.plan.cluster_file import Cluster, from_table
+from towpath.plan.hardware import PassWork
+from towpath.plan.model import Transformer, activation_bytes, compute_seconds, engine_bytes
+from towpath.plan.profile import (
     BROADCAST,
     SEVERAL,
     Point,
@@ -31,9 +32,8 @@ from towpath.planner.profile import (
     collective_seconds,
     fitted,
 )
-from towpath.planner.request import BF16, Optimizer, Request
-from towpath.planner.solver import Batching, Candidate, Infeasible, Prediction, Ranking, Solver
-from towpath.sim.hardware import PassWork
+from towpath.plan.request import BF16, Optimizer, Request
+from towpath.plan.solver import Batching, Candidate, Infeasible, Prediction, Ranking, Solver
 from towpath.topology.cluster import Topology
 
 SMALL = Transformer(vocabulary=512, width=1024, depth=6, heads=8, hidden=4096)

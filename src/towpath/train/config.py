@@ -22,7 +22,7 @@ from towpath.core.outer import Outer, outer_transport
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES
 from towpath.core.strategy import OFFLOADS, Strategy, written
 from towpath.errors import ConfigError
-from towpath.planner.request import OUTER
+from towpath.plan.request import OUTER
 from towpath.topology.cluster import Topology
 
 DTYPES: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16"}

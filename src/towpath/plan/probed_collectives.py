@@ -21,8 +21,8 @@ from towpath.core.routes import ROUTES, Form, Op, Route
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind, move_shapes
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.planner.profile import BROADCAST, collective_name
-from towpath.sim.measured import Mesh
+from towpath.plan.measured import Mesh
+from towpath.plan.profile import BROADCAST, collective_name
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

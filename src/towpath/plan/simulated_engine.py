@@ -36,8 +36,8 @@ from towpath.core.step_state import (
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
-from towpath.sim.bandwidth import BandwidthModel, Demand
-from towpath.sim.hardware import (
+from towpath.plan.bandwidth import BandwidthModel, Demand
+from towpath.plan.hardware import (
     EVERYWHERE,
     INSIDE,
     PROCESSOR,
@@ -49,7 +49,7 @@ from towpath.sim.hardware import (
     encoding_seconds,
     phase_costs,
 )
-from towpath.sim.timeline import Event, Timeline
+from towpath.plan.timeline import Event, Timeline
 
 
 @dataclass(frozen=True, slots=True)

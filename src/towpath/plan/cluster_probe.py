@@ -21,8 +21,6 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from towpath.auto.collectives import Work, collectives_to_measure, sizes_up_to
-from towpath.auto.measure import measure_host_work
 from towpath.codecs.exact import decode, encode
 from towpath.codecs.exact.message import message_bound
 from towpath.codecs.kernels import kernels_for
@@ -30,7 +28,9 @@ from towpath.collectives.native import all_gather_single, launched_together
 from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.errors import ConfigError
-from towpath.planner.profile import (
+from towpath.plan.measure import measure_host_work
+from towpath.plan.probed_collectives import Work, collectives_to_measure, sizes_up_to
+from towpath.plan.profile import (
     LAUNCHED_CALLS,
     LAUNCHED_CODEC,
     LAUNCHED_IN_A_BATCH,
