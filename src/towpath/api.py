@@ -22,14 +22,15 @@ from torch import nn
 from towpath.checkpoint.weights import Safetensors
 from towpath.collectives.rank_transfer import form_for
 from towpath.core import presets
-from towpath.core.collective_log import Call
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.presets import NamedStrategy, StrategyLike
 from towpath.core.schedule import Schedule, decided, depends_on_memory
 from towpath.core.schedule import schedule as derive_schedule
+from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
+from towpath.engine.agree.boundary import CHECK_EVERY
 from towpath.engine.build import agree, agreement, build, check_exchangeable
 from towpath.engine.executor import engine_of
 from towpath.engine.hooks import attach, check_arguments
@@ -47,7 +48,6 @@ from towpath.engine.layout import (
 from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ConfigError, ShardError, StepError
 from towpath.logs import logger
 from towpath.planner.request import Workload
@@ -397,7 +397,7 @@ def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
         found = list(islice(source, 1))
         mine = _ONE if found else _LAST_AGAIN if last else _NONE
         last = found or last
-        with program.shared("join()", Call.PROGRAM):
+        with program.shared("join()", LoggedCall.PROGRAM):
             everyones = groups.gather_rows(torch.tensor([mine]), program.wait).flatten().tolist()
         if _ONE not in everyones:
             return

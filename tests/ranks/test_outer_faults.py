@@ -23,7 +23,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import seldom, strategy_of
 from tests.ranks.test_outer import STREAMING, adamw
 from towpath import Outer, Topology, checkpoint
-from towpath.engine.checks.activity import StallMonitor
+from towpath.engine.agree.watchdog import StallMonitor
 from towpath.engine.outer import FragmentExchange
 from towpath.errors import StepError
 

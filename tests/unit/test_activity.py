@@ -22,7 +22,7 @@ from towpath.core.routes import Op
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.engine.checks.activity import Neighbor, RankStatus, StallMonitor, _end, _report
+from towpath.engine.agree.watchdog import Neighbor, RankStatus, StallMonitor, _end, _report
 from towpath.engine.streams.queue import ThreadStream, make_stream
 from towpath.engine.streams.streams import CudaStream, _CudaHandle
 from towpath.topology.cluster import Topology
@@ -229,7 +229,7 @@ def _end_process(neighbor: Neighbor) -> None:
 
 
 def test_a_neighbor_that_cannot_connect_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("towpath.engine.checks.activity._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("towpath.engine.agree.watchdog._PATIENCE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def mislead(found: list[Any]) -> None:

@@ -20,15 +20,15 @@ import torch
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from towpath.core.collective_log import Call, CollectiveLog
 from towpath.core.exact import SMALLEST_BYTES
 from towpath.core.formats import Precision
 from towpath.core.outer_plan import plan_outer
+from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
 from towpath.core.unit_plan import UnitPlan, plan_unit
-from towpath.engine.checks.optimizers import watch_optimizers
+from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept, is_saved
 from towpath.engine.outer import OuterSync
@@ -47,6 +47,7 @@ from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.streams.queue import CommContext
+from towpath.engine.trial_steps import watch_optimizers
 from towpath.errors import MismatchError, ShardError, TowpathError
 from towpath.logs import logger
 from towpath.topology.groups import Groups
@@ -343,7 +344,7 @@ def _replica(strategy: Strategy, trains: bool, comm: CommContext, mesh: Mesh) ->
     groups, moves = comm.groups, strategy.of(trains).moves.assemble
     program = comm.program if groups.parent is not None else None
     # Calls are compared among the ranks that share the optimizer states. Frozen parameters may use other groups.
-    call = Call.SHARED if strategy.of(trains).placement.optimizer == strategy.placement.optimizer else None
+    call = LoggedCall.SHARED if strategy.of(trains).placement.optimizer == strategy.placement.optimizer else None
     if not moves:
         return Replica(None, (0,), groups.rank, mesh.groups, groups.parent, groups.first, program=program, call=call)
     group = moves[0].group_of(groups.rank)

@@ -20,11 +20,11 @@ from towpath.checkpoint.rank_contents import described
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import StrategyLike
-from towpath.engine.checks.optimizers import adopt
+from towpath.engine.agree.boundary import CHECK_EVERY
 from towpath.engine.executor import engine_of, engine_with
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
-from towpath.engine.parameters.unit import CHECK_EVERY
+from towpath.engine.trial_steps import adopt
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
 from towpath.optim import members_of, whole_of

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from towpath.core.collective_log import Call
+from towpath.core.scopes import LoggedCall
+from towpath.engine.agree.boundary import checksum
 from towpath.engine.build import agree
 from towpath.engine.executor import Engine
-from towpath.engine.parameters.unit import Unit, checksum
+from towpath.engine.parameters.unit import Unit
 from towpath.errors import ShardError, StepError, TowpathError
 
 
@@ -50,7 +51,7 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
     """
     engine.begin()
     made = [u for u in (engine.units if units is None else units) if not engine.machine.is_kept_unsharded(u.index)]
-    with engine.comm.program.shared("full_parameters()", Call.PROGRAM):
+    with engine.comm.program.shared("full_parameters()", LoggedCall.PROGRAM):
         engine.param_sync()
         for unit in made:
             engine.execute(engine.machine.keep_unsharded(unit.index))
@@ -104,7 +105,7 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
         return
     mine = torch.cat([torch.stack([u.checksums, checksums(u)]) for u in units], dim=1)
     program = engine.comm.program
-    with program.shared("the end of full_parameters()", Call.PROGRAM):
+    with program.shared("the end of full_parameters()", LoggedCall.PROGRAM):
         everyones = groups.gather_rows(mine, program.wait)  # [ranks, before and after, parameters]
     before, after = everyones[:, 0], everyones[:, 1]
     # Where replicas differed in their last bits before, equal values cannot be expected afterwards. They must still

@@ -36,14 +36,14 @@ from towpath.collectives.rank_transfer import (
     group_rank,
     select,
 )
-from towpath.core.collective_log import CollectiveLog
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes, shared_lanes
 from towpath.core.routes import WITH_OWNERS
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Needs, Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
-from towpath.engine.checks.activity import StallMonitor
-from towpath.engine.checks.program import Program
+from towpath.engine.agree.digest import CollectiveLog
+from towpath.engine.agree.program import Program
+from towpath.engine.agree.watchdog import StallMonitor
 from towpath.engine.streams.record import Record, TransferWait, profiled
 from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Work, timer_for
 from towpath.logs import logger

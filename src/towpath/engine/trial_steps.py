@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from towpath.engine.checks.program import Program
+from towpath.engine.agree.program import Program
 from towpath.engine.executor import Engine, engine_with
 from towpath.engine.parameters.parallel import replacement_of
 from towpath.engine.parameters.partial_sums import Replica

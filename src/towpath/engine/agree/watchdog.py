@@ -27,17 +27,16 @@ from typing import Any, final
 
 import torch
 
-from towpath.core.collective_log import (
-    Call,
+from towpath.core.scopes import LoggedCall, Scope
+from towpath.core.strategy import Strategy
+from towpath.core.transfer import Transfer
+from towpath.engine.agree.digest import (
     CollectiveLog,
-    Scope,
     StepLog,
     difference,
     divergence_message,
     has_not_made,
 )
-from towpath.core.strategy import Strategy
-from towpath.core.transfer import Transfer
 from towpath.errors import StepError
 from towpath.logs import logger
 from towpath.topology.groups import Groups, rendezvous_address
@@ -410,7 +409,9 @@ class StallMonitor:
         log, mine, meeting = self.log, self._step_log(), self.activity.meeting
         if log is None or mine is None:
             return
-        calls = [scope for scope in log.scopes if scope.kinds & {Call.PROGRAM, Call.SHARED} and not scope.lane]
+        calls = [
+            scope for scope in log.scopes if scope.kinds & {LoggedCall.PROGRAM, LoggedCall.SHARED} and not scope.lane
+        ]
         for scope in log.scopes:
             members = scope.members(scope.group_of[self.rank])
             place = members.index(self.rank)
@@ -430,7 +431,9 @@ class StallMonitor:
                 if found is not None and (self._step_log(), self.activity.meeting) == (mine, meeting):
                     # If only one rank has stepped an optimizer, that explains why their transfers differ.
                     cause = difference(log.scopes[0], first, second, ended=True)
-                    is_a_step = cause is not None and Call.STEP in cause.kinds and Call.SHARED not in found.kinds
+                    is_a_step = (
+                        cause is not None and LoggedCall.STEP in cause.kinds and LoggedCall.SHARED not in found.kinds
+                    )
                     self.diverged = divergence_message(self.number, cause if cause is not None and is_a_step else found)
                     if note.failure:
                         self.diverged = (
