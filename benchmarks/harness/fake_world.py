@@ -24,8 +24,8 @@ from towpath import api
 from towpath.codecs import packing
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import native
-from towpath.core.collective_log import CollectiveLog
 from towpath.core.transfer import Transfer
+from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.streams import queue
 from towpath.engine.streams.record import TransferWait
 from towpath.engine.streams.streams import Handle, Job, Stream

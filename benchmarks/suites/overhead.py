@@ -31,8 +31,8 @@ from benchmarks.peers import TrainStep
 from benchmarks.workload import Workload
 from towpath.bench import interleave
 from towpath.core.strategy import TransferKind
-from towpath.engine.checks import optimizers
-from towpath.engine.parameters.unit import CHECK_EVERY, UnusedParams
+from towpath.engine import trial_steps as optimizers
+from towpath.engine.agree.boundary import CHECK_EVERY, UnusedParams
 from towpath.observing import sums
 
 # One rank -------------------------------------------------------------------------------------------------------------

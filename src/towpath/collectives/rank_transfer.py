@@ -1,7 +1,7 @@
 """The transfers of the schedule as the engine runs them: each one with the collective that executes it on this rank.
 
 `shard()` makes all ranks agree on the transfers that they bind. Every boundary compares the order in which the ranks
-run them (`core/collective_log.py`).
+run them (`engine/agree/digest.py`).
 """
 
 from __future__ import annotations

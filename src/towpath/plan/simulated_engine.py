@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from towpath.core.collective_log import log_bytes
 from towpath.core.formats import item_bytes
 from towpath.core.launches import EXACT_ENCODING, Launches, launches_of
 from towpath.core.outer_plan import OuterPlan
 from towpath.core.queues import QUEUES, Communicator, Lanes, shared_lanes
 from towpath.core.schedule import message_sizes_transfers, unused_params_transfers
+from towpath.core.scopes import log_bytes
 from towpath.core.step_state import (
     Action,
     AgreeOnSizes,
@@ -378,8 +378,8 @@ class SimulatedEngine:
         before = queued.before
         if before is None or before.ended:
             return True
-        # It is not this task's turn yet. Its first phase may still cross nodes, if it does nothing else. The task before
-        # it must have begun, and must not cross nodes from now on.
+        # It is not this task's turn yet. Its first phase may still cross nodes, if it does nothing else. The task
+        # before it must have begun, and must not cross nodes from now on.
         if before.began is None or before.crosses_now or any(cost.crosses for cost in before.costs):
             return False
         return queued.began is None and len(queued.costs) > 1 and queued.costs[0].crosses
