@@ -32,7 +32,8 @@ from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.engine.build import agree, agreement, build, check_exchangeable
 from towpath.engine.executor import engine_of
-from towpath.engine.hooks import attach, check_arguments
+from towpath.engine.from_fsdp import check_arguments
+from towpath.engine.hooks import attach
 from towpath.engine.layout import (
     UnitChoice,
     UnitLayout,

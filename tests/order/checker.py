@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath.codecs.packing
-import towpath.collectives.native
+import towpath.collectives.flat
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
 from towpath.engine import outer
@@ -448,7 +448,7 @@ def checking() -> Generator[Checker]:
         ),
         patched(parameter_memory, "host_is_apart", lambda device: True),
         native(towpath.codecs.packing),
-        native(towpath.collectives.native),
+        native(towpath.collectives.flat),
         native(encoded_shard),
     ]
     try:

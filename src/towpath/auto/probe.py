@@ -31,7 +31,7 @@ from towpath.codecs.exact import (
     message_bound,
 )
 from towpath.codecs.kernels import kernels_for
-from towpath.collectives.native import all_gather_single, launched_together
+from towpath.collectives.flat import all_gather_single, launched_together
 from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.errors import ConfigError

@@ -23,7 +23,7 @@ from torch.utils import _pytree as trees
 from towpath.checkpoint.optimizer_state import is_like, name_of
 from towpath.checkpoint.rank_contents import described, parameters_of
 from towpath.engine.build import agree
-from towpath.engine.checks.optimizers import adopt
+from towpath.engine.checks.optimizer_check import adopt
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.engine.parameters.shard_spec import whole_tensors

@@ -43,13 +43,13 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.checks.activity import EndOfBackward, FailedPasses
 from towpath.engine.checks.registrations import registrations
+from towpath.engine.comm import CommContext
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit, UnusedParams
-from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
 

@@ -20,7 +20,7 @@ from towpath.checkpoint.rank_contents import described
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import StrategyLike
-from towpath.engine.checks.optimizers import adopt
+from towpath.engine.checks.optimizer_check import adopt
 from towpath.engine.executor import engine_of, engine_with
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
