@@ -33,7 +33,8 @@ from towpath.core.units import units_from_numels
 from towpath.engine.agree.boundary import CHECK_EVERY
 from towpath.engine.build import build, check_exchangeable
 from towpath.engine.executor import engine_of
-from towpath.engine.hooks import attach, check_arguments
+from towpath.engine.from_fsdp import check_arguments
+from towpath.engine.hooks import attach
 from towpath.engine.layout import (
     UnitChoice,
     UnitLayout,

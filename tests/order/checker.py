@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath.codecs.packing
-import towpath.collectives.native
+import towpath.collectives.flat
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
 from towpath.engine import outer
@@ -441,7 +441,7 @@ def checking() -> Generator[Checker]:
         for module in (optimizer_memory, outer):
             patch.setattr(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
         patch.setattr(parameter_memory, "host_is_apart", lambda device: True)
-        for module in (towpath.codecs.packing, towpath.collectives.native, encoded_shard):
+        for module in (towpath.codecs.packing, towpath.collectives.flat, encoded_shard):
             native(module)
         with checker:
             yield checker

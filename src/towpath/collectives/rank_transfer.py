@@ -19,7 +19,7 @@ from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.columns_and_rows import ColumnRowAllGather, grouped, is_direct
 from towpath.collectives.exact import AgreedAllGather, ExactAllGather
-from towpath.collectives.native import (
+from towpath.collectives.flat import (
     EncodedAllGather,
     FlatAllGather,
     FlatAllReduce,

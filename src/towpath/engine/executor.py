@@ -43,6 +43,7 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.boundary import UnusedParams
 from towpath.engine.agree.watchdog import EndOfBackward, FailedPasses
+from towpath.engine.comm import CommContext
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.exact_syncs import ExactSyncs
@@ -50,7 +51,6 @@ from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.registrations import registrations
-from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
 

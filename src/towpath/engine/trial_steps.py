@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_flatten
 
 from towpath.engine.agree.program import Program
 from towpath.engine.executor import Engine, engine_with
-from towpath.engine.parameters.parallel import replacement_of
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor, running_step
+from towpath.engine.parameters.tensor_parallel import replacement_of
 from towpath.engine.streams.streams import eager
 from towpath.errors import ShardError
 from towpath.logs import logger

@@ -16,11 +16,11 @@ from towpath.collectives.rank_transfer import CoalescedTransfers, RankTransfer
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import UnitPlan
+from towpath.engine.comm import CommContext
 from towpath.engine.layout import Holder, UnitLayout, exchanged
 from towpath.engine.parameters.bucket import Bucket, Buffers, gather_together, reduce_together
 from towpath.engine.parameters.leaf_parameter import LeafParameter
 from towpath.engine.parameters.shard_tensor import in_backward
-from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, Work
 from towpath.errors import StepError
 
