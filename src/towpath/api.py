@@ -50,7 +50,7 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ConfigError, ShardError, StepError
 from towpath.logs import logger
-from towpath.planner.request import Workload
+from towpath.plan.request import Workload
 from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology, counted
 from towpath.topology.groups import Groups, check_process_group, detect_shape
@@ -176,7 +176,7 @@ def shard(
         # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
         lines += describe(model, layouts, groups)
     if chosen is None:
-        from towpath.auto.choice import choose_for  # imported here, because it also imports what traces a model
+        from towpath.plan.choice import choose_for  # imported here, because it also imports what traces a model
 
         assert workload is not None and topology is not None
         chosen = choose_for(model, layouts, workload, groups, topology, precision)

@@ -484,7 +484,7 @@ def test_a_rank_that_loses_the_others_while_saving_lets_them_know(tmp_path: Path
     """Not only its death does: one that goes on, and waits for them elsewhere, would have them wait for it."""
     with World(3) as ranks:
         for failure in ranks.run(_lose_the_others, tmp_path, timeout=50.0):
-            assert failure[0] is not None and "the ranks have lost each other" in (failure[1] or "")
+            assert failure[0] is not None and all("the ranks have lost each other" in (f or "") for f in failure[1:])
 
 
 def _lose_the_others(root: Path) -> list[str | None]:
@@ -495,7 +495,10 @@ def _lose_the_others(root: Path) -> list[str | None]:
         storage.write_files = lambda *_: _Unpicklable()  # pyright: ignore
     failures = [saver.save(step).outcome().failure for step in (1, 2)]
     run.train([1])
-    return failures
+    saver.close()
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.Saver(root, run.state())
+    return [*failures, str(refused.value)]
 
 
 class _Unpicklable:

@@ -107,16 +107,19 @@ def _save_in_background(root: Path) -> Content:
         (SHAPE, None, "2 islands"),
         seldom(SHAPE, replace(STREAMING, islands=1), "now there are 1"),
         (Topology(3, 1), STREAMING, "now there are 3"),
+        (Topology(4, 2), STREAMING, "now there are 4"),
         seldom(SHAPE, replace(STREAMING, every=4), "has changed"),
     ],
-    ids=["synchronous", "one island", "more islands", "another period"],
+    ids=["synchronous", "one island", "islands of one", "more islands", "another period"],
 )
 def test_other_islands_begin_with_the_slow_weights(
     topology: Topology, outer: Outer | None, note: str, world: Worlds, tmp_path: Path
 ) -> None:
     """At step 4 the second exchange of fragment 0 is under way. Its result is applied first."""
     expected = world(4).run(_save_pending, tmp_path)[0]
-    for off, notes in world(topology.world).run(_load_elsewhere, tmp_path, topology, outer, expected):
+    found = world(topology.world).run(_load_elsewhere, tmp_path, topology, outer, expected)
+    assert len({drawn for _, _, drawn in found}) == topology.world  # no two ranks draw the same random numbers
+    for off, notes, _ in found:
         assert off <= 1e-9
         told = " ".join(notes)
         assert note in told
@@ -142,11 +145,12 @@ def _save_pending(root: Path) -> tuple[Content, Content]:
 
 def _load_elsewhere(
     root: Path, topology: Topology, outer: Outer | None, expected: tuple[Content, Content]
-) -> tuple[float, tuple[str, ...]]:
+) -> tuple[float, tuple[str, ...], float]:
     slow, own = expected
     run = _Run("zero3", topology, outer, torch.float64)
     loaded = checkpoint.load(root, run.state)
     assert loaded is not None
+    drawn = torch.rand((), dtype=torch.float64).item()
     weights = own if "has changed" in " ".join(loaded.notes) else slow
     found = content(run.model)
     off = max((found[name] - weights[name]).abs().max().item() for name in weights)
@@ -159,7 +163,7 @@ def _load_elsewhere(
             mine = tensor.shard_spec.part_of(slow[name])
             off = max(off, (tensor.local - mine).abs().max().item() if mine.numel() else 0.0)
     run.train(5, 8)
-    return off, loaded.notes
+    return off, loaded.notes, drawn
 
 
 def test_a_synchronous_checkpoint_starts_with_slow_weights_like_its_own(world: Worlds, tmp_path: Path) -> None:

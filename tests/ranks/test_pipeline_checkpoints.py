@@ -5,6 +5,7 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,11 @@ def _told(folder: str) -> None:
     optimizer = torch.optim.AdamW([*pipeline.parameters(), *foreign], lr=0.1)
     outcome = checkpoint.save(folder, 1, checkpoint.State(pipeline, optimizer))
     assert outcome.failure is not None and "rank 3: group 0 of the optimizer has one of shape (2,)" in outcome.failure
+    state = checkpoint.State(pipeline, torch.optim.AdamW(pipeline.parameters()))
+    if dist.get_rank() == 1:  # the others must not wait for what it has of the optimizer
+        state.contents = replace(state.contents, named=lambda: 1 // 0)  # pyright: ignore[reportArgumentType]
+    failure = checkpoint.save(folder, 1, state).failure
+    assert failure == "rank 1: ZeroDivisionError: integer division or modulo by zero"
     mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]), mesh_dim_names=("pp", "dp"))
     if dist.get_rank() < 2:
         small = Pipeline(

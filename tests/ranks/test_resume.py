@@ -326,6 +326,19 @@ def _fail_while_it_saves(options: tuple[str, ...]) -> tuple[Seen, Path | None]:
     return seen, checkpoint.latest(Path(Config.load(os.devnull, options).log.folder, "checkpoints"))
 
 
+def test_a_folder_that_cannot_be_read_does_not_hide_why_a_run_ended(options: tuple[str, ...], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def before(step: int) -> None:
+        if step == 4:
+            folder.rename(tmp_path / "elsewhere")
+            folder.symlink_to(folder)
+            raise StepError("for the test")
+
+    seen = _train((*options, *_in(tmp_path, "checkpoint.every=2")), None, before, background=False)
+    assert seen.error == "for the test" and "step 3 was not saved; its checkpoints cannot be read" in seen.said
+
+
 def _fail(options: tuple[str, ...], folder: Path) -> Seen:
     """The disk is full in step 4; what is half written vanishes in step 6."""
     real_write, real_free = storage.write_tensors, storage.free_bytes

@@ -26,6 +26,7 @@ from towpath import checkpoint
 from towpath.checkpoint import State
 from towpath.errors import CheckpointError
 from towpath.pipeline import Compression, Pipeline
+from towpath.topology.groups import Groups
 
 STAGES = 2
 # Stages, data-parallel and tensor-parallel ranks. Half of the copies take the one batch, half the other.
@@ -124,6 +125,25 @@ def _check(model: Any, optimizer: Any, whole: nn.Module, reference: torch.optim.
         for key in ("exp_avg", "exp_avg_sq"):
             found, expected = optimizer.state[parameter][key].full_tensor(), reference.state[theirs[name]][key]
             assert torch.allclose(found, expected, rtol=0, atol=1e-9), (name, key)
+
+
+def test_ranks_that_share_layers_draw_the_same_random_numbers_after_a_resume(world: Worlds, tmp_path: Path) -> None:
+    for first, second, third, fourth in world(4).run(_drawn, tmp_path)[0]:
+        assert first == second != third == fourth
+
+
+def _drawn(root: Path) -> list[list[float]]:
+    """Return what all ranks draw after they have resumed, as a model and as stages, a run without shared layers."""
+    mesh = init_device_mesh("cpu", (1, 4, 1), mesh_dim_names=("pp", "dp", "tp"))
+    torch.manual_seed(dist.get_rank())
+    assert checkpoint.save(root, 1, State(_one_model(mesh, "zero1"))).ok
+    found: list[list[float]] = []
+    for sizes, build in ((1, 2, 2), _one_model), ((2, 1, 2), _pipeline):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+        loaded = checkpoint.load(root, State(build(mesh, "ddp")))
+        assert loaded is not None and "now there are 4 ranks of which 2 share each layer" in " ".join(loaded.notes)
+        found.append(Groups().gather_objects(torch.rand(()).item()))
+    return found
 
 
 @in_turn([True, False], 1, "fused")

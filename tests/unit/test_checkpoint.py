@@ -131,6 +131,17 @@ def test_schedules_and_data_positions_go_on_where_they_were(tmp_path: Path) -> N
     )
 
 
+def test_an_extra_of_another_kind_is_an_error_and_no_damage(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    assert checkpoint.save(tmp_path, 1, State(model, data=Position())).ok
+    schedule = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters()), [2])
+    assert checkpoint.save(tmp_path, 2, State(model, data=schedule)).ok
+    with pytest.raises(
+        CheckpointError, match=r"'data' \(Position\) does not take .*KeyError.* Make the object that was"
+    ):
+        checkpoint.load(tmp_path, State(model, data=Position()))
+
+
 class Position:
     def __init__(self) -> None:
         self.count, self.order = 0, torch.randperm(50)

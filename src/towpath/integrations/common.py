@@ -28,7 +28,7 @@ from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
 from towpath.optim import members_of, whole_of
-from towpath.planner.request import Workload
+from towpath.plan.request import Workload
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 

@@ -3,7 +3,7 @@
     {"version": 2, "topology": {...}, "host": "...", "date": "...", "points": [...], ...}
 
 A link is fitted as latency + bytes / rate. The largest error of the fit is reported with it. Collectives correct what
-the simulator derives from single messages (`sim/measured.py`).
+the simulator derives from single messages (`plan/measured.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from towpath.core.routes import Form, Grid, Op, Route
 from towpath.core.strategy import MoveShape
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, PlanError
-from towpath.planner.cluster import Cluster
-from towpath.sim.hardware import (
+from towpath.plan.cluster_file import Cluster
+from towpath.plan.hardware import (
     CodecSpeed,
     Hardware,
     HostWork,
@@ -35,7 +35,7 @@ from towpath.sim.hardware import (
     phase_costs,
     seconds_alone,
 )
-from towpath.sim.measured import MeasuredCollectives, Mesh, Ratio
+from towpath.plan.measured import MeasuredCollectives, Mesh, Ratio
 from towpath.topology.cluster import Topology
 
 VERSION = 2

@@ -34,8 +34,9 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import PlanError
-from towpath.planner.cluster import Cluster
-from towpath.planner.model import (
+from towpath.plan.cluster_file import Cluster
+from towpath.plan.hardware import TransferShape, phase_costs, seconds_alone
+from towpath.plan.model import (
     Model,
     ModelUnit,
     StagedModel,
@@ -45,11 +46,10 @@ from towpath.planner.model import (
     kept_bytes,
     optimizer_seconds,
 )
-from towpath.planner.prediction import Batching, Prediction, figures_of
-from towpath.planner.request import Request
-from towpath.planner.solver import Candidate, Solver
-from towpath.sim.hardware import TransferShape, phase_costs, seconds_alone
-from towpath.sim.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
+from towpath.plan.prediction import Batching, Prediction, figures_of
+from towpath.plan.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
+from towpath.plan.request import Request
+from towpath.plan.solver import Candidate, Solver
 from towpath.topology.cluster import Topology
 
 # Returns the order and the walk of a schedule. The arguments are its name and the numbers of ranks and micro-batches.

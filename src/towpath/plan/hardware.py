@@ -19,7 +19,7 @@ from towpath.core.strategy import MoveShape
 from towpath.core.transfer import Activation, Range, Transfer
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
-from towpath.sim.measured import MeasuredCollectives, Mesh
+from towpath.plan.measured import MeasuredCollectives, Mesh
 from towpath.topology.cluster import Topology
 
 # The resources that concurrent activities share, from the view of one node or one rank.

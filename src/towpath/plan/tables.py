@@ -9,10 +9,10 @@ from typing import Any, get_args
 from towpath.core.exact import SMALLEST_BYTES, exact_codec, in_bits
 from towpath.core.outer import Outer
 from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind, move_shapes
-from towpath.planner.cluster import GIB
-from towpath.planner.pipelines import PipelinePrediction
-from towpath.planner.prediction import Prediction
-from towpath.planner.solver import Solver
+from towpath.plan.cluster_file import GIB
+from towpath.plan.pipelines import PipelinePrediction
+from towpath.plan.prediction import Prediction
+from towpath.plan.solver import Solver
 
 BASELINE = "zero3"  # the strategy that a choice is compared with
 _WORTH_TELLING = 0.02  # the share of a step in which the device waits for launches

@@ -13,30 +13,30 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from towpath.auto.live import describe_by_parameters
-from towpath.auto.measure import describe_measured, ranks_measure_together
-from towpath.auto.probe import device_of_job, probe, still_holds
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError, PlanError, TowpathError
-from towpath.planner import tables
-from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.islands import OuterPlanner, worth_it
-from towpath.planner.model import Model
-from towpath.planner.pipelines import PipelinePrediction
-from towpath.planner.prediction import Batching, Prediction, Ranking
-from towpath.planner.profile import Profile
-from towpath.planner.request import OUTER, Optimizer, Request, Workload, codecs_for_both
-from towpath.planner.solver import Solver
+from towpath.plan import tables
+from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.cluster_probe import device_of_job, probe, still_holds
+from towpath.plan.islands import OuterPlanner, worth_it
+from towpath.plan.live import describe_by_parameters
+from towpath.plan.measure import describe_measured, ranks_measure_together
+from towpath.plan.model import Model
+from towpath.plan.pipelines import PipelinePrediction
+from towpath.plan.prediction import Batching, Prediction, Ranking
+from towpath.plan.profile import Profile
+from towpath.plan.request import OUTER, Optimizer, Request, Workload, codecs_for_both
+from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -67,15 +67,15 @@ def choose(
     groups: Groups,
     topology: Topology,
     describe: Callable[[torch.device], Model],
-    request: Callable[[int], Request],
+    request: Request,
     profile: str | Path = "",
     staged: BestPipeline | None = None,
 ) -> Choice:
     """Choose a strategy, identical on all ranks. Every rank must call it.
 
     `describe` describes the model for a device. Rank 0 uses the result. The other ranks call it at the same time,
-    because they also work at the same time in a step. `request` returns what a step must do, for some bytes of memory.
-    `staged` plans the job's stages, if it has any.
+    because they also work at the same time in a step. With no memory in `request`, a rank may take most of its
+    device's. `staged` plans the job's stages, if it has any.
     """
     if groups.world != (dist.get_world_size() if dist.is_initialized() else 1):
         raise PlanError(
@@ -133,23 +133,21 @@ def choose_for(
         return presets.strategy("ddp", topology, offload=workload.offload)  # nothing to share
     dtype = next((bucket.dtype for layout in layouts for bucket in layout.spec.buckets), "float32")
     weights, gradients = codecs_for_both(workload.allow)
-
-    def request(memory: int) -> Request:
-        return Request(
-            workload.micro_steps * topology.world,
-            workload.memory or memory,
-            precision,
-            dtype,
-            Optimizer.named(workload.optimizer),
-            weights,
-            gradients,
-            micro_batches=(1,),
-            checkpointing=False,  # the model recomputes by itself, if at all
-            offload=workload.offload,
-            interleaved=workload.interleaved,
-            exact=workload.exact,
-            outer=OUTER in workload.allow,
-        )
+    request = Request(
+        workload.micro_steps * topology.world,
+        workload.memory or 0,
+        precision,
+        dtype,
+        Optimizer.named(workload.optimizer),
+        weights,
+        gradients,
+        micro_batches=(1,),
+        checkpointing=False,  # the model recomputes by itself, if at all
+        offload=workload.offload,
+        interleaved=workload.interleaved,
+        exact=workload.exact,
+        outer=OUTER in workload.allow,
+    )
 
     def describe(device: torch.device) -> Model:
         if not workload.inputs:
@@ -210,7 +208,7 @@ class _Planner:
         self,
         groups: Groups,
         describe: Callable[[torch.device], Model],
-        request: Callable[[int], Request],
+        request: Request,
         staged: BestPipeline | None,
     ) -> None:
         self._groups, self._describe, self._request, self._staged = groups, describe, request, staged
@@ -250,11 +248,10 @@ class _Planner:
         return None
 
 
-def _planned(
-    profile: Profile, how: str, model: Model, request: Callable[[int], Request], staged: BestPipeline | None
-) -> Choice:
+def _planned(profile: Profile, how: str, model: Model, request: Request, staged: BestPipeline | None) -> Choice:
     cluster = profile.cluster()
-    solver = Solver(model, cluster, request(int(cluster.memory * _SHARE_OF_MEMORY)))
+    memory = request.memory or int(cluster.memory * _SHARE_OF_MEMORY)
+    solver = Solver(model, cluster, replace(request, memory=memory))
     if staged is not None:
         stages = staged(model, cluster, solver.request)
         if stages is None:

@@ -18,10 +18,10 @@ from towpath.core.schedule import buffer_bytes, host_memory_bytes, memory_bytes
 from towpath.core.unit_plan import UnitPlan
 from towpath.core.units import LARGE_LEAF, BucketSpec, UnitSpec, together
 from towpath.errors import ConfigError
-from towpath.planner.cluster import Cluster
-from towpath.planner.request import Optimizer
-from towpath.sim.hardware import Hardware
-from towpath.sim.replay import ComputeSeconds
+from towpath.plan.cluster_file import Cluster
+from towpath.plan.hardware import Hardware
+from towpath.plan.replay import ComputeSeconds
+from towpath.plan.request import Optimizer
 
 # The backward pass multiplies each matrix twice: for the gradient of the weights and for that of the inputs.
 _BACKWARD = 2

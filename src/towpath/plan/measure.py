@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from towpath.auto.live import Call, Traced, trace
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.engine.build import build
 from towpath.engine.hooks import attach
 from towpath.engine.layout import UnitLayout, lay_out, torch_dtype
 from towpath.errors import ConfigError
-from towpath.planner.model import LinearSeconds, MeasuredPasses, Model, ModelUnit
-from towpath.planner.profile import HOST_PARTS, HOST_SHAPES, HostShape, Point, host_name
+from towpath.plan.live import Call, Traced, trace
+from towpath.plan.model import LinearSeconds, MeasuredPasses, Model, ModelUnit
+from towpath.plan.profile import HOST_PARTS, HOST_SHAPES, HostShape, Point, host_name
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

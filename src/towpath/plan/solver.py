@@ -43,8 +43,9 @@ from towpath.core.strategy import (
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.planner.cluster import Cluster
-from towpath.planner.model import (
+from towpath.plan.cluster_file import Cluster
+from towpath.plan.hardware import CABLE, INSIDE, PROCESSOR, TransferShape, phase_costs
+from towpath.plan.model import (
     Model,
     activation_bytes,
     compute_seconds,
@@ -52,13 +53,12 @@ from towpath.planner.model import (
     host_bytes,
     optimizer_seconds,
 )
-from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking, figures_of
-from towpath.planner.request import Request
-from towpath.sim.engine import KERNELS_OF_A_PARAMETER
-from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, TransferShape, phase_costs
-from towpath.sim.outer import Period, PeriodReplay
-from towpath.sim.replay import ComputeSeconds, Replay
-from towpath.sim.timeline import Timeline
+from towpath.plan.outer import Period, PeriodReplay
+from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking, figures_of
+from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.request import Request
+from towpath.plan.simulated_engine import KERNELS_OF_A_PARAMETER
+from towpath.plan.timeline import Timeline
 from towpath.topology.cluster import Extent, Topology
 
 # At most this many micro-steps are replayed. The others of a step are like the one before the last.

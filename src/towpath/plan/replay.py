@@ -21,9 +21,8 @@ from towpath.core.step_state import Action
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
-from towpath.sim.bandwidth import BandwidthModel, Demand, Thread, run_threads
-from towpath.sim.engine import LaunchingThread, QueuedTask, SimulatedEngine, start_phase
-from towpath.sim.hardware import (
+from towpath.plan.bandwidth import BandwidthModel, Demand, Thread, run_threads
+from towpath.plan.hardware import (
     Hardware,
     PhaseCost,
     StageLocation,
@@ -32,7 +31,8 @@ from towpath.sim.hardware import (
     message_cost,
     phase_costs,
 )
-from towpath.sim.timeline import Event, Timeline
+from towpath.plan.simulated_engine import LaunchingThread, QueuedTask, SimulatedEngine, start_phase
+from towpath.plan.timeline import Event, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,9 @@ def computed(
     engine: SimulatedEngine, seconds: ComputeSeconds, action: Action | Compute, micro_step: int
 ) -> Iterator[Demand | QueuedTask]:
     """Compute or execute what a step consists of, and yield what the thread computes or waits for."""
-    if isinstance(action, Compute):
-        yield from _compute(engine, seconds, action)
-    else:
+    if not isinstance(action, Compute):
         yield from engine.execute(action, micro_step)
-
-
-def _compute(engine: SimulatedEngine, seconds: ComputeSeconds, action: Compute) -> Iterator[Demand]:
+        return
     name = f"{action.part.value} of {engine.plans[action.unit].name or 'root'}"
     yield from engine.compute(seconds.of(action), name, seconds.share)
     yield from engine.launch_kernels(action.unit, seconds.kernels(action))

@@ -46,7 +46,7 @@ from typing import Any, NoReturn
 from towpath.core.exact import Shares
 from towpath.core.formats import FLOATING, codec_names
 from towpath.errors import ConfigError
-from towpath.sim.hardware import CodecSpeed, Hardware, HostMemory, Launching, Link, Racks
+from towpath.plan.hardware import CodecSpeed, Hardware, HostMemory, Launching, Link, Racks
 from towpath.topology.cluster import Topology
 
 GIB = 1 << 30
