@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -26,16 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from towpath.api import average_islands
+from towpath.checkpoint.rank_contents import check_same
 from towpath.core.strategy import Strategy
 from towpath.engine.executor import engine_of
 from towpath.engine.saved_activations import offload_activations
-from towpath.errors import ConfigError, StepError
+from towpath.errors import StepError
 from towpath.observing import running_trace
 from towpath.topology.cluster import counted
 from towpath.topology.init import alone
 from towpath.train.checkpoints import CheckpointManager, TrainState
 from towpath.train.config import Config
-from towpath.train.data import Batch, Tokens, open_tokens
+from towpath.train.data import Batch, open_tokens
 from towpath.train.job import SIGNALS, Agreement, Job, StopRequest, handle_signals, init_distributed
 from towpath.train.metrics import JsonLines, MetricsLogger
 from towpath.train.models.bundle import build_model, checkpoint_blocks, compile_blocks, next_token_loss
@@ -97,7 +98,9 @@ class Trainer:
             if parallel.tensor > 1:  # refuses layers that these ranks cannot share
                 bundle = replace(bundle, tensor_plan=plan_for(bundle.model, bundle.tensor_plan, parallel.tensor))
         self.bundle = bundle
-        _check_same_on_all_ranks(config, self.tokens, job)
+        # Ranks that differ would silently train apart.
+        given = {f"{name}.{key}": v for name, section in asdict(config).items() for key, v in section.items()}
+        check_same(job.groups.gather_objects({**given, "data": self.tokens.fingerprint}))
         windows = f"{len(self.tokens.train):,} sequences of {train.length} tokens"
         job.print_once(f"{self.tokens.about}: {windows}, vocabulary {self.tokens.vocabulary:,}")
 
@@ -336,14 +339,3 @@ class Trainer:
         with nullcontext() if trace is None or what == "passes" else trace.phase(what):
             yield
         self.timers[what] += time.perf_counter() - began
-
-
-def _check_same_on_all_ranks(config: Config, tokens: Tokens, job: Job) -> None:
-    """Refuse configurations and data that differ between ranks. Such ranks would silently train apart."""
-    own = {"configuration": str(config), "data": tokens.fingerprint}
-    for rank, other in enumerate(job.groups.gather_objects(own)):
-        for what in own:
-            if other[what] != own[what]:
-                raise ConfigError(
-                    f"rank {job.rank} and rank {rank} differ in their {what}. Give all the same files and arguments."
-                )
