@@ -160,12 +160,9 @@ class OptimizerRestore:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 saved = self._saved["states"].get(self._names[id(parameter)])
-                if saved is not None and not self._is_elsewhere(parameter):
+                is_here = id(parameter) not in self._owner_stepped or owns(self._optimizer, parameter)
+                if saved is not None and is_here:
                     yield group, parameter, saved
-
-    def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
-        """Return whether another rank has all states of the parameter."""
-        return id(parameter) in self._owner_stepped and not owns(self._optimizer, parameter)
 
     def _add_like(self, parameter: nn.Parameter, key: str) -> None:
         path = f"optimizer.{self._names[id(parameter)]}.{key}"
