@@ -229,7 +229,8 @@ class Saver:
         self._under_way: Saving | None = None
         self._refused: RefusedError | None = None  # by the last save, for the next one to raise
         self._open()
-        state.savers.add(self)
+        if background:  # others have saved before anything can change
+            state.add_saver(self)
 
     def _open(self) -> None:
         """Lock the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""

@@ -22,6 +22,7 @@ from zlib import crc32
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.hooks import RemovableHandle
 
 from towpath.checkpoint import optimizer_state
 from towpath.checkpoint.exporting import ADAPTERS, adapters_of
@@ -93,18 +94,24 @@ class State:
             )
         self.model, self.optimizer, self.extras = model, optimizer, extras
         self.config, self.names = config, dict(names or {})
-        self.savers = weakref.WeakSet[Any]()  # those that save this state
+        self._savers = weakref.WeakSet[Any]()  # those that save this state
         self.contents = contents_of(model)
         for engine in self.contents.engines:
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
         self.groups, self.island_rank = self.contents.groups, self.contents.groups.rank
-        if optimizer is not None:  # it must not keep the state alive, nor its savers and their locks
-            hook = optimizer.register_step_pre_hook(partial(_settle, weakref.ref(self)))
-            weakref.finalize(self, hook.remove)
+        self._hook: RemovableHandle | None = None
+
+    def add_saver(self, saver: Any) -> None:
+        """Call `saver.settle` before anything that it saves is changed."""
+        self._savers.add(saver)
+        if self._hook is None and self.optimizer is not None:
+            # The optimizer must not keep the state alive, nor its savers and their locks.
+            self._hook = self.optimizer.register_step_pre_hook(partial(_settle, weakref.ref(self)))
+            weakref.finalize(self, self._hook.remove)
 
     def settle(self) -> None:
         """Return when everything that is being saved has been copied, so that it may be changed."""
-        for saver in list(self.savers):
+        for saver in list(self._savers):
             saver.settle()
 
     # --- saving
