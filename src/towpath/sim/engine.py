@@ -378,8 +378,8 @@ class SimulatedEngine:
         before = queued.before
         if before is None or before.ended:
             return True
-        # It is not this task's turn yet. Its first phase may still cross nodes, if it does nothing else. The task before
-        # it must have begun, and must not cross nodes from now on.
+        # It is not this task's turn yet. Its first phase may still cross nodes, if it does nothing else, while the task
+        # before it crosses no nodes any more.
         if before.began is None or before.crosses_now or any(cost.crosses for cost in before.costs):
             return False
         return queued.began is None and len(queued.costs) > 1 and queued.costs[0].crosses
