@@ -20,7 +20,7 @@ from towpath.checkpoint.rank_contents import described
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import StrategyLike
-from towpath.engine.checks.optimizers import adopt
+from towpath.engine.checks.optimizers import adopt, parameters_of
 from towpath.engine.executor import engine_of, engine_with
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
@@ -113,7 +113,7 @@ def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> 
         ShardError: The optimizer has stepped already, or needs full matrices and is not wrapped.
     """
     adopt(optimizer)
-    engines = {engine_with(p) for group in optimizer.param_groups for p in group["params"]} - {None}
+    engines = {engine_with(p) for p in parameters_of(optimizer)} - {None}
     if not engines or (model is not None and engine_of(model) not in engines):
         return
     for member in members_of(optimizer):
