@@ -31,7 +31,7 @@ from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.engine.agree.boundary import CHECK_EVERY
-from towpath.engine.build import agree, agreement, build, check_exchangeable
+from towpath.engine.build import build, check_exchangeable
 from towpath.engine.executor import engine_of
 from towpath.engine.hooks import attach, check_arguments
 from towpath.engine.layout import (
@@ -55,6 +55,7 @@ from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology, counted
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 from towpath.topology.init import check_devices
+from towpath.topology.together import together
 from towpath.version import __version__
 
 if TYPE_CHECKING:
@@ -155,10 +156,11 @@ def shard(
     groups.connect()
     detects = topology is None and not isinstance(strategy, Strategy)
     # Otherwise, the host names of ranks that detect the topology would meet what other ranks compare next.
-    agree(groups, [f"the topology is {'to be detected' if detects else 'passed, or part of the strategy'}"], None)
+    with together(groups) as lines:
+        lines.append(f"the topology is {'to be detected' if detects else 'passed, or part of the strategy'}")
     if detects:
         topology = Topology(*detect_shape(groups))
-    with agreement(groups) as lines:
+    with together(groups) as lines:
         precision = Precision.of(precision)
         chosen = _resolve(strategy, topology, workload, groups.world)
         check_class(model, "auto" if chosen is None else chosen.name)
@@ -182,7 +184,7 @@ def shard(
         chosen = choose_for(model, layouts, workload, groups, topology, precision)
         # The planner runs the model without values. A recurrent module that `check_exchangeable` has prepared for the
         # engine would run with its own weights instead, so the check follows the plan.
-        with agreement(groups):
+        with together(groups):
             check_exchangeable(chosen, layouts, groups)
     specs = [unit.spec for unit in layouts]
     free = least_free_bytes(layouts, groups) if depends_on_memory(chosen, specs) else None

@@ -104,7 +104,7 @@ class Engine:
         self._unused_params = UnusedParams(strategy, self._trained, comm)
         self.exact_syncs = ExactSyncs(strategy, units, comm)
         comm.queues.plan(u.plan for u in units)
-        self._failures = FailedPasses(comm.groups, comm.record.peers, strategy, comm.log)
+        self._failures = FailedPasses(comm.groups, comm.watchdog, strategy, comm.log)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
@@ -445,7 +445,7 @@ class Engine:
         self._writes_before_step = self.writes
         if self.outer is not None:
             self.outer.begin()
-        self.comm.record.peers.activity.step = self.step
+        self.comm.watchdog.activity.step = self.step
         if self.step in self._changes:
             self._use_transports()
 

@@ -428,7 +428,7 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
                 engine.optimizers.add(optimizer)
                 if check:
                     _check_states(optimizer, parameter, state.get(parameter, {}), engine)
-                    engine.comm.record.peers.activity.failed("")
+                    engine.comm.watchdog.activity.failed("")
     # Wrappers of other libraries, such as Accelerate's, have no hooks.
     if optimizer not in _adopted and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
         optimizer.register_load_state_dict_post_hook(_loaded)
@@ -459,7 +459,7 @@ def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str
                 "towpath.checkpoint.set_optimizer_state_dict instead."
             )
             # Peers whose optimizers are fine wait in the next pass. They quote this error when this rank does not come.
-            engine.comm.record.peers.tell(f"{name}.step() failed ({error})")
+            engine.comm.watchdog.tell(f"{name}.step() failed ({error})")
             raise error
 
 

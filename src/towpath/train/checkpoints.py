@@ -93,7 +93,7 @@ class CheckpointManager:
             self._resume(self._source)
         # Only a run that begins may move checkpoints. With a wrong checkpoint.resume, it has raised before.
         if self._source != self._folder:
-            with self._job.fail_together():
+            with self._job.together():
                 self._set_aside()
         return self
 

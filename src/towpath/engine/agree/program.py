@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from towpath.core.scopes import LoggedCall
 from towpath.engine.agree.digest import CollectiveLog
-from towpath.engine.agree.watchdog import StallMonitor
+from towpath.engine.agree.watchdog import Watchdog
 from towpath.errors import StepError
 
 # How often a rank that waits in a shared call checks whether the call can still end.
@@ -34,7 +34,7 @@ class Program:
     counts the gradients that were set to zero in place since the last boundary.
     """
 
-    def __init__(self, log: CollectiveLog, peers: StallMonitor) -> None:
+    def __init__(self, log: CollectiveLog, peers: Watchdog) -> None:
         self._log, self._peers = log, peers
         self.zeroed = 0
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from towpath.core.scopes import LoggedCall
 from towpath.engine.agree.boundary import checksum
-from towpath.engine.build import agree
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.unit import Unit
-from towpath.errors import ShardError, StepError, TowpathError
+from towpath.errors import ShardError, StepError
+from towpath.topology.together import together
 
 
 def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> list[Unit]:
@@ -25,21 +25,21 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
 
     Every rank must pass the same modules.
     """
-    engine.comm.record.peers.come_together("full_parameters()")
-    failure: TowpathError | None = None
-    known, modules = set(model.modules()), list(modules)
-    stranger = next((module for module in modules if module not in known), None)
-    if stranger is not None:
-        failure = ShardError(
-            f"full_parameters(modules=): expected modules of the model, got a {type(stranger).__name__} that is none "
-            "of them. Take them from the model, as model.layers[0], say."
-        )
-    inside = {id(m) for module in modules for m in module.modules()}
-    found = [unit for unit in engine.units if any(id(owner) in inside for owner in unit.owners)]
-    if engine.root in found:
-        found += [leaf for leaf in engine.leaves if leaf not in found]
-    asked = [repr(unit.name or "root") for unit in found]
-    agree(engine.comm.groups, asked, failure, "full_parameters()", "Name the same modules on every rank.")
+    call = "full_parameters()"
+    engine.comm.watchdog.meet(call)
+    with together(engine.comm.groups, call, "Name the same modules on every rank.") as lines:
+        known, modules = set(model.modules()), list(modules)
+        stranger = next((module for module in modules if module not in known), None)
+        if stranger is not None:
+            raise ShardError(
+                f"full_parameters(modules=): expected modules of the model, got a {type(stranger).__name__} that is "
+                "none of them. Take them from the model, as model.layers[0], say."
+            )
+        inside = {id(m) for module in modules for m in module.modules()}
+        found = [unit for unit in engine.units if any(id(owner) in inside for owner in unit.owners)]
+        if engine.root in found:
+            found += [leaf for leaf in engine.leaves if leaf not in found]
+        lines += [repr(unit.name or "root") for unit in found]
     return found
 
 

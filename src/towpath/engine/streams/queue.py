@@ -43,7 +43,7 @@ from towpath.core.transfer import Needs, Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.program import Program
-from towpath.engine.agree.watchdog import StallMonitor
+from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.streams.record import Record, TransferWait, profiled
 from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Work, timer_for
 from towpath.logs import logger
@@ -97,12 +97,12 @@ class Queues:
         Args:
             begin: The first part of the first transfer. It may run as soon as the job before has released the links.
         """
-        self._record.peers.raise_if_diverged()
+        self._record.watchdog.raise_if_diverged()
         submitted = [bound.transfer for bound in transfers]
         self._record.submitted(submitted, self.micro_step)
         if submitted:
             self._log.note(kind, submitted[0].unit)
-            self._record.peers.log = self._log
+            self._record.watchdog.log = self._log
         stream = self._streams[QUEUES[kind]]
         index, trace = stream.next_buffer_index(), self._record.trace
         watch = None if trace is None else trace.watch_codecs(self.micro_step)
@@ -178,7 +178,7 @@ class Streams:
 
         def make() -> Streams:
             streams = Streams(device)
-            atexit.register(leave, weakref.ref(streams), StallMonitor.of(groups))
+            atexit.register(leave, weakref.ref(streams), Watchdog.of(groups))
             return streams
 
         return groups.shared(f"streams on {device}", make)
@@ -194,7 +194,7 @@ class Streams:
             stream.finish()
 
 
-def leave(streams: weakref.ref[Streams], peers: StallMonitor) -> None:
+def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
     """Wait at the program's end for jobs that are under way, because their threads cannot be stopped.
 
     If the ranks have diverged, such a job can never end. It would block the program until the process group's timeout.
@@ -394,12 +394,13 @@ class CommContext:
         self.groups, self.job = groups, job or groups
         self.log = log
         self._backend = groups.backend(device)
-        self.record = Record(StallMonitor.of(groups), timer_for(device), self.job.world // groups.world)
-        self._everyone = StallMonitor.of(self.job)
-        self._everyone.oversee(self.record.peers)
+        self.watchdog = Watchdog.of(groups)
+        self.record = Record(self.watchdog, timer_for(device), self.job.world // groups.world)
+        self._everyone = Watchdog.of(self.job)
+        self._everyone.oversee(self.watchdog)
         if device.type == "cuda":
             self._everyone.watch_processes()
-        self.program = Program(log, self.record.peers)
+        self.program = Program(log, self.watchdog)
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
         self.form = form_for(self._backend)
         self._lanes = Lanes()
@@ -417,22 +418,22 @@ class CommContext:
             members = self._members(transfer)
             collective = select(transfer, members, self.device)
             # Errors of transfers between islands name ranks of the whole job.
-            peers = self._everyone if transfer.kind in OUTER_KINDS else self.record.peers
+            peers = self._everyone if transfer.kind in OUTER_KINDS else self.watchdog
             bound.append(RankTransfer(transfer, members, collective, self.record, peers.describe_ranks))
         return bound
 
     def tell(self, failure: str) -> None:
         """Post the error of an exchange between islands. Ranks of all islands that wait for this rank quote it."""
-        if self.record.peers.activity.failure:  # the first failure is the cause of others
+        if self.watchdog.activity.failure:  # the first failure is the cause of others
             return
-        for monitor in {self.record.peers, self._everyone}:
+        for monitor in {self.watchdog, self._everyone}:
             monitor.tell(failure)
 
     def bind_matrices(self, transfer: Transfer) -> RankMatrices:
         """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""
         members = self._members(transfer)
         exchange = OwnersExchange(transfer, members, self.device)
-        return RankMatrices(transfer, members, exchange, self.record, self.record.peers.describe_ranks)
+        return RankMatrices(transfer, members, exchange, self.record, self.watchdog.describe_ranks)
 
     def _members(self, transfer: Transfer) -> GroupRank:
         queue, topology = QUEUES[transfer.kind], transfer.topology
