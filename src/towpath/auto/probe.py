@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -21,15 +21,10 @@ from statistics import fmean
 import torch
 import torch.distributed as dist
 
-from towpath.auto.collectives import collectives_to_measure, sizes_up_to
+from towpath.auto.collectives import Work, collectives_to_measure, sizes_up_to
 from towpath.auto.measure import measure_host_work
-from towpath.codecs.exact import (
-    decode_difference,
-    decode_values,
-    encode_difference,
-    encode_values,
-    message_bound,
-)
+from towpath.codecs.exact import decode, encode
+from towpath.codecs.exact.message import message_bound
 from towpath.codecs.kernels import kernels_for
 from towpath.collectives.native import all_gather_single, launched_together
 from towpath.core.exact import DIFFERENCES, VALUES
@@ -85,8 +80,6 @@ class _Effort:
 _THOROUGH = _Effort(5, 0.01, 0.15, 100, 2, complete=True)
 _QUICK = _Effort(3, 0.003, 0.05, 30, 1, complete=False)
 _QUICK_BUDGET = 3.0  # below this many seconds, the effort is quick
-
-Work = Callable[[], None]
 
 
 def probe(
@@ -273,8 +266,8 @@ class _Prober:
     def _memory(self) -> None:
         for size in (1 << 16, 1 << 20, 1 << 24):
             x, y = (torch.ones(size // 4, device=self._device) for _ in range(2))
-            self._measure("copy", size, lambda a=x, b=y: _ignore(a.copy_(b)), alone=True)
-            self._measure("add", size, lambda a=x, b=y: _ignore(a.add_(b)), alone=True)
+            self._measure("copy", size, partial(x.copy_, y), alone=True)
+            self._measure("add", size, partial(x.add_, y), alone=True)
 
     def _compute(self) -> None:
         side = _SIDE[self._device.type]
@@ -288,7 +281,7 @@ class _Prober:
         side = _SIDE[self._device.type]
         a, b = (torch.ones(side, side, dtype=dtype, device=self._device) for _ in range(2))
         out = torch.empty_like(a)
-        return lambda: _ignore(torch.mm(a, b, out=out))
+        return lambda: torch.mm(a, b, out=out)
 
     def _host_work(self) -> None:
         points = measure_host_work(self._groups, self._device, self._effort.warm_steps, self._effort.repeats)
@@ -393,10 +386,6 @@ def _nothing() -> None:
     pass
 
 
-def _ignore(_: object) -> None:
-    pass
-
-
 # Launches ------------------------------------------------------------------------------------------------------------
 
 
@@ -437,7 +426,7 @@ def launches_to_measure(
         for count in LAUNCHED_MESSAGES:
             yield LAUNCHED_IN_A_BATCH, count, partial(messages, group, count)
     yield LAUNCHED_CODEC, 1, partial(kernels.encode, codec, shard, message)
-    yield LAUNCHED_OPERATION, 1, lambda: _ignore(shard.add_(1))
+    yield LAUNCHED_OPERATION, 1, partial(shard.add_, 1)
     yield LAUNCHED_TASK, 1, task
 
 
@@ -456,18 +445,12 @@ def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, W
     messages = [torch.empty(message_bound(elements, held.dtype), dtype=torch.uint8, device=device) for _ in range(3)]
     # Decoding changes the values that the receiver holds. So there and back take turns.
     for at in (0, 1):
-        encode_difference(weights[at], weights[1 - at], messages[at])
-    encode_values(values, messages[2])
+        encode(weights[at], weights[1 - at], messages[at])
+    encode(None, values, messages[2])
     turns = cycle(messages[:2])
     return {
-        DIFFERENCES: (
-            lambda: _ignore(encode_difference(weights[0], weights[1], messages[0])),
-            lambda: _ignore(decode_difference(next(turns), held)),
-        ),
-        VALUES: (
-            lambda: _ignore(encode_values(values, messages[2])),
-            lambda: _ignore(decode_values(messages[2], received)),
-        ),
+        DIFFERENCES: (partial(encode, *weights, messages[0]), lambda: decode(next(turns), held, difference=True)),
+        VALUES: (partial(encode, None, values, messages[2]), partial(decode, messages[2], received, difference=False)),
     }
 
 

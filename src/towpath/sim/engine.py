@@ -102,12 +102,6 @@ class QueuedTask:
     crosses_now: bool = False
     calling: tuple[Communicator, ...] = ()
 
-    @property
-    def links_are_free(self) -> bool:
-        """Whether no phase that crosses nodes is running or still to come."""
-        still = self.crosses_now or any(cost.crosses for cost in self.costs)
-        return self.ended or (self.began is not None and not still)
-
 
 class SimulatedEngine:
     """The engine of one rank that represents all ranks of the job, or of its stage. The root's plan comes first.
@@ -238,13 +232,10 @@ class SimulatedEngine:
 
     def _compute_outer(self, fragment: int, copies: float) -> Iterator[Demand]:
         """Compute before or after an exchange between islands, as long as `copies` copies of a rank's part of it."""
-        yield from self.launch(Launches(operations=round(copies)))
-        yield from self.compute(copies * self._exchanged(fragment) / self._hardware.memory_rate, "outer steps")
-
-    def _exchanged(self, fragment: int) -> int:
-        """Return the bytes that a rank exchanges of a fragment, before encoding."""
         assert self._outer is not None
-        return self._outer.fragments[fragment].rank_bytes
+        yield from self.launch(Launches(operations=round(copies)))
+        moved = copies * self._outer.fragments[fragment].rank_bytes
+        yield from self.compute(moved / self._hardware.memory_rate, "outer steps")
 
     def _agree_on_sizes(self, units: Sequence[int], task: Task, micro_step: int) -> Iterator[Demand | QueuedTask]:
         """Encode parameter syncs, and wait on the host until all ranks know the sizes."""
@@ -387,9 +378,11 @@ class SimulatedEngine:
         before = queued.before
         if before is None or before.ended:
             return True
-        # It is not this task's turn yet. Its first phase may still cross nodes, if it does nothing else.
-        first = queued.began is None and bool(queued.costs) and queued.costs[0].crosses
-        return first and len(queued.costs) > 1 and before.links_are_free
+        # It is not this task's turn yet. Its first phase may still cross nodes, if it does nothing else. The task before
+        # it must have begun, and must not cross nodes from now on.
+        if before.began is None or before.crosses_now or any(cost.crosses for cost in before.costs):
+            return False
+        return queued.began is None and len(queued.costs) > 1 and queued.costs[0].crosses
 
     def on_end(self, demand: Demand) -> bool:
         """Handle the end of a phase, and return whether it belonged to this engine."""

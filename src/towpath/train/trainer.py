@@ -13,6 +13,7 @@ import math
 import os
 import random
 import time
+import tomllib
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
@@ -92,12 +93,15 @@ class Trainer:
             if not config.strategy.auto:
                 train.micro_steps(self.copies)  # refuses a batch that the copies cannot share
                 strategy = config.strategy.build(topology_of_copies(parallel, job.topology))
-            self.tokens = open_tokens(config.data, train.length, seed=train.seed, verify=job.leads_node)
+            leads_node = job.rank % job.topology.ranks_per_node == 0
+            self.tokens = open_tokens(config.data, train.length, seed=train.seed, verify=leads_node)
             bundle = build_model(config.model, self.tokens.vocabulary)
             if parallel.tensor > 1:  # refuses layers that these ranks cannot share
                 bundle = replace(bundle, tensor_plan=plan_for(bundle.model, bundle.tensor_plan, parallel.tensor))
             # Ranks with other configurations or data would silently train apart.
-            lines += [*str(config).splitlines(), f"data.fingerprint = {self.tokens.fingerprint}"]
+            sections = tomllib.loads(str(config)).items()
+            lines += [f"{section}.{key} = {value}" for section, keys in sections for key, value in keys.items()]
+            lines.append(f"the checksum of the data = {self.tokens.fingerprint}")
         self.bundle = bundle
         windows = f"{len(self.tokens.train):,} sequences of {train.length} tokens"
         job.print_once(f"{self.tokens.about}: {windows}, vocabulary {self.tokens.vocabulary:,}")
