@@ -31,7 +31,7 @@ FEATURES = (
         lab="bytes",
         order="order",
         ranks="""
-            around_the_loop behind_the_engine collective_forms engine_promises entry_points events
+            around_the_loop behind_the_engine collective_forms engine_promises entry_points
             foretold_memory from_fsdp2 launches leaves mesh meta_device never_silent one_rank optimizers
             parity schedule_is_executed steady uneven values
         """,

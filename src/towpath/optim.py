@@ -32,10 +32,6 @@ from towpath.errors import ShardError, StepError, TowpathError
 __all__ = ["ChainedOptimizer", "OwnerSteppedOptimizer", "chain", "owner_stepped"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 _INSTEAD = (
     "try it without owner_stepped(): elementwise steps and norms work on slices, and all else raises an error there. "
     "Or pass an optimizer that handles each parameter by itself, such as torch.optim.Muon or torch.optim.Adafactor"

@@ -33,10 +33,6 @@ _ORDER = (COMPUTE, WAITING, BETWEEN, INSIDE)  # the tracks of codecs come after 
 _SIMULATED_TRACKS = {"compute": COMPUTE, "waiting": WAITING}
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 def write_trace(path: Path, model: nn.Module | Observable, trace: Trace) -> None:
     """Write the traces of all ranks in one file, on rank 0. Every rank must call it.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 import towpath
 from tests.profiles import made_profile
 from tests.ranks.models import TiedGPT
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from towpath.core.routes import Form
 from towpath.engine.executor import engine_of
@@ -39,8 +38,6 @@ from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.prepare import prepare
 from towpath.train.trainer import Trainer
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 2)
 TOKENS = 64
@@ -363,7 +360,7 @@ def test_configured_stages_are_planned_or_do_not_fit() -> None:
     def chosen(layouts: list[Layout]) -> auto.Choice:
         model = shape.model("gpt", TOKENS)
         best = next(iter(pipelines.solve(layouts, best=1)), None)
-        return auto._planned(profile, "as made up", model, lambda memory: request, lambda *_: best)
+        return auto._planned(profile, "as made up", model, request, lambda *_: best)
 
     found = chosen([Layout(2)])
     assert found.strategy.topology.world == 2 and "the layout is as configured" in found.why

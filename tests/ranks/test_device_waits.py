@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import towpath
 from tests.ranks.server import World
+from tests.ranks.test_programs import Net
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
@@ -22,17 +23,6 @@ class Never:
 
     def query(self) -> bool:
         return False
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
 
 
 def _sharded() -> Any:

@@ -9,7 +9,6 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,13 @@ import torch.distributed as dist
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, Worlds
 from tests.ranks.strategies import seldom, strategy_of
 from tests.ranks.test_outer import STREAMING, adamw
 from towpath import Outer, Topology, checkpoint
 from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.outer import FragmentExchange
 from towpath.errors import StepError
-
-Worlds = Callable[[int], World]
 
 SHAPE, STEPS = Topology(2, 2), 7
 # How long a process group waits for a peer: more than a busy machine keeps a rank that lives.

@@ -16,13 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
-from tests.ranks.server import Worlds, on_ranks
-from tests.ranks.test_pipeline import BATCH, LENGTH, _gpt, _token_loss
+from tests.ranks.server import on_ranks
 from towpath.errors import ConfigError
-from towpath.pipeline import Pipeline, split
 from towpath.topology.groups import Groups
 from towpath.topology.init import check_devices
 
@@ -141,26 +138,6 @@ def _recorded(patch: pytest.MonkeyPatch) -> Generator[list[tuple[str, Any]]]:
     patch.setattr(dist, "all_reduce", reduced)
     patch.setattr(dist, "batch_isend_irecv", sent)
     yield calls
-
-
-def test_a_tied_pipeline_of_three_stages_splits_no_communicator_of_ranks_that_are_elsewhere(world: Worlds) -> None:
-    """A split is a collective over all ranks: one that the middle stage does not join would hang the ends."""
-    splits = world(3).run(_splits_of_a_pipeline)
-    assert all(one == splits[0] for one in splits), splits
-
-
-def _splits_of_a_pipeline() -> int:
-    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp"))
-    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    stages = split(_gpt(tied=True), 3, example)
-    assert dist.group.WORLD is not None
-    with pytest.MonkeyPatch.context() as patch, _recorded(patch) as calls:
-        dist.group.WORLD.bound_device_id = GPU
-        try:
-            Pipeline(stages, "ddp", mesh=mesh, micro_batches=3, loss=_token_loss, example=example)
-        finally:
-            dist.group.WORLD.bound_device_id = None
-    return sum(what == "split" for what, _ in calls)
 
 
 @pytest.mark.parametrize("bound", [False, True])

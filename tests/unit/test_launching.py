@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.profiles import made_profile
+from tests.unit.test_planner import TABLE
 from towpath import planning
 from towpath.core import exact
 from towpath.core.formats import Precision
@@ -95,19 +96,11 @@ def agreed_sizes() -> tuple[Transfer, ...]:
 
 
 def test_a_cluster_file_says_what_launches_cost() -> None:
-    table = {
-        "nodes": 2,
-        "ranks_per_node": 2,
-        "memory": 80,
-        "compute": {"bfloat16": 100, "reached": 0.5, "memory": 1000},
-        "intra": {"gigabytes": 100, "latency": 5, "message": 1},
-        "inter": {"gigabits": 100, "latency": 5, "message": 1},
-    }
-    assert cluster_file.from_table("a", table).hardware.launching == Launching()
-    told = cluster_file.from_table("a", table | {"launch": {"call": 70, "unit": 150.5}}).hardware.launching
+    assert cluster_file.from_table("a", TABLE).hardware.launching == Launching()
+    told = cluster_file.from_table("a", TABLE | {"launch": {"call": 70, "unit": 150.5}}).hardware.launching
     assert told == replace(Launching(), call=70e-6, unit=150.5e-6)
     with pytest.raises(ConfigError, match=r"\[launch\] unknown key 'calls'"):
-        cluster_file.from_table("a", table | {"launch": {"calls": 70}})
+        cluster_file.from_table("a", TABLE | {"launch": {"calls": 70}})
 
 
 def test_a_profile_of_processors_has_no_launching_thread() -> None:
@@ -115,22 +108,11 @@ def test_a_profile_of_processors_has_no_launching_thread() -> None:
 
 
 def test_a_profile_of_devices_has_the_measured_launches() -> None:
-    points = [
-        Point(profile.LAUNCHED_CALLS, 1, (50e-6,)),
-        Point(profile.LAUNCHED_CALLS, 8, (130e-6,)),
-        Point(profile.LAUNCHED_IN_A_BATCH, 2, (150e-6,)),
-        Point(profile.LAUNCHED_IN_A_BATCH, 16, (290e-6,)),
-        Point(profile.LAUNCHED_CODEC, 1, (25e-6,)),
-    ]
     made = made_profile()
-    found = replace(made, device="cuda", points=(*made.points, *points)).cluster().hardware.launching
-    assert found is not None
-    assert found.call == pytest.approx(50e-6)
-    assert found.call_of_several == pytest.approx(10e-6)
-    assert found.batch == pytest.approx(130e-6)
-    assert found.message == pytest.approx(10e-6)
-    assert (found.codec, found.operation) == (25e-6, Launching().operation)
-    assert found.of(Launches(calls=1, together=8)) == pytest.approx(130e-6)
+    points = (*made.points, Point(profile.LAUNCHED_CALL, 1, (50e-6,)))
+    found = replace(made, device="cuda", points=points).cluster().hardware.launching
+    assert found == Launching(call=50e-6)
+    assert found.of(Launches(calls=1, together=8)) == pytest.approx(50e-6 + 8 * found.kernel)
 
 
 # --- the planner -----------------------------------------------------------------------------------------------------
@@ -152,9 +134,7 @@ def test_a_plan_that_launches_longer_than_it_computes_ranks_last() -> None:
     assert not late[0]
     assert late == sorted(late)
     assert any(late)
-    told = tables.launches(found.ranked)
-    assert told[0].startswith(f"{sum(late)} of {len(late)}, ranked last, launch for longer than they compute")
-    assert len(told) <= 2
+    assert f"{sum(late)} of {len(late)}, ranked last" in tables.launches(found.ranked)[0]
 
 
 def test_many_micro_steps_launch_as_much_as_each_of_them() -> None:

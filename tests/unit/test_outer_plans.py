@@ -146,7 +146,7 @@ def test_what_cannot_be_planned_says_why(command: tuple[str, ...], more: tuple[s
 def test_auto_takes_outer_steps_only_where_they_are_allowed(allowed: bool) -> None:
     profile = type("Profile", (), {"cluster": lambda self: load_cluster("two-desktops")})()
     made = choice._planned(  # pyright: ignore
-        profile, "as told", MODEL, lambda memory: Request(32, memory, outer=allowed), None
+        profile, "as told", MODEL, Request(32, 0, outer=allowed), None
     )
     assert (made.strategy.outer is not None) is allowed
     assert ("which synchronizes in every step" in made.why) is allowed

@@ -14,7 +14,7 @@ from typing import Protocol, final
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.exact import MessageError
+from towpath.codecs.exact.message import MessageError
 from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.columns_and_rows import ColumnRowAllGather, grouped, is_direct

@@ -264,6 +264,7 @@ class Engine:
                 )
         self._registrations = made
 
+    @eager
     @on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         """Give the unit's modules their ShardTensors back. `graph_follows`: whether the outputs have a graph."""
@@ -341,7 +342,8 @@ class Engine:
         """Store the gradients of the last unit that got any, unless it is `unit`. So only one unit's are ever held."""
         if self._arriving is not None and self._arriving is not unit:
             began = perf_counter()
-            self._arriving.store_gradients()
+            for bucket in self._arriving.trainable:
+                bucket.gradients.store()
             self.host.take_off(perf_counter() - began)
         self._arriving = unit
 

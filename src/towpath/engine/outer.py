@@ -262,7 +262,8 @@ class FragmentExchange:
             for bound in self._check:
                 bound.run(self._digest, self._digest, workspace)
             for part in self.parts:
-                part.run_exchange(workspace)
+                for bound in part.exchange:  # sums the differences of all islands, in place
+                    bound.run(part.difference, part.difference, workspace)
         except StepError as error:
             what = f"the exchange of fragment {self._number} between islands failed"
             # The other ranks of the island notice it only by their next transfer with this rank. They quote this.
@@ -350,11 +351,6 @@ class PartExchange:
         torch.sub(self.slow, values, out=values)
         if values is not self.difference:
             self.difference.copy_(values, non_blocking=True)
-
-    def run_exchange(self, workspace: Workspace) -> None:
-        """Sum the differences of all islands, in place."""
-        for bound in self.exchange:
-            bound.run(self.difference, self.difference, workspace)
 
     @property
     def kept(self) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ and on another number of ranks. Several models may be prepared, and each optimiz
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -290,7 +290,8 @@ class Accelerator(accelerate.Accelerator):
         owner = {id(p): number for number, model in enumerate(models) for p in model.parameters()}
         found: dict[int, list[Optimizer]] = {n: [] for n, model in enumerate(models) if is_sharded(model)}
         for optimizer in map(_plain, self._optimizers):
-            numbers = {owner[id(p)] for p in _parameters(optimizer) if id(p) in owner} & found.keys()
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = {owner[id(p)] for p in parameters if id(p) in owner} & found.keys()
             if len(numbers) > 1:
                 raise CheckpointError(
                     "an optimizer steps parameters of several sharded models, which cannot be saved: make one for each."
@@ -324,11 +325,6 @@ def _plain(optimizer: Any) -> Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from itertools import count as count_up
 from typing import Any
 
@@ -181,11 +182,7 @@ class Pipeline(Observable):
         groups = [Groups(mesh[name].get_group()) for name in mesh.mesh_dim_names or () if name != "dp"]
         # The steps at which a codec of a strategy begins or ends. Those of presets are always used.
         changes = self._compression.changes.union(*(s.changes for s in strategies if isinstance(s, Strategy)))
-
-        def plan(step: int, accumulated: int) -> JobSchedule:
-            return self.schedule(None, step, accumulated)
-
-        self._counter = StepCounter(self._sharded_modules, plan, changes, groups)
+        self._counter = StepCounter(self._sharded_modules, partial(self.schedule, None), changes, groups)
         self._accumulated = 0  # steps inside no_sync since the last boundary
         self._unfinished = ""  # the call that runs, or has failed while it ran
         number: int = next(self._ranks.shared("pipelines made", count_up))

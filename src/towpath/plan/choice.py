@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -67,15 +67,15 @@ def choose(
     groups: Groups,
     topology: Topology,
     describe: Callable[[torch.device], Model],
-    request: Callable[[int], Request],
+    request: Request,
     profile: str | Path = "",
     staged: BestPipeline | None = None,
 ) -> Choice:
     """Choose a strategy, identical on all ranks. Every rank must call it.
 
     `describe` describes the model for a device. Rank 0 uses the result. The other ranks call it at the same time,
-    because they also work at the same time in a step. `request` returns what a step must do, for some bytes of memory.
-    `staged` plans the job's stages, if it has any.
+    because they also work at the same time in a step. With no memory in `request`, a rank may take most of its
+    device's. `staged` plans the job's stages, if it has any.
     """
     if groups.world != (dist.get_world_size() if dist.is_initialized() else 1):
         raise PlanError(
@@ -133,23 +133,21 @@ def choose_for(
         return presets.strategy("ddp", topology, offload=workload.offload)  # nothing to share
     dtype = next((bucket.dtype for layout in layouts for bucket in layout.spec.buckets), "float32")
     weights, gradients = codecs_for_both(workload.allow)
-
-    def request(memory: int) -> Request:
-        return Request(
-            workload.micro_steps * topology.world,
-            workload.memory or memory,
-            precision,
-            dtype,
-            Optimizer.named(workload.optimizer),
-            weights,
-            gradients,
-            micro_batches=(1,),
-            checkpointing=False,  # the model recomputes by itself, if at all
-            offload=workload.offload,
-            interleaved=workload.interleaved,
-            exact=workload.exact,
-            outer=OUTER in workload.allow,
-        )
+    request = Request(
+        workload.micro_steps * topology.world,
+        workload.memory or 0,
+        precision,
+        dtype,
+        Optimizer.named(workload.optimizer),
+        weights,
+        gradients,
+        micro_batches=(1,),
+        checkpointing=False,  # the model recomputes by itself, if at all
+        offload=workload.offload,
+        interleaved=workload.interleaved,
+        exact=workload.exact,
+        outer=OUTER in workload.allow,
+    )
 
     def describe(device: torch.device) -> Model:
         if not workload.inputs:
@@ -210,7 +208,7 @@ class _Planner:
         self,
         groups: Groups,
         describe: Callable[[torch.device], Model],
-        request: Callable[[int], Request],
+        request: Request,
         staged: BestPipeline | None,
     ) -> None:
         self._groups, self._describe, self._request, self._staged = groups, describe, request, staged
@@ -250,11 +248,10 @@ class _Planner:
         return None
 
 
-def _planned(
-    profile: Profile, how: str, model: Model, request: Callable[[int], Request], staged: BestPipeline | None
-) -> Choice:
+def _planned(profile: Profile, how: str, model: Model, request: Request, staged: BestPipeline | None) -> Choice:
     cluster = profile.cluster()
-    solver = Solver(model, cluster, request(int(cluster.memory * _SHARE_OF_MEMORY)))
+    memory = request.memory or int(cluster.memory * _SHARE_OF_MEMORY)
+    solver = Solver(model, cluster, replace(request, memory=memory))
     if staged is not None:
         stages = staged(model, cluster, solver.request)
         if stages is None:

@@ -10,39 +10,30 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.exact import (
-    decode_difference,
-    decode_values,
-    encode_difference,
-    encode_values,
-    message_bound,
-)
+from towpath.codecs.exact import decode, encode
+from towpath.codecs.exact.message import message_bound
 from towpath.codecs.kernels import kernels_for
-from towpath.collectives.native import all_gather_single, launched_together
+from towpath.collectives.native import all_gather_single
 from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.errors import ConfigError
-from towpath.plan.measure import measure_host_work
-from towpath.plan.probed_collectives import collectives_to_measure, sizes_up_to
+from towpath.plan.measure import measure_transfer_work
+from towpath.plan.probed_collectives import Work, collectives_to_measure, sizes_up_to
 from towpath.plan.profile import (
-    LAUNCHED_CALLS,
-    LAUNCHED_CODEC,
-    LAUNCHED_IN_A_BATCH,
-    LAUNCHED_MESSAGES,
-    LAUNCHED_OPERATION,
-    LAUNCHED_TASK,
-    LAUNCHED_TOGETHER,
+    LAUNCHED_CALL,
+    LAUNCHED_KERNEL,
     PRODUCT,
     SEVERAL,
     TOGETHER,
@@ -85,8 +76,6 @@ class _Effort:
 _THOROUGH = _Effort(5, 0.01, 0.15, 100, 2, complete=True)
 _QUICK = _Effort(3, 0.003, 0.05, 30, 1, complete=False)
 _QUICK_BUDGET = 3.0  # below this many seconds, the effort is quick
-
-Work = Callable[[], None]
 
 
 def probe(
@@ -158,7 +147,7 @@ class _Prober:
             self._codecs,
             self._memory,
             self._compute,
-            self._host_work,
+            self._transfer_work,
             self._launches,
             self._beside_products,
         ]
@@ -273,8 +262,8 @@ class _Prober:
     def _memory(self) -> None:
         for size in (1 << 16, 1 << 20, 1 << 24):
             x, y = (torch.ones(size // 4, device=self._device) for _ in range(2))
-            self._measure("copy", size, lambda a=x, b=y: _ignore(a.copy_(b)), alone=True)
-            self._measure("add", size, lambda a=x, b=y: _ignore(a.add_(b)), alone=True)
+            self._measure("copy", size, partial(x.copy_, y), alone=True)
+            self._measure("add", size, partial(x.add_, y), alone=True)
 
     def _compute(self) -> None:
         side = _SIDE[self._device.type]
@@ -288,23 +277,26 @@ class _Prober:
         side = _SIDE[self._device.type]
         a, b = (torch.ones(side, side, dtype=dtype, device=self._device) for _ in range(2))
         out = torch.empty_like(a)
-        return lambda: _ignore(torch.mm(a, b, out=out))
+        return lambda: torch.mm(a, b, out=out)
 
-    def _host_work(self) -> None:
-        points = measure_host_work(self._groups, self._device, self._effort.warm_steps, self._effort.repeats)
-        # Rank 0's points count. The other ranks only worked at the same time.
-        self._points += self._groups.gather_objects(points)[0]
+    def _transfer_work(self) -> None:
+        if self._device.type == "cpu":
+            points = measure_transfer_work(self._groups, self._effort.warm_steps, self._effort.repeats)
+            # Rank 0's points count. The other ranks only worked at the same time.
+            self._points += self._groups.gather_objects(points)[0]
 
     def _launches(self) -> None:
         """Measure how long this thread is busy with launches. The device has nothing to do when they begin."""
         if self._device.type == "cpu":
             return
-        which = "inter" if self._topology.nodes > 1 else "intra"  # `_beside_products` uses the same group
-        group = None
+        region, shard = (torch.zeros(n, device=self._device) for n in (_SHORT * self._groups.world, _SHORT))
+        works: dict[str, Any] = {LAUNCHED_KERNEL: partial(shard.add_, 1)}
         if self._groups.world > 1:
+            which = "inter" if self._topology.nodes > 1 else "intra"
             group = self._groups.of(self._everyone, which, self._groups.backend(self._device))
-        for what, size, work in launches_to_measure(self._groups, group, self._device):
-            work()  # makes connections and compiles kernels
+            works[LAUNCHED_CALL] = lambda: all_gather_single(region, shard, group)
+        for what, work in works.items():
+            work()  # makes connections
             taken: list[float] = []
             for _ in range(self._effort.repeats):
                 torch.cuda.synchronize(self._device)
@@ -315,7 +307,7 @@ class _Prober:
                 taken.append((time.perf_counter() - began) / _LAUNCHES)
             torch.cuda.synchronize(self._device)
             slowest = tuple(map(max, zip(*self._groups.gather_objects(taken), strict=True)))
-            self._points.append(Point(what, size, slowest))
+            self._points.append(Point(what, 1, slowest))
 
     def _beside_products(self) -> None:
         """Exchange small messages while all ranks multiply: how long do they wait for a processor that computes?"""
@@ -393,54 +385,6 @@ def _nothing() -> None:
     pass
 
 
-def _ignore(_: object) -> None:
-    pass
-
-
-# Launches ------------------------------------------------------------------------------------------------------------
-
-
-def launches_to_measure(
-    groups: Groups, group: dist.ProcessGroup | None, device: torch.device
-) -> Iterator[tuple[str, int, Work]]:
-    """Yield the name of each kind of launch, how many calls or messages it has, and a function that launches it.
-
-    `group` has all ranks, and all of them launch the same. It is None if there are no others.
-    """
-    region, shard = (torch.zeros(n, device=device) for n in (_SHORT * groups.world, _SHORT))
-
-    def calls(group: dist.ProcessGroup, count: int) -> None:
-        with launched_together(group, count):
-            for _ in range(count):
-                all_gather_single(region, shard, group)
-
-    def messages(group: dist.ProcessGroup, count: int) -> None:
-        to, origin = ((groups.rank + step) % groups.world for step in (1, -1))
-        kinds = (dist.irecv, origin), (dist.isend, to)
-        sent = [dist.P2POp(kind, shard, group=group, group_peer=peer) for kind, peer in kinds]
-        for handle in dist.batch_isend_irecv(sent * (count // 2)):
-            handle.wait()
-
-    def task() -> None:
-        if stream is not None:
-            event = torch.cuda.Event()
-            event.record()
-            with torch.cuda.stream(stream):
-                event.wait()
-
-    kernels, codec = kernels_for(device), Codec.parse("int8")
-    message = torch.empty(codec.encoded_bytes(_SHORT), dtype=torch.uint8, device=device)
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    if group is not None:
-        for count in LAUNCHED_TOGETHER:
-            yield LAUNCHED_CALLS, count, partial(calls, group, count)
-        for count in LAUNCHED_MESSAGES:
-            yield LAUNCHED_IN_A_BATCH, count, partial(messages, group, count)
-    yield LAUNCHED_CODEC, 1, partial(kernels.encode, codec, shard, message)
-    yield LAUNCHED_OPERATION, 1, lambda: _ignore(shard.add_(1))
-    yield LAUNCHED_TASK, 1, task
-
-
 # Exact codecs --------------------------------------------------------------------------------------------------------
 
 
@@ -456,18 +400,12 @@ def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, W
     messages = [torch.empty(message_bound(elements, held.dtype), dtype=torch.uint8, device=device) for _ in range(3)]
     # Decoding changes the values that the receiver holds. So there and back take turns.
     for at in (0, 1):
-        encode_difference(weights[at], weights[1 - at], messages[at])
-    encode_values(values, messages[2])
+        encode(weights[at], weights[1 - at], messages[at])
+    encode(None, values, messages[2])
     turns = cycle(messages[:2])
     return {
-        DIFFERENCES: (
-            lambda: _ignore(encode_difference(weights[0], weights[1], messages[0])),
-            lambda: _ignore(decode_difference(next(turns), held)),
-        ),
-        VALUES: (
-            lambda: _ignore(encode_values(values, messages[2])),
-            lambda: _ignore(decode_values(messages[2], received)),
-        ),
+        DIFFERENCES: (partial(encode, *weights, messages[0]), lambda: decode(next(turns), held, difference=True)),
+        VALUES: (partial(encode, None, values, messages[2]), partial(decode, messages[2], received, difference=False)),
     }
 
 

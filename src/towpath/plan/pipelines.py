@@ -366,7 +366,7 @@ class Pipelines:
         request, hardware, tokens = self.request, self.cluster.hardware, batching.micro_batch * model.length
         seconds = compute_seconds(model, self.cluster, request.compute_dtype, tokens, batching.checkpointing)
         elements = model.trainable / strategy.placement.optimizer.size
-        optimizer = optimizer_seconds(elements, model.trainable_parameters, request.own, request.optimizer, hardware)
+        optimizer = optimizer_seconds(elements, request.own, request.optimizer, hardware)
         seconds = replace(seconds, optimizer=optimizer)
         if layout.tensor == 1:
             return seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -25,7 +26,7 @@ from towpath.plan.profile import BROADCAST, collective_name
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 _PURPOSE = "probe"
 
@@ -107,10 +108,6 @@ def _collective(transfer: Transfer, members: GroupRank, device: torch.device) ->
 def _broadcast(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Work]:
     def of_size(size: int) -> Work:
         region = torch.zeros(size // 4, device=device)
-
-        def work() -> None:
-            dist.broadcast(region, group=group, group_src=0)
-
-        return work
+        return partial(dist.broadcast, region, group=group, group_src=0)
 
     return of_size

@@ -112,13 +112,9 @@ def computed(
     engine: SimulatedEngine, seconds: ComputeSeconds, action: Action | Compute, micro_step: int
 ) -> Iterator[Demand | QueuedTask]:
     """Compute or execute what a step consists of, and yield what the thread computes or waits for."""
-    if isinstance(action, Compute):
-        yield from _compute(engine, seconds, action)
-    else:
+    if not isinstance(action, Compute):
         yield from engine.execute(action, micro_step)
-
-
-def _compute(engine: SimulatedEngine, seconds: ComputeSeconds, action: Compute) -> Iterator[Demand]:
+        return
     name = f"{action.part.value} of {engine.plans[action.unit].name or 'root'}"
     yield from engine.compute(seconds.of(action), name, seconds.share)
     yield from engine.launch_kernels(action.unit, seconds.kernels(action))

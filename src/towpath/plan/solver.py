@@ -258,9 +258,7 @@ class Solver:
             dtype = self._compute
             self._seconds[key] = compute_seconds(self.model, self.cluster, dtype, tokens, batching.checkpointing)
         elements = self.model.trainable / ranks_of_optimizer
-        parameters = self.model.trainable_parameters
-        own, used = self.request.own, self.request.optimizer
-        optimizer = optimizer_seconds(elements, parameters, own, used, self._hardware, on_host)
+        optimizer = optimizer_seconds(elements, self.request.own, self.request.optimizer, self._hardware, on_host)
         return replace(self._seconds[key], optimizer=optimizer)
 
     def _cheapest(self, kind: TransferKind, candidate: Candidate, numel: int) -> _TransferSeconds:
@@ -413,7 +411,7 @@ class Solver:
         seconds = self._computing(batching, 1, False)
         passes = 1 + seconds.kernels(Compute(0, Part.BACKWARD))
         kernels = KERNELS_OF_A_PARAMETER * passes * sum(len(b.numels) for u in self.model.units for b in u.spec.buckets)
-        return kernels * costs.operation < seconds.micro_step
+        return kernels * costs.kernel < seconds.micro_step
 
     @staticmethod
     def _worth(waiting: Sequence[tuple[Any, ...]], found: Sequence[Prediction], best: int, in_time: bool) -> range:

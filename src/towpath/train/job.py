@@ -41,11 +41,6 @@ class Job:
         """The number of ranks."""
         return self.groups.world
 
-    @property
-    def leads_node(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self.rank % self.topology.ranks_per_node == 0
-
     @contextmanager
     def fail_together(self) -> Generator[None]:
         """Raise on every rank if any rank raises inside the context. Every rank must enter it."""

@@ -160,17 +160,16 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
     model, precision = _WithLoss(bundle.model), train.dtypes
     layouts = lay_out(model, None, precision)
 
-    def request(memory: int) -> Request:
-        return Request(
-            train.batch,
-            int(options.memory * GIB) or memory,
-            precision,
-            weights=weights,
-            gradients=gradients,
-            offload=offload,
-            exact=options.exact,
-            outer=OUTER in options.allow,
-        )
+    request = Request(
+        train.batch,
+        int(options.memory * GIB),
+        precision,
+        weights=weights,
+        gradients=gradients,
+        offload=offload,
+        exact=options.exact,
+        outer=OUTER in options.allow,
+    )
 
     def inputs(sequences: int) -> list[Tensor]:
         return [torch.zeros(sequences, train.length, dtype=torch.long, device="meta") for _ in range(2)]

@@ -92,7 +92,8 @@ class Trainer:
             if not config.strategy.auto:
                 train.micro_steps(self.copies)  # refuses a batch that the copies cannot share
                 strategy = config.strategy.build(topology_of_copies(parallel, job.topology))
-            self.tokens = open_tokens(config.data, train.length, seed=train.seed, verify=job.leads_node)
+            leads_node = job.rank % job.topology.ranks_per_node == 0
+            self.tokens = open_tokens(config.data, train.length, seed=train.seed, verify=leads_node)
             bundle = build_model(config.model, self.tokens.vocabulary)
             if parallel.tensor > 1:  # refuses layers that these ranks cannot share
                 bundle = replace(bundle, tensor_plan=plan_for(bundle.model, bundle.tensor_plan, parallel.tensor))

@@ -113,10 +113,15 @@ def _own_address(other: str) -> str:
 
 
 def _introduced(address: tuple[str, int], token: bytes) -> socket.socket:
-    """Connect to `address`, and send `token`."""
+    """Connect to `address`, and send `token`. The kernel watches the connection from then on."""
     connection = socket.create_connection(address, _PATIENCE_SECONDS)
     connection.sendall(token)
-    return _watched(connection)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection.setblocking(False)
+    return connection
 
 
 def _accepted(listener: socket.socket, token: bytes) -> socket.socket | None:
@@ -135,15 +140,6 @@ def _accepted(listener: socket.socket, token: bytes) -> socket.socket | None:
                 return connection
         connection.close()
     return None
-
-
-def _watched(connection: socket.socket) -> socket.socket:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    connection.setblocking(False)
-    return connection
 
 
 # Seconds without progress before a rank posts its status, and before it logs what it waits for. Both are shorter if
@@ -351,11 +347,6 @@ class StallMonitor:
         """Seconds between two looks of the background thread."""
         return min(_SILENT_SECONDS, self.patience_seconds / 4) / 2
 
-    @property
-    def warn_seconds(self) -> float:
-        """Seconds without progress before a warning is logged."""
-        return min(_WARN_SECONDS, self.patience_seconds / 2)
-
     def post(self, silent: bool) -> None:
         """Post this rank's status if it is `silent`, which means without progress, or if a call of it has failed.
 
@@ -538,7 +529,8 @@ def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None
             posted = None
         # Whether the rank waits is the last question, because it queries events of the device. Another thread may be
         # capturing a CUDA graph, and CUDA's default mode of capture forbids queries of all threads.
-        if peers.warns and silent >= peers.warn_seconds and warned != progress and activity.waits:
+        is_long = silent >= min(_WARN_SECONDS, peers.patience_seconds / 2)
+        if peers.warns and is_long and warned != progress and activity.waits:
             warned = progress
             _LOG.warning(
                 "no progress for %.0f s: %s. This rank gives up after %.0f s. Other ranks:%s",

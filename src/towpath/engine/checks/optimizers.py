@@ -19,7 +19,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 from zlib import crc32
@@ -494,7 +493,7 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
             elif (program := parameter.shard_spec.replica.program) is not None:
                 counts = stepped.setdefault(program, {})
                 count, checksum = counts.get(number, (0, 0))
-                counts[number] = count + 1, checksum ^ _checksum(parameter.shard_spec.name)
+                counts[number] = count + 1, checksum ^ crc32(parameter.shard_spec.name.encode())
     if stepped:
         if beside and optimizer not in _mixed:
             _mixed.add(optimizer)
@@ -513,11 +512,6 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
                 for number, (count, checksum) in counts.items()
             )
             program.stepped(_name(optimizer), details)
-
-
-@lru_cache(maxsize=1 << 16)
-def _checksum(name: str) -> int:
-    return crc32(name.encode())
 
 
 def _name(optimizer: Optimizer) -> str:

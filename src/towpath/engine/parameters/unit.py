@@ -305,11 +305,6 @@ class Unit:
             if not bucket.gradients.reduces:
                 bucket.gradients.begin(None)
 
-    def store_gradients(self) -> None:
-        """Copy the gradients that have arrived to where they are reduced from or summed. Until then they are held."""
-        for bucket in self.trainable:
-            bucket.gradients.store()
-
     def reduce(self, memory: Buffers) -> Handle:
         """Submit the reduce-scatter of this micro-step's gradients in `memory` to the G shards."""
         travelling = [b for b in self.trainable if b.gradients.reduces]
