@@ -67,7 +67,7 @@ FEATURES = (
         "start, and errors of dead or diverging ranks",
         lab="faults",
         ranks="device_waits divergence programs start",
-        unit="activity agree collective_log init rendezvous streams",
+        unit="activity collective_log init rendezvous streams together",
     ),
     _feature("Accelerate, Trainer and Lightning", ranks="accelerate lightning trainer"),
     _feature(

@@ -23,9 +23,9 @@ import towpath
 from towpath import api
 from towpath.codecs import packing
 from towpath.codecs.kernels import Kernels
-from towpath.collectives import native
-from towpath.core.collective_log import CollectiveLog
+from towpath.collectives import flat
 from towpath.core.transfer import Transfer
+from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.streams import queue
 from towpath.engine.streams.record import TransferWait
 from towpath.engine.streams.streams import Handle, Job, Stream
@@ -155,7 +155,7 @@ def fake_world(
     ]
     if device == "cpu":
         replaced.append((queue, "make_stream", lambda name, device, depth: _InlineStream(depth, launches)))
-    for module in (packing, native):
+    for module in (packing, flat):
         made = module.kernels_for
         replaced.append(
             (module, "kernels_for", lambda device, made=made: _counted(made(device), launches, work=kernels))

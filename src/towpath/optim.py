@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from towpath.core.transport import Transport
-from towpath.engine.build import agree
-from towpath.engine.checks.optimizers import Common, call_with, coupling, options_of
 from towpath.engine.executor import Engine, engine_with
 from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
-from towpath.engine.parameters.parallel import replacement_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.engine.parameters.tensor_parallel import replacement_of
+from towpath.engine.trial_steps import Common, call_with, coupling, options_of
 from towpath.errors import ShardError, StepError, TowpathError
+from towpath.topology.together import together
 
 __all__ = ["ChainedOptimizer", "OwnerSteppedOptimizer", "chain", "owner_stepped"]
 
@@ -418,7 +418,10 @@ def _checked(inner: Optimizer) -> list[Engine]:
             raise
         failure = error
     for engine in engines:
-        agree(engine.comm.groups, _lines(inner), failure, "owner_stepped()", _ADVICE)
+        with together(engine.comm.groups, "owner_stepped()", _ADVICE) as lines:
+            if failure is not None:
+                raise failure
+            lines += _lines(inner)
     return engines
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from towpath.engine.executor import Engine
-from towpath.engine.hooks import HookedModule, add_mixin, register_known_methods
+from towpath.engine.hooks import HookedModule, register_known_methods
+from towpath.engine.module_class import add_mixin
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.errors import ShardError
 
@@ -119,8 +120,7 @@ class PretrainedModule(ShardedModule):
         Rank 0 writes. With `state_dict=`, the ranks whose dict is not empty call the model's own method unchanged.
 
         Raises:
-            CheckpointError: Saving failed on this rank.
-            MismatchError: Saving failed on another rank.
+            CheckpointError: Saving failed on some rank.
         """
         from towpath.checkpoint.state_dicts import save_pretrained  # imported here, because checkpoints need much more
 

@@ -32,14 +32,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath.codecs.packing
-import towpath.collectives.native
+import towpath.collectives.flat
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
 from towpath.engine import outer
+from towpath.engine.agree import boundary
 from towpath.engine.parameters import bucket as parameter_memory
 from towpath.engine.parameters import gradients as optimizer_memory
 from towpath.engine.parameters import shard_spec as encoded_shard
-from towpath.engine.parameters import unit
 from towpath.engine.parameters.partial_sums import Partial
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams import queue
@@ -412,7 +412,7 @@ def checking() -> Generator[Checker]:
     """Models that are sharded inside run on logical streams, and are checked. Every rank must do so alike."""
     checker = Checker()
     made = Streams(torch.device("cpu"))
-    launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, unit.checksum_of
+    launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, boundary.checksum_of
     taken_of_slow = outer.checksum
 
     def launch(posted: Any, group: dist.ProcessGroup, tag: int) -> Any:
@@ -434,14 +434,14 @@ def checking() -> Generator[Checker]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outer, "checksum", slow_checksum)
-        patch.setattr(unit, "checksum_of", checksum)
+        patch.setattr(boundary, "checksum_of", checksum)
         patch.setattr(queue, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker))
         patch.setattr(Streams, "of", staticmethod(lambda groups, device: made))
         patch.setattr(messages, "_launched", launch)
         for module in (optimizer_memory, outer):
             patch.setattr(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
         patch.setattr(parameter_memory, "host_is_apart", lambda device: True)
-        for module in (towpath.codecs.packing, towpath.collectives.native, encoded_shard):
+        for module in (towpath.codecs.packing, towpath.collectives.flat, encoded_shard):
             native(module)
         with checker:
             yield checker

@@ -35,7 +35,7 @@ def _sharded() -> Any:
 def _wait_as_for_a_device(model: Any, unit: str) -> str:
     """Submit a gather of this unit that the device never finishes, and wait for the device outside the model."""
     comm = model.towpath_engine.comm
-    peers, aborted = comm.record.peers, threading.Event()
+    peers, aborted = comm.watchdog, threading.Event()
     peers._groups.abort = aborted.set
     gathers: list[Transfer] = [t for t in comm.record.last_step if t.kind is TransferKind.GATHER and t.unit == unit]
     comm.log.note(TransferKind.GATHER, unit)
@@ -73,7 +73,7 @@ def _ended() -> str:
     torch.manual_seed(3)
     model: Any = towpath.shard(Net().double(), "zero3", topology=towpath.Topology(3, 1), units=[nn.Linear])
     model(torch.ones(2, 6).double()).sum().backward()
-    peers = model.towpath_engine.comm.record.peers
+    peers = model.towpath_engine.comm.watchdog
     peers.watch_processes()
     if dist.get_rank() == 1:
         peers._neighbor._from_previous.close()  # as the kernel does for a process that ends

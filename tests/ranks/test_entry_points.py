@@ -334,7 +334,7 @@ def test_save_pretrained_on_one_rank_alone_is_an_error_on_both() -> None:
 
 def _save_alone() -> str:
     model: Any = towpath.shard(_seeded(_llama), "zero3", topology=SHAPE)
-    peers, store = model.towpath_engine.comm.record.peers, dist.distributed_c10d._get_default_store()
+    peers, store = model.towpath_engine.comm.watchdog, dist.distributed_c10d._get_default_store()
     ids = torch.arange(3, 9)[None]
     model(ids)
     if dist.get_rank() == 0:

@@ -22,7 +22,7 @@ from tests.ranks.server import World, Worlds
 from tests.ranks.strategies import seldom, strategy_of
 from tests.ranks.test_outer import STREAMING, adamw
 from towpath import Outer, Topology, checkpoint
-from towpath.engine.checks.activity import StallMonitor
+from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.outer import FragmentExchange
 from towpath.errors import StepError
 
@@ -174,7 +174,7 @@ def test_an_island_learns_of_a_process_that_ends_in_another_one(tmp_path: Path) 
 
 def _wait_elsewhere(root: Path) -> str:
     run, rank, word = _Run("zero3", root, Outer(every=9)), dist.get_rank(), torch.zeros(1)
-    StallMonitor.of(run.model.towpath_engine.comm.job).watch_processes()
+    Watchdog.of(run.model.towpath_engine.comm.job).watch_processes()
     run.train(1)
     if rank == 2:
         dist.send(word, 3)

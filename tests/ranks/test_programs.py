@@ -18,7 +18,7 @@ from tests.ranks.models import MODELS, noise
 from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, labels, seldom, strategy_of
 from tests.ranks.twin import error_of
-from towpath.core.collective_log import Call, scopes
+from towpath.core.scopes import LoggedCall, scopes
 from towpath.errors import MismatchError, ShardError
 
 SHAPE = towpath.Topology(2, 1)
@@ -254,7 +254,7 @@ def test_copies_agree_to_the_bit_under_every_strategy_and_codec(precision: Any, 
 
 
 def _has_copies(label: str, shape: towpath.Topology) -> bool:
-    return any(Call.VALUES in scope.kinds for scope in scopes(strategy_of(label, shape)))
+    return any(LoggedCall.VALUES in scope.kinds for scope in scopes(strategy_of(label, shape)))
 
 
 CODECS = ["gradients=int8", "gradients=int4:64 feedback=both"]

@@ -13,7 +13,7 @@ import torch
 
 from towpath.codecs.kernels import kernels_for, watched
 from towpath.collectives.collective import GroupRank, Workspace
-from towpath.collectives.point_to_point import Message, post
+from towpath.collectives.point_to_point import PeerMessage, post
 from towpath.core.formats import item_bytes
 from towpath.core.routes import Op
 from towpath.core.transfer import Matrices, OwnerMessage, Transfer, owner_messages, piece_bytes
@@ -63,7 +63,7 @@ class OwnersExchange:
             if piece.leaves and kernels is not None and self._codec is not None:
                 kernels.encode(self._codec, piece.tensor, piece.content, _NO_SEED)
         messages = [
-            Message(piece.leaves, piece.message.target if piece.leaves else piece.message.source, piece.content)
+            PeerMessage(piece.leaves, piece.message.target if piece.leaves else piece.message.source, piece.content)
             for piece in exchanged
         ]
         what = self._transfer.kind.value

@@ -1,7 +1,7 @@
 """The transfers of the schedule as the engine runs them: each one with the collective that executes it on this rank.
 
 `shard()` makes all ranks agree on the transfers that they bind. Every boundary compares the order in which the ranks
-run them (`core/collective_log.py`).
+run them (`engine/agree/digest.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.columns_and_rows import ColumnRowAllGather, grouped, is_direct
 from towpath.collectives.exact import AgreedAllGather, ExactAllGather
-from towpath.collectives.native import (
+from towpath.collectives.flat import (
     EncodedAllGather,
     FlatAllGather,
     FlatAllReduce,

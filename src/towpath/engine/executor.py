@@ -18,8 +18,8 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
-from towpath.core.collective_log import Call
 from towpath.core.formats import Precision
+from towpath.core.scopes import LoggedCall
 from towpath.core.step import StepMachine
 from towpath.core.step_state import (
     Action,
@@ -41,15 +41,16 @@ from towpath.core.step_state import (
 )
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
-from towpath.engine.checks.activity import EndOfBackward, FailedPasses
-from towpath.engine.checks.registrations import registrations
+from towpath.engine.agree.boundary import UnusedParams
+from towpath.engine.agree.watchdog import EndOfBackward, FailedPasses
+from towpath.engine.comm import CommContext
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
-from towpath.engine.parameters.unit import Unit, UnusedParams
-from towpath.engine.streams.queue import CommContext
+from towpath.engine.parameters.unit import Unit
+from towpath.engine.registrations import registrations
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
 
@@ -103,7 +104,7 @@ class Engine:
         self._unused_params = UnusedParams(strategy, self._trained, comm)
         self.exact_syncs = ExactSyncs(strategy, units, comm)
         comm.queues.plan(u.plan for u in units)
-        self._failures = FailedPasses(comm.groups, comm.record.peers, strategy, comm.log)
+        self._failures = FailedPasses(comm.groups, comm.watchdog, strategy, comm.log)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
@@ -117,7 +118,7 @@ class Engine:
 
     def check_values_every(self, boundaries: int) -> None:
         """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
-        self._unused_params.check_every = boundaries if self.comm.log.compares(Call.VALUES) else 0
+        self._unused_params.check_every = boundaries if self.comm.log.compares(LoggedCall.VALUES) else 0
 
     @property
     def writes(self) -> int:
@@ -446,7 +447,7 @@ class Engine:
         self._writes_before_step = self.writes
         if self.outer is not None:
             self.outer.begin()
-        self.comm.record.peers.activity.step = self.step
+        self.comm.watchdog.activity.step = self.step
         if self.step in self._changes:
             self._use_transports()
 

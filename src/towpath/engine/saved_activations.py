@@ -131,7 +131,7 @@ class _Slab:
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
+class _SlabRange:
     """The bytes of one tensor in a slab."""
 
     slab: _Slab
@@ -183,7 +183,7 @@ class _Offloaded:
         "window",
     )
 
-    def __init__(self, copies: DeviceCopies, tensor: torch.Tensor, window: _Window, place: _Range) -> None:
+    def __init__(self, copies: DeviceCopies, tensor: torch.Tensor, window: _Window, place: _SlabRange) -> None:
         self.copies, self.window, self.place, self.stream = copies, window, place, copies.current_stream()
         self.leaving: torch.Tensor | None = None
         self.arriving: _Copied | None = None
@@ -250,7 +250,7 @@ class DeviceCopies:
         self._leaving_bytes = 0
         # What was dropped since the last copy: its memory on the host, and the copies to it and from it, if nobody has
         # waited for them.
-        self.dropped: deque[tuple[_Range, _Copied | None, _Copied | None]] = deque()
+        self.dropped: deque[tuple[_SlabRange, _Copied | None, _Copied | None]] = deque()
 
     @property
     def host_bytes(self) -> int:
@@ -294,20 +294,20 @@ class DeviceCopies:
                     if tensor is not None:
                         tensor.request()
 
-    def _take(self, nbytes: int) -> _Range:
+    def _take(self, nbytes: int) -> _SlabRange:
         """Return free memory on the host."""
         self._give_back()
         nbytes = -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         for slab in self._slabs:
             start = slab.take(nbytes)
             if start is not None:
-                return _Range(slab, start, start + nbytes)
+                return _SlabRange(slab, start, start + nbytes)
         least = max(nbytes, _FIRST_SLAB_BYTES, min(self.host_bytes, _LARGEST_SLAB_BYTES))
         size = 1 << (least - 1).bit_length()
         slab = _Slab(gradients.host_memory(size, torch.uint8, self.device), [(0, size)])
         self._slabs.append(slab)
         slab.take(nbytes)
-        return _Range(slab, 0, nbytes)
+        return _SlabRange(slab, 0, nbytes)
 
     def _give_back(self) -> None:
         """Reuse the memory of what was dropped."""

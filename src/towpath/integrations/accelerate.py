@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from towpath.checkpoint.state_dicts import get_model_state_dict
 from towpath.core.presets import StrategyLike
-from towpath.engine.build import agree
 from towpath.errors import CheckpointError, ConfigError, ShardError
 from towpath.integrations.common import (
     FOLDER,
@@ -37,6 +36,7 @@ from towpath.integrations.common import (
 )
 from towpath.sharded_module import admit_accelerate
 from towpath.topology.groups import Groups
+from towpath.topology.together import together
 
 try:
     import accelerate
@@ -158,12 +158,8 @@ class Accelerator(accelerate.Accelerator):
             )
         if not dist.is_initialized():  # a script also runs without a launcher
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        failure: ConfigError | None = None
-        try:
+        with together(Groups(), "prepare()"):
             self._check_world()
-        except ConfigError as error:
-            failure = error
-        agree(Groups(), [], failure, "prepare()")
         placed = self.device_placement if device_placement is None else device_placement
         self.sharding.apply(model, self.mixed_precision, self.device if placed else None)
         for optimizer in self._optimizers:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from towpath.codecs.exact import decode, encode
 from towpath.codecs.exact.message import message_bound
 from towpath.codecs.kernels import kernels_for
-from towpath.collectives.native import all_gather_single
+from towpath.collectives.flat import all_gather_single
 from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.errors import ConfigError

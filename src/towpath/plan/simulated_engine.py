@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from towpath.core.collective_log import log_bytes
 from towpath.core.formats import item_bytes
 from towpath.core.launches import EXACT_ENCODING, Launches, launches_of
 from towpath.core.outer_plan import OuterPlan
 from towpath.core.queues import QUEUES, Communicator, Lanes, shared_lanes
 from towpath.core.schedule import message_sizes_transfers, unused_params_transfers
+from towpath.core.scopes import log_bytes
 from towpath.core.step_state import (
     Action,
     AgreeOnSizes,

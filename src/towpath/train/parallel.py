@@ -95,7 +95,7 @@ def build_pipeline(config: Config, job: Job, bundle: ModelBundle, strategy: Stra
     if hasattr(hf_config, "use_cache"):
         hf_config.use_cache = False  # stages would fill a cache that nothing reads
     example = torch.zeros(train.micro_batch, train.length, dtype=torch.int64)
-    with job.fail_together():
+    with job.together():
         try:
             modules: Sequence[nn.Module] = split(bundle.model, parallel.stages, example)
         except ShardError as error:

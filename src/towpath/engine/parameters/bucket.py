@@ -31,6 +31,7 @@ from towpath.core.step_state import ParamVersion, Slot, Slots
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Needs
 from towpath.core.unit_plan import BucketPlan, largest
+from towpath.engine.comm import CommContext
 from towpath.engine.layout import BucketLayout, ParameterPlace, exchanged, torch_dtype
 from towpath.engine.parameters.gradients import (
     FlatGradients,
@@ -43,11 +44,10 @@ from towpath.engine.parameters.gradients import (
 )
 from towpath.engine.parameters.initialise import Flat
 from towpath.engine.parameters.low_rank_sync import LowRankSync
-from towpath.engine.parameters.parallel import Mesh, lead_to
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import EncodedShard, ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.streams.queue import CommContext
+from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, lead_to
 from towpath.errors import ShardError
 
 # Autograd keeps views of the weights that a forward gathered. A unit's backward gather must therefore write to the
@@ -88,7 +88,7 @@ class SlotMemory:
         return sum(b.numel() * item_bytes(dtype) for slot in self._slots.all for dtype, b in self.of(slot).items())
 
 
-class OwnedParameter(nn.Parameter):
+class UnshardedParameter(nn.Parameter):
     """An unsharded parameter whose `.data` counts writes. Modules see it while their unit is unsharded.
 
     The `.data` of a plain tensor has a version counter of its own, so the engine would not notice writes through it.
@@ -132,7 +132,7 @@ class Bucket:
         start: Flat,
         comm: CommContext,
         replica: Replica,
-        mesh: Mesh,
+        mesh: TensorParallelMesh,
         writes: ParamVersion,
     ) -> None:
         self.layout, self.rank, self.device = layout, comm.rank, comm.device
@@ -190,15 +190,15 @@ class Bucket:
         """Make the unsharded parameter that modules compute with: for a DTensor, with this rank's full local part."""
         trains = place.parameter.requires_grad
         if place.parallel is None:
-            return OwnedParameter(self._empty(0, dtype), trains)
+            return UnshardedParameter(self._empty(0, dtype), trains)
         nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory, until `assign_slot` assigns some
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
-    def _exchange(self, place: ParameterPlace, replica: Replica, mesh: Mesh) -> None:
+    def _exchange(self, place: ParameterPlace, replica: Replica, mesh: TensorParallelMesh) -> None:
         """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working.
 
         A DTensor cannot be changed in place, because its class has slots. The modules then get another object, to which
-        the DTensor leads. Optimizers that have the DTensor follow it at their next step (`checks/optimizers.py`).
+        the DTensor leads. Optimizers that have the DTensor follow it at their next step (`engine/trial_steps.py`).
         """
         parameter, cut = place.parameter, self.plan.optimizer
         where = ShardSpec(

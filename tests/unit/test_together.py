@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from towpath.engine.build import agree
 from towpath.errors import MismatchError
+from towpath.topology.together import together
 
 
 class Told:
@@ -16,7 +16,7 @@ class Told:
 
     def __init__(self, theirs: Sequence[str]) -> None:
         self.members = [0, 1]
-        self._theirs: list[Any] = [("another digest", None), list(theirs)]
+        self._theirs: list[Any] = [("another digest", ""), list(theirs)]
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value, self._theirs.pop(0)]
@@ -34,6 +34,6 @@ CASES = [
 
 def test_lines_are_compared_with_those_in_their_place() -> None:
     for mine, theirs, said in CASES:
-        with pytest.raises(MismatchError) as caught:
-            agree(Told(theirs), mine, None)
+        with pytest.raises(MismatchError) as caught, together(Told(theirs)) as lines:
+            lines += mine
         assert f"rank 0 has {said}." in str(caught.value), (mine, theirs)

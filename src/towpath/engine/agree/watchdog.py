@@ -27,17 +27,16 @@ from typing import Any, final
 
 import torch
 
-from towpath.core.collective_log import (
-    Call,
+from towpath.core.scopes import LoggedCall, Scope
+from towpath.core.strategy import Strategy
+from towpath.core.transfer import Transfer
+from towpath.engine.agree.digest import (
     CollectiveLog,
-    Scope,
     StepLog,
     difference,
     divergence_message,
     has_not_made,
 )
-from towpath.core.strategy import Strategy
-from towpath.core.transfer import Transfer
 from towpath.errors import StepError
 from towpath.logs import logger
 from towpath.topology.groups import Groups, rendezvous_address
@@ -60,7 +59,7 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 class Neighbor:
     """A connection to the next rank, which shows when its process ends. Every rank must make one.
 
-    After the last rank comes the first. `StallMonitor` uses it on GPUs.
+    After the last rank comes the first. `Watchdog` uses it on GPUs.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -163,7 +162,7 @@ def is_capturing() -> bool:
 class RankStatus:
     """The current activity of this rank, over all models of one process group.
 
-    `Record` and `FailedPasses` update it. `StallMonitor` reads it, and posts it to the other ranks. `progress` is a
+    `Record` and `FailedPasses` update it. `Watchdog` reads it, and posts it to the other ranks. `progress` is a
     counter that rises whenever something begins or ends.
     """
 
@@ -279,7 +278,7 @@ def _named(transfers: Sequence[Transfer]) -> str:
 
 
 @final
-class StallMonitor:
+class Watchdog:
     """The exchange of status among the ranks of one process group, on one rank.
 
     All models over the process group share it. A background thread posts this rank's status when it makes no progress,
@@ -294,7 +293,7 @@ class StallMonitor:
         self.warns = True  # whether this monitor logs that there is no progress
         self.diverged = ""  # the reason why transfers can never end, once it is known
         self._neighbor: Neighbor | None = None  # made by `watch_processes`
-        self._islands: list[StallMonitor] = []  # those of this rank's islands, if this one is of the whole job
+        self._islands: list[Watchdog] = []  # those of this rank's islands, if this one is of the whole job
         self.patience_seconds = groups.timeout_seconds
         # A launcher may keep its store over restarts. A new name hides what the ranks of an earlier start left there.
         new_name: str = groups.gather_objects(uuid.uuid4().hex)[0]
@@ -308,9 +307,9 @@ class StallMonitor:
             atexit.register(_end, reporter, stop)
 
     @staticmethod
-    def of(groups: Groups) -> StallMonitor:
+    def of(groups: Groups) -> Watchdog:
         """Return the monitor of a process group, which is made at the first call."""
-        return groups.shared("peers", lambda: StallMonitor(groups))
+        return groups.shared("peers", lambda: Watchdog(groups))
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Return the last status that each of `ranks` has posted, one line per rank."""
@@ -322,7 +321,7 @@ class StallMonitor:
         ]
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
 
-    def oversee(self, island: StallMonitor) -> None:
+    def oversee(self, island: Watchdog) -> None:
         """Report also what this rank does in its island. The island then learns which process of the job has ended."""
         self.activity = island.activity
         if island is not self and island not in self._islands:
@@ -372,7 +371,7 @@ class StallMonitor:
         said = self.describe(others)
         return f"This rank: {self.activity.describe()}. What its peers last said of themselves:{said}"
 
-    def come_together(self, call: str) -> None:
+    def meet(self, call: str) -> None:
         """Return once every rank has made this call."""
         if self.world == 1:
             return
@@ -401,7 +400,9 @@ class StallMonitor:
         log, mine, meeting = self.log, self._step_log(), self.activity.meeting
         if log is None or mine is None:
             return
-        calls = [scope for scope in log.scopes if scope.kinds & {Call.PROGRAM, Call.SHARED} and not scope.lane]
+        calls = [
+            scope for scope in log.scopes if scope.kinds & {LoggedCall.PROGRAM, LoggedCall.SHARED} and not scope.lane
+        ]
         for scope in log.scopes:
             members = scope.members(scope.group_of[self.rank])
             place = members.index(self.rank)
@@ -421,7 +422,9 @@ class StallMonitor:
                 if found is not None and (self._step_log(), self.activity.meeting) == (mine, meeting):
                     # If only one rank has stepped an optimizer, that explains why their transfers differ.
                     cause = difference(log.scopes[0], first, second, ended=True)
-                    is_a_step = cause is not None and Call.STEP in cause.kinds and Call.SHARED not in found.kinds
+                    is_a_step = (
+                        cause is not None and LoggedCall.STEP in cause.kinds and LoggedCall.SHARED not in found.kinds
+                    )
                     self.diverged = divergence_message(self.number, cause if cause is not None and is_a_step else found)
                     if note.failure:
                         self.diverged = (
@@ -505,7 +508,7 @@ def _end(reporter: threading.Thread, stop: threading.Event) -> None:
     reporter.join(timeout=2 * _SILENT_SECONDS)
 
 
-def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None:
+def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
     """Run the background thread: post the status of a rank without progress, and look for the cause."""
     posted, warned = None, -1  # the progress counter at the last post (and a lost peer), and at the last warning
     peers = reference()
@@ -576,7 +579,7 @@ class FailedPasses:
     The engine notes failures here, and calls `agree` before the next pass.
     """
 
-    def __init__(self, groups: Groups, peers: StallMonitor, strategy: Strategy, log: CollectiveLog) -> None:
+    def __init__(self, groups: Groups, peers: Watchdog, strategy: Strategy, log: CollectiveLog) -> None:
         self._groups, self._peers, self._log = groups, peers, log
         self._forward_is_shared = strategy.gathered_over.size > 1
         self._agreements = 0

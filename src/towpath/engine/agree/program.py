@@ -1,8 +1,8 @@
 """Notes of what a user's program does with one model, where every rank must do the same.
 
 A rank that steps another optimizer, or the same one with another learning rate, drifts away from its peers without any
-error. `checks/optimizers.py` notes every optimizer step in the model's log, and the ranks compare their logs at the
-boundary (`core/collective_log.py`). Norms and full tensors are noted, too. They are collectives that the program
+error. `engine/trial_steps.py` notes every optimizer step in the model's log, and the ranks compare their logs at the
+boundary (`engine/agree/digest.py`). Norms and full tensors are noted, too. They are collectives that the program
 starts, and a rank that starts one alone gets an error while it waits.
 """
 
@@ -16,8 +16,9 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from towpath.core.collective_log import Call, CollectiveLog
-from towpath.engine.checks.activity import StallMonitor
+from towpath.core.scopes import LoggedCall
+from towpath.engine.agree.digest import CollectiveLog
+from towpath.engine.agree.watchdog import Watchdog
 from towpath.errors import StepError
 
 # How often a rank that waits in a shared call checks whether the call can still end.
@@ -33,13 +34,13 @@ class Program:
     counts the gradients that were set to zero in place since the last boundary.
     """
 
-    def __init__(self, log: CollectiveLog, peers: StallMonitor) -> None:
+    def __init__(self, log: CollectiveLog, peers: Watchdog) -> None:
         self._log, self._peers = log, peers
         self.zeroed = 0
 
     def stepped(self, optimizer: str, details: tuple[tuple[tuple[str, Any], ...], ...]) -> None:
         """Note a step of an optimizer. `details`: the options of each of its groups."""
-        self._log.note(Call.STEP, f"{optimizer}.step()", details)
+        self._log.note(LoggedCall.STEP, f"{optimizer}.step()", details)
 
     def ends_backward(self, micro_steps: int, kept: int, frozen: tuple[str, ...]) -> None:
         """Note the end of the last backward pass of a step.
@@ -50,16 +51,16 @@ class Program:
         """
         counted = (("micro_steps", micro_steps), ("gradients_kept", kept), ("gradients_zeroed", self.zeroed))
         counted += (("frozen", frozen),) if frozen else ()
-        self._log.note(Call.PROGRAM, _END_OF_BACKWARD, (counted,))
+        self._log.note(LoggedCall.PROGRAM, _END_OF_BACKWARD, (counted,))
         self.zeroed = 0
 
     def ends_at(self, names: Sequence[str]) -> None:
         """Note a backward pass with `inputs=`, in which only the parameters `names` get gradients."""
         said = (("parameters", len(names)), ("first", names[0]), ("checksum", crc32("\n".join(names).encode())))
-        self._log.note(Call.PROGRAM, "backward(inputs=…)", (said,))
+        self._log.note(LoggedCall.PROGRAM, "backward(inputs=…)", (said,))
 
     @contextmanager
-    def shared(self, what: str, kind: Call | None) -> Generator[None]:
+    def shared(self, what: str, kind: LoggedCall | None) -> Generator[None]:
         """Run a collective that the program has started, and note it.
 
         Args:

@@ -30,12 +30,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from towpath.engine.checks.program import Program
+from towpath.engine.agree.program import Program
 from towpath.engine.executor import Engine, engine_with
-from towpath.engine.parameters.parallel import replacement_of
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor, running_step
+from towpath.engine.parameters.tensor_parallel import replacement_of
 from towpath.engine.streams.streams import eager
 from towpath.errors import ShardError
 from towpath.logs import logger
@@ -427,7 +427,7 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
                 engine.optimizers.add(optimizer)
                 if check:
                     _check_states(optimizer, parameter, state.get(parameter, {}), engine)
-                    engine.comm.record.peers.activity.failed("")
+                    engine.comm.watchdog.activity.failed("")
     # Wrappers of other libraries, such as Accelerate's, have no hooks.
     if optimizer not in _adopted and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
         optimizer.register_load_state_dict_post_hook(_loaded)
@@ -458,7 +458,7 @@ def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str
                 "towpath.checkpoint.set_optimizer_state_dict instead."
             )
             # Peers whose optimizers are fine wait in the next pass. They quote this error when this rank does not come.
-            engine.comm.record.peers.tell(f"{name}.step() failed ({error})")
+            engine.comm.watchdog.tell(f"{name}.step() failed ({error})")
             raise error
 
 

@@ -7,14 +7,7 @@ sent with the bits of unused parameters, which all ranks combine by maximum. Eac
 digest and the complement of the digest. If all members agree, each byte and its complement add up to 255. If two
 differ, some add up to more.
 
-* All ranks compare the program: optimizer steps with their hyperparameters, micro-steps, and zeroed gradients.
-* Ranks with the same optimizer slice compare checksums of their parameters, at chosen boundaries.
-* Ranks of one replica of the parameters compare gathers, trainable and frozen ones together. Replicas may run different
-  units.
-* Ranks of one replica of the gradients compare reductions.
-* Ranks of one replica of the optimizer states compare gradient syncs, parameter syncs, and the transfers of optimizers
-  that need full matrices. They also compare shared calls: norms and full tensors, which are collectives of these ranks.
-* Ranks of a communicator that several queues share compare the order of all transfers of these queues.
+`core/scopes.py` says what is compared, and by which ranks.
 
 A rank may run any number of forward passes between two boundaries. The log keeps only the last entries, and folds
 earlier ones into a digest.
@@ -25,18 +18,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
-from towpath.core.placement import replicas
 from towpath.core.queues import SharedLane
+from towpath.core.scopes import DIGEST_BYTES, SLOT_BYTES, LoggedCall, Scope, log_bytes, scopes
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import StepError
 
-_DIGEST_BYTES = 8
-_SLOT_BYTES = 2 * _DIGEST_BYTES
 _AFTER_MODEL = "after_a_transfer_of_model"  # the name of a detail
 _COMPLEMENT = bytes(255 - byte for byte in range(256))
 
@@ -44,81 +33,6 @@ _COMPLEMENT = bytes(255 - byte for byte in range(256))
 # fold at the same entries, and can compare digests. Up to twice as many are kept. No rank gets further ahead of its
 # peers, because they take part in its transfers.
 FOLD = 512
-
-
-class Call(StrEnum):
-    """The calls of the user's program that ranks must make identically, in addition to transfers."""
-
-    STEP = "step"  # a step of an optimizer
-    PROGRAM = "program"  # the boundary, with the micro-steps and zeroed gradients before it; calls that need every rank
-    UNDECODED = "undecoded"  # a message of an exact parameter sync that this rank could not decode
-    SLOW_WEIGHTS = "slow weights"  # slow weights that differ between islands
-    VALUES = "values"  # a checksum of one bucket's parameters
-    SHARED = "shared call"  # a norm or a full tensor, which is a collective of one replica of the optimizer states
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """Kinds of log entries that the ranks of one group must make identically, and the groups that compare them."""
-
-    kinds: frozenset[TransferKind | Call]
-    group_of: tuple[int, ...]  # the number of each rank's group
-    first_slot: int  # the position of the first group's digest among all slots
-    number: int  # the position of this scope among those of the strategy
-    lane: str = ""  # of the communicator that these kinds share, if the scope compares their common order
-
-    @property
-    def groups(self) -> int:
-        return max(self.group_of) + 1
-
-    def members(self, group: int) -> list[int]:
-        return [rank for rank, theirs in enumerate(self.group_of) if theirs == group]
-
-
-@lru_cache(maxsize=256)
-def scopes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> tuple[Scope, ...]:
-    """Return what the ranks of `strategy` compare, and in which groups. Groups of one rank compare nothing.
-
-    The program comes first, because other differences follow from ranks that ran different programs. The order of
-    transfers on shared communicators (`lanes`) comes last, because it follows from which units the ranks ran.
-    """
-    placement, world, found, slot = strategy.placement, strategy.topology.world, list[Scope](), 0
-    optimizer = strategy.moves.optimizer
-    compared: list[tuple[tuple[int, ...], bool, tuple[TransferKind | Call, ...]]] = [
-        ((0,) * world, world > 1, (Call.STEP, Call.PROGRAM, Call.UNDECODED, Call.SLOW_WEIGHTS)),
-        (optimizer.slots, optimizer.count < world, (Call.VALUES,)),
-    ]
-    for extent, kinds in (
-        (strategy.gathered_over, (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)),
-        (placement.grads, (TransferKind.REDUCE,)),
-        (
-            placement.optimizer,
-            (
-                TransferKind.GRAD_SYNC,
-                TransferKind.PARAM_SYNC,
-                TransferKind.MATRIX_GRADIENTS,
-                TransferKind.MATRIX_UPDATES,
-                Call.SHARED,
-            ),
-        ),
-    ):
-        compared.append((replicas(extent, strategy.topology), extent.size > 1, kinds))
-    for group_of, together, kinds in compared:
-        if together:
-            found.append(Scope(frozenset(kinds), group_of, slot, len(found)))
-            slot += found[-1].groups
-    for shared in lanes:
-        group_of = {rank: group for group, ranks in enumerate(shared.ranks) for rank in ranks}
-        numbers = tuple(group_of[rank] for rank in range(world))
-        kinds = (Call.SHARED if kind is TransferKind.UNUSED_PARAMS else kind for kind in shared.kinds)
-        found.append(Scope(frozenset(kinds), numbers, slot, len(found), shared.lane))
-        slot += found[-1].groups
-    return tuple(found)
-
-
-def log_bytes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> int:
-    """Return the bytes that the comparison adds to the transfer of unused parameters."""
-    return _SLOT_BYTES * sum(scope.groups for scope in scopes(strategy, lanes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +43,12 @@ class Entry:
     groups such as an optimizer's parameter groups.
     """
 
-    kind: TransferKind | Call
+    kind: TransferKind | LoggedCall
     what: str
     details: tuple[tuple[tuple[str, Any], ...], ...] = ()
 
     def __str__(self) -> str:
-        return self.what if isinstance(self.kind, Call) else f"{self.kind.value} of unit {self.what or 'root'!r}"
+        return self.what if isinstance(self.kind, LoggedCall) else f"{self.kind.value} of unit {self.what or 'root'!r}"
 
     def to_json(self) -> list[Any]:
         return [self.kind.value, self.what, self.details]
@@ -145,7 +59,7 @@ class Entry:
         return Entry(_KINDS[kind], what, _tuples(details))
 
 
-_KINDS: Mapping[str, TransferKind | Call] = {each.value: each for each in (*TransferKind, *Call)}
+_KINDS: Mapping[str, TransferKind | LoggedCall] = {each.value: each for each in (*TransferKind, *LoggedCall)}
 
 
 def _tuples(value: Any) -> Any:
@@ -186,7 +100,7 @@ class Difference:
     lane: str = ""
 
     @property
-    def kinds(self) -> set[TransferKind | Call]:
+    def kinds(self) -> set[TransferKind | LoggedCall]:
         """The kinds of the entries that differ: one or two, since a rank may lack its entry."""
         return {entry.kind for entry in self.entries if entry is not None}
 
@@ -198,7 +112,7 @@ class Difference:
         if detail is not None:
             described = [f"{what} with {said}" for what, said in zip(described, detail, strict=True)]
         where = (f"rank {rank}: {what}" for rank, what in zip(self.ranks, described, strict=True))
-        subject = "call" if any(isinstance(kind, Call) for kind in self.kinds) else "transfer"
+        subject = "call" if any(isinstance(kind, LoggedCall) for kind in self.kinds) else "transfer"
         return f"{subject} {self.number + 1} of the step was, on {', on '.join(where)}"
 
 
@@ -258,7 +172,7 @@ def has_not_made(step_log: StepLog, other: StepLog, scope: Scope) -> bool:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _ScopeLines:
     """The lines of one scope while they are written."""
 
     folded: int = 0
@@ -311,26 +225,28 @@ class CollectiveLog:
         # By scope, a list of one item. Scopes without collectives have lists of their own, which never change.
         self._last = [
             self._shared.setdefault((each.kinds, each.group_of), [self.model])
-            if each.kinds.isdisjoint({Call.STEP, Call.VALUES})
+            if each.kinds.isdisjoint({LoggedCall.STEP, LoggedCall.VALUES})
             else [self.model]
             for each in self.scopes
         ]
         self.bytes = log_bytes(self._strategy, lanes)
-        self._scopes_of: dict[TransferKind | Call, list[int]] = {}
+        self._scopes_of: dict[TransferKind | LoggedCall, list[int]] = {}
         for scope in self.scopes:
             for kind in scope.kinds:
                 self._scopes_of.setdefault(kind, []).append(scope.number)
-        self._kept = [_Kept() for _ in self.scopes]  # what was noted since the last boundary
+        self._kept = [_ScopeLines() for _ in self.scopes]  # what was noted since the last boundary
 
     @property
     def number(self) -> int:
         return self.first + self.rank
 
-    def compares(self, kind: TransferKind | Call) -> bool:
+    def compares(self, kind: TransferKind | LoggedCall) -> bool:
         """Return whether entries of this kind are compared with those of any other rank."""
         return kind in self._scopes_of
 
-    def note(self, kind: TransferKind | Call, what: str, details: tuple[tuple[tuple[str, Any], ...], ...] = ()) -> None:
+    def note(
+        self, kind: TransferKind | LoggedCall, what: str, details: tuple[tuple[tuple[str, Any], ...], ...] = ()
+    ) -> None:
         """Add an entry, if its kind is compared. `UNUSED_PARAMS` instead marks that this rank reached the boundary."""
         if kind is TransferKind.UNUSED_PARAMS:
             self._ended = True
@@ -345,7 +261,7 @@ class CollectiveLog:
             self._kept[number].note(Entry(kind, what, noted))
 
     def turn(self) -> None:
-        self._step, self._ended, self._kept = self._step + 1, False, [_Kept() for _ in self.scopes]
+        self._step, self._ended, self._kept = self._step + 1, False, [_ScopeLines() for _ in self.scopes]
 
     def step_log(self) -> StepLog:
         """Return the step log of the running step so far. Any thread may call this, at any time."""
@@ -356,9 +272,9 @@ class CollectiveLog:
         slots = bytearray(self.bytes)
         for scope, kept in zip(self.scopes, self._kept, strict=True):
             # Ranks that run models in different orders meet here with logs that may be identical.
-            digest = _digest(f"{self.model} {kept.digest}", kept.entries, _DIGEST_BYTES)
-            start = _SLOT_BYTES * (scope.first_slot + scope.group_of[self.rank])
-            slots[start : start + _SLOT_BYTES] = digest + digest.translate(_COMPLEMENT)
+            digest = _digest(f"{self.model} {kept.digest}", kept.entries, DIGEST_BYTES)
+            start = SLOT_BYTES * (scope.first_slot + scope.group_of[self.rank])
+            slots[start : start + SLOT_BYTES] = digest + digest.translate(_COMPLEMENT)
         return bytes(slots)
 
     def check(self, combined: bytes, of_all_ranks: Callable[[StepLog], list[StepLog]]) -> None:
@@ -371,9 +287,9 @@ class CollectiveLog:
         found: list[tuple[Scope, int]] = []  # the groups whose members differ
         for scope in self.scopes:
             for group in range(scope.groups):
-                start = _SLOT_BYTES * (scope.first_slot + group)
-                digest = combined[start : start + _DIGEST_BYTES]
-                if digest.translate(_COMPLEMENT) != combined[start + _DIGEST_BYTES : start + _SLOT_BYTES]:
+                start = SLOT_BYTES * (scope.first_slot + group)
+                digest = combined[start : start + DIGEST_BYTES]
+                if digest.translate(_COMPLEMENT) != combined[start + DIGEST_BYTES : start + SLOT_BYTES]:
                     found.append((scope, group))
         step_log = self.step_log()
         self.turn()
@@ -433,28 +349,28 @@ def differing_islands(what: str) -> str:
 
 
 def divergence_message(rank: int, found: Difference) -> str:
-    if Call.UNDECODED in found.kinds:
+    if LoggedCall.UNDECODED in found.kinds:
         who, what = next(
-            (r, e) for r, e in zip(found.ranks, found.entries, strict=True) if e and e.kind is Call.UNDECODED
+            (r, e) for r, e in zip(found.ranks, found.entries, strict=True) if e and e.kind is LoggedCall.UNDECODED
         )
         return f"rank {rank}: rank {who} could not decode {what}: {dict(what.details[0])['problem']}"
-    if Call.SLOW_WEIGHTS in found.kinds:
+    if LoggedCall.SLOW_WEIGHTS in found.kinds:
         entries = [entry for entry in found.entries if entry is not None]
-        return f"rank {rank}: {differing_islands(next(e.what for e in entries if e.kind is Call.SLOW_WEIGHTS))}"
-    if found.kinds & {Call.STEP, Call.PROGRAM}:
+        return f"rank {rank}: {differing_islands(next(e.what for e in entries if e.kind is LoggedCall.SLOW_WEIGHTS))}"
+    if found.kinds & {LoggedCall.STEP, LoggedCall.PROGRAM}:
         return (
             f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "
             "apart, so no gradient is delivered. Let every rank make the same micro-steps, step the same optimizers "
             "in the same order with the same hyperparameters, and zero their gradients at the same place."
         )
-    if Call.VALUES in found.kinds:
+    if LoggedCall.VALUES in found.kinds:
         return (
             f"rank {rank}: ranks that hold copies of the same parameters hold different values: {found}. Something "
             "wrote to them on one rank alone, or this hardware computes the same step differently. Restart from a "
             "checkpoint that was saved before; check_every= of shard() says how often values are compared, and 0 "
             "turns the comparison off."
         )
-    if Call.SHARED in found.kinds and not found.lane:
+    if LoggedCall.SHARED in found.kinds and not found.lane:
         return (
             f"rank {rank}: the ranks made different calls that need all of them: {found}. Norms, sums and "
             "full_tensor() of sharded tensors are collectives: let every rank make them, at the same place."
