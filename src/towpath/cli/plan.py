@@ -287,7 +287,7 @@ def _print_ranking(found: Ranking, solver: Solver, took_seconds: float) -> None:
     if found.open_bound is not None:
         rest = f"no other takes less than {tables.seconds(found.open_bound)}"
     console.print(
-        f"{found.considered:,} were considered, {found.fitting:,} may fit into {solver.request.memory / GIB:.1f} GiB "
+        f"{found.considered:,} were considered, {found.fitting:,} fit into {solver.request.memory / GIB:.1f} GiB "
         f"a rank, {found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
         style="dim",
     )
