@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         shard,
     )
     from towpath.core.formats import Precision
-    from towpath.core.outer import Outer
     from towpath.core.placement import Placement
     from towpath.core.presets import strategies, strategy
     from towpath.core.schedule import Schedule
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from towpath.engine.saved_activations import offload_activations
     from towpath.errors import TowpathError
     from towpath.observing import Stats, stats
+    from towpath.outer.settings import Outer
     from towpath.plan.request import Workload
     from towpath.topology.cluster import Extent, Topology
     from towpath.topology.init import init
@@ -82,7 +82,7 @@ _MODULES = ("checkpoint", "codecs", "errors", "integrations", "optim", "pipeline
 
 _HOMES = {
     "Extent": "topology.cluster",
-    "Outer": "core.outer",
+    "Outer": "outer.settings",
     "Placement": "core.placement",
     "Precision": "core.formats",
     "Schedule": "core.schedule",

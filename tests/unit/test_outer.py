@@ -9,13 +9,13 @@ import pytest
 import towpath
 from towpath import Outer, Strategy, Topology, Transport
 from towpath.core import formats
-from towpath.core.outer_plan import OuterPlan
-from towpath.core.outer_steps import OuterSteps
 from towpath.core.schedule import schedule
 from towpath.core.step_state import ApplyOuter, Submit, Wait
 from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.core.units import units_from_numels
 from towpath.errors import ConfigError
+from towpath.outer.exchanges import OuterPlan
+from towpath.outer.steps import OuterSteps
 
 PRESETS = list(towpath.strategies())
 UNITS = units_from_numels({"": 1000, "a": 70_000, "b": 70_000, "c": 33_000, "d": 70_000}, "float32")

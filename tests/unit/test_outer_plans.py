@@ -11,9 +11,9 @@ from tests.unit.test_plan_command import run
 from tests.unit.test_planner import small_cluster
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import ConfigError
+from towpath.outer.proposal import HIDDEN, OuterPlanner, worth_it
 from towpath.plan import choice, islands
 from towpath.plan.catalog import load_cluster
-from towpath.plan.islands import HIDDEN, OuterPlanner, worth_it
 from towpath.plan.model import Transformer
 from towpath.plan.prediction import Prediction, Ranking
 from towpath.plan.request import Request, Workload, codecs_for_both

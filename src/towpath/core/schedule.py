@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
-from towpath.core.outer_plan import OuterPlan, plan_outer
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.pipeline import Compression, Message, Order, StagePass, messages
 from towpath.core.placement import everyone, send
@@ -28,6 +27,7 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, largest, plan_unit
 from towpath.core.units import UnitSpec
 from towpath.errors import ConfigError
+from towpath.outer.exchanges import OuterPlan, plan_outer
 from towpath.topology.cluster import Extent, Topology
 
 

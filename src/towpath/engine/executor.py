@@ -44,7 +44,6 @@ from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.boundary import UnusedParams
 from towpath.engine.agree.watchdog import EndOfBackward, FailedPasses
 from towpath.engine.comm import CommContext
-from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
@@ -53,6 +52,7 @@ from towpath.engine.parameters.unit import Unit
 from towpath.engine.registrations import registrations
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
+from towpath.outer.sync import OuterSync
 
 if TYPE_CHECKING:
     from towpath.engine.parameters.matrix_steps import MatrixSteps

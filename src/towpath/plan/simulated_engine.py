@@ -18,7 +18,6 @@ from itertools import islice
 
 from towpath.core.formats import item_bytes
 from towpath.core.launches import EXACT_ENCODING, Launches, launches_of
-from towpath.core.outer_plan import OuterPlan
 from towpath.core.queues import QUEUES, Communicator, Lanes, shared_lanes
 from towpath.core.schedule import message_sizes_transfers, unused_params_transfers
 from towpath.core.scopes import log_bytes
@@ -36,6 +35,7 @@ from towpath.core.step_state import (
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
+from towpath.outer.exchanges import OuterPlan
 from towpath.plan.bandwidth import BandwidthModel, Demand
 from towpath.plan.hardware import (
     EVERYWHERE,

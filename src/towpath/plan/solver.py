@@ -20,6 +20,7 @@ from towpath.core.strategy import (
 )
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import UnitSpec
+from towpath.outer.period import Period, PeriodReplay
 from towpath.plan.candidates import Candidate, Candidates
 from towpath.plan.cluster_file import Cluster
 from towpath.plan.hardware import PROCESSOR
@@ -31,7 +32,6 @@ from towpath.plan.model import (
     host_bytes,
     optimizer_seconds,
 )
-from towpath.plan.outer import Period, PeriodReplay
 from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking, figures_of
 from towpath.plan.replay import ComputeSeconds, Replay
 from towpath.plan.request import Request

@@ -23,9 +23,6 @@ import torch
 from torch import Tensor
 
 from towpath.collectives.collective import Workspace
-from towpath.core.outer import Outer
-from towpath.core.outer_plan import Fragment, OuterPlan, Part, gathered_in
-from towpath.core.outer_steps import OuterSteps
 from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ApplyOuter, Task
 from towpath.core.strategy import OUTER_KINDS, TransferKind
@@ -38,6 +35,9 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.streams.streams import Handle
 from towpath.errors import StepError
+from towpath.outer.exchanges import Fragment, FragmentPart, OuterPlan, gathered_in
+from towpath.outer.settings import Outer
+from towpath.outer.steps import OuterSteps
 
 # A parameter, and something of the same shape that this rank holds a part of.
 Held = tuple[ShardTensor, ShardTensor]
@@ -298,7 +298,7 @@ class PartExchange:
     on the device, because they are sent.
     """
 
-    def __init__(self, part: Part, settings: Outer, units: Sequence[Unit], comm: CommContext) -> None:
+    def __init__(self, part: FragmentPart, settings: Outer, units: Sequence[Unit], comm: CommContext) -> None:
         self._plan, self._rank = part, comm.rank
         self.exchange, self.gather = comm.bind(part.exchange), comm.bind(part.gather)
         self._buckets = [units[each.unit].buckets[each.bucket] for each in part.slices]

@@ -1,6 +1,6 @@
 """The plan of outer steps: what islands exchange of a model, in which fragments, and the memory that it takes.
 
-`core/outer.py` has the settings, and says which exchange belongs to which step. The engine, the simulator and the
+`outer/settings.py` has the settings, and says which exchange belongs to which step. The engine, the simulator and the
 schedule read the same plan.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from towpath.core.formats import ENCODED, item_bytes, wide
-from towpath.core.outer import Outer
 from towpath.core.placement import GroupCollective, Partition, over_islands, subdivided
 from towpath.core.queues import QUEUES, outer_communicator_bytes
 from towpath.core.routes import Form, Op
@@ -22,6 +21,7 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import BucketPlan, UnitPlan, largest
 from towpath.core.units import round_up
 from towpath.errors import ConfigError
+from towpath.outer.settings import Outer
 from towpath.topology.cluster import Topology
 
 # Elements. The region of an all-gather starts in the wire buffer at a multiple of this.
@@ -41,7 +41,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FragmentPart:
     """The buckets of a fragment that are exchanged as one flat buffer: those of one dtype and one size of blocks."""
 
     own_dtype: str
@@ -64,7 +64,7 @@ class Fragment:
 
     units: tuple[int, ...]  # the indices of the units
     # The flat buffers. Most models have one.
-    parts: tuple[Part, ...]
+    parts: tuple[FragmentPart, ...]
     check: tuple[Transfer, ...]  # the transfer in which islands compare their slow weights, before the exchange
 
     @property
@@ -203,7 +203,7 @@ def _part(
     transport: Transport,
     buckets: Sequence[tuple[int, int, BucketPlan]],
     form: Form,
-) -> Part:
+) -> FragmentPart:
     assert strategy.outer is not None
     slices: list[Slice] = []
     outer, gathers, start = *subdivided(strategy.placement, strategy.topology), 0
@@ -222,7 +222,7 @@ def _part(
     inside = tuple(move.repeated(strategy.islands, strategy.topology.world) for move in gathers)
     whole = Range(name, own_dtype, start * math.prod(move.members for move in inside), own_dtype)
     gather = _transfers(TransferKind.OUTER_GATHER, whole, inside, Transport(), strategy.job, form)
-    return Part(own_dtype, dtype, tuple(slices), exchange, gather)
+    return FragmentPart(own_dtype, dtype, tuple(slices), exchange, gather)
 
 
 def _transfers(

@@ -21,9 +21,9 @@ import torch
 
 from towpath.checkpoint.manifest import Manifest
 from towpath.checkpoint.safe_files import DamagedError
-from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
+from towpath.outer.sync import OuterSync
 
 VALUE = "islands"
 _SLOW, _MOMENTUM_NOW, _PENDING = "outer.slow.", "outer.momentum_now.", "outer.pending."

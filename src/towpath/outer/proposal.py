@@ -10,8 +10,8 @@ from dataclasses import replace
 from math import ceil
 
 from towpath.core.formats import Codec
-from towpath.core.outer import Outer, outer_transport
 from towpath.core.transport import Transport
+from towpath.outer.settings import Outer, outer_transport
 from towpath.plan.prediction import Prediction, Ranking
 from towpath.plan.solver import Solver
 

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from towpath.core.outer_plan import OuterPlan, plan_outer
-from towpath.core.outer_steps import OuterSteps
 from towpath.core.steady_step import settled, steady_step, write_all
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
+from towpath.outer.exchanges import OuterPlan, plan_outer
+from towpath.outer.steps import OuterSteps
 from towpath.plan.bandwidth import BandwidthModel, Thread, run_threads
 from towpath.plan.hardware import Hardware
 from towpath.plan.replay import ComputeSeconds, computed
