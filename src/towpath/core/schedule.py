@@ -82,11 +82,11 @@ class Schedule(SentBytes):
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
-        return memory_bytes(self.plans) | (self.outer.memory_bytes() if self.outer is not None else {})
+        return memory_bytes(self.plans) | (self.outer.memory_bytes()[0] if self.outer is not None else {})
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps in host memory: none unless the strategy offloads."""
-        return host_memory_bytes(self.plans) | (self.outer.host_memory_bytes() if self.outer is not None else {})
+        return host_memory_bytes(self.plans) | (self.outer.memory_bytes()[1] if self.outer is not None else {})
 
     def host_copy_bytes(self) -> dict[TransferKind, int]:
         """Return the bytes that one rank copies between its device and host memory, by kind of transfer."""

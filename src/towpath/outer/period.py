@@ -37,60 +37,44 @@ class Period:
         return sum(self.steps) / len(self.steps)
 
 
-class PeriodReplay:
-    """The replay of a period, without pipeline stages. The root's plan comes first.
+def replay_period(
+    strategy: Strategy, plans: Sequence[UnitPlan], hardware: Hardware, seconds: ComputeSeconds, micro_steps: int
+) -> Period:
+    """Replay two periods, without pipeline stages, and return the second one. The root's plan comes first.
 
     `hardware` has the topology of one island.
     """
+    plan = plan_outer(strategy, plans, hardware.form)
+    assert plan is not None
+    bandwidth, timeline, every = BandwidthModel(hardware.capacities), Timeline(), plan.settings.every
+    engine = SimulatedEngine(strategy, plans, hardware, bandwidth, timeline, copies=strategy.islands, outer=plan)
+    starts: list[float] = []  # of each step
+    durations: list[float] = []
+    alone: list[float] = []  # the duration of the first step in which nothing is exchanged
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        plans: Sequence[UnitPlan],
-        hardware: Hardware,
-        seconds: ComputeSeconds,
-        micro_steps: int,
-    ) -> None:
-        plan = plan_outer(strategy, plans, hardware.form)
-        assert plan is not None
-        self._plan, self._plans, self._seconds, self._micro_steps = plan, plans, seconds, micro_steps
-        self._bandwidth, self.timeline = BandwidthModel(hardware.capacities), Timeline()
-        self._engine = SimulatedEngine(
-            strategy, plans, hardware, self._bandwidth, self.timeline, copies=strategy.islands, outer=plan
-        )
-        self._durations: list[float] = []
-        self._alone: float | None = None
-        self._second_began = 0.0
-
-    def run(self) -> Period:
-        """Replay two periods. In the first one, exchanges begin. Return the second one."""
-        run_threads(self._bandwidth, [self._thread()], [self._engine])
-        self.timeline.seconds = self._bandwidth.now
-        every = self._plan.settings.every
-        steps = tuple(self._durations[every:])
-        alone = min(self._durations) if self._alone is None else self._alone
-        in_flight: Counter[TransferKind] = Counter()
-        for event in self.timeline.events:
-            if event.kind in OUTER_KINDS and event.track != "waiting" and event.start >= self._second_began:
-                in_flight[event.kind] += (event.end - event.start) / every  # pyright: ignore[reportArgumentType]
-        return Period(self._plan, steps, alone, dict(in_flight))
-
-    def _thread(self) -> Thread:
-        steps, machine, every = OuterSteps(self._plan), settled(self._plans), self._plan.settings.every
+    def train() -> Thread:
+        steps, machine = OuterSteps(plan), settled(plans)
         for step in range(2 * every):
-            actions, began = steps.advance(step), self._bandwidth.now
-            if step == every:
-                self._second_began = began
+            actions = steps.advance(step)
+            starts.append(bandwidth.now)
             is_alone = not actions and not steps.under_way
-            if is_alone and self._alone is not None:
-                self._durations.append(self._alone)
+            if is_alone and alone:
+                durations.append(alone[0])
                 continue
             for action in actions:
-                yield from self._engine.execute(action, 0)
-            for micro_step, action in steady_step(machine, self._plans, self._micro_steps):
-                yield from computed(self._engine, self._seconds, action, micro_step)
-            yield from self._engine.compute(self._seconds.optimizer, "optimizer")
-            write_all(machine, self._plans)
-            self._durations.append(self._bandwidth.now - began)
+                yield from engine.execute(action, 0)
+            for micro_step, action in steady_step(machine, plans, micro_steps):
+                yield from computed(engine, seconds, action, micro_step)
+            yield from engine.compute(seconds.optimizer, "optimizer")
+            write_all(machine, plans)
+            durations.append(bandwidth.now - starts[step])
             if is_alone:
-                self._alone = self._durations[-1]
+                alone.append(durations[step])
+
+    run_threads(bandwidth, [train()], [engine])
+    in_flight: Counter[TransferKind] = Counter()
+    for event in timeline.events:
+        # In the first period exchanges only begin, so its steps are not those of a long run.
+        if event.kind in OUTER_KINDS and event.track != "waiting" and event.start >= starts[every]:
+            in_flight[event.kind] += (event.end - event.start) / every  # pyright: ignore[reportArgumentType]
+    return Period(plan, tuple(durations[every:]), min(alone or durations), dict(in_flight))

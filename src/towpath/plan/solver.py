@@ -20,7 +20,7 @@ from towpath.core.strategy import (
 )
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import UnitSpec
-from towpath.outer.period import Period, PeriodReplay
+from towpath.outer.period import Period, replay_period
 from towpath.plan.candidates import Candidate, Candidates
 from towpath.plan.cluster_file import Cluster
 from towpath.plan.hardware import PROCESSOR
@@ -212,8 +212,8 @@ class Solver:
             seconds=period.mean,
             exposed=alone.exposed | exchanged,
             in_flight=alone.in_flight | period.in_flight,
-            memory=plan.buffer_bytes(alone.memory) | plan.memory_bytes(),
-            host_memory=alone.host_memory | plan.host_memory_bytes(),
+            memory=plan.buffer_bytes(alone.memory) | plan.memory_bytes()[0],
+            host_memory=alone.host_memory | plan.memory_bytes()[1],
             inter_bytes=islands * alone.inter_bytes + round(plan.mean_inter_bytes),
             intra_bytes=islands * alone.intra_bytes + round(plan.intra_bytes / plan.settings.every),
             saved_inter_bytes=islands * alone.saved_inter_bytes,
@@ -234,7 +234,7 @@ class Solver:
         """
         strategy = self._with_frozen_placed(strategy, batching)
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
-        return PeriodReplay(strategy, self._plans(strategy), self._hardware, seconds, batching.micro_steps).run()
+        return replay_period(strategy, self._plans(strategy), self._hardware, seconds, batching.micro_steps)
 
     def _replayed(
         self, strategy: Strategy, plans: Sequence[UnitPlan], seconds: ComputeSeconds, micro_steps: int
