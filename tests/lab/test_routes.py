@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lab import Lab, link_counters
 from tests.workspace import workspace
-from towpath.collectives.rank_transfer import group_rank, select
+from towpath.collectives.select import group_rank, select
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Form, Group, Op
 from towpath.core.strategy import TransferKind

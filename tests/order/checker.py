@@ -34,17 +34,16 @@ import towpath.codecs.packing
 import towpath.collectives.flat
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
-from towpath.engine import outer
+from towpath.engine import comm, outer
+from towpath.engine.comm import Streams
 from towpath.engine.parameters import bucket as parameter_memory
 from towpath.engine.parameters import gradients as optimizer_memory
 from towpath.engine.parameters import shard_spec as encoded_shard
 from towpath.engine.parameters import unit
 from towpath.engine.parameters.partial_sums import Partial
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.streams import queue
-from towpath.engine.streams.queue import Streams
+from towpath.engine.queues import Handle, Stream, StreamJob
 from towpath.engine.streams.record import TransferWait
-from towpath.engine.streams.streams import Handle, Job, Stream
 
 COMPUTATION, HOST = "computation", "the host"
 
@@ -356,7 +355,7 @@ class LogicalStream(Stream):
     def _stream(self, buffer_index: int) -> str:
         return f"{self._name} {buffer_index}"
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
+    def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         stream = self._stream(job.workspace.buffer_index)
         transfers = getattr(waiting, "_transfers", ())
         handles = [handle for handle in after if isinstance(handle, LogicalHandle)]
@@ -439,7 +438,7 @@ def checking() -> Generator[Checker]:
     undo = [
         patched(outer, "checksum", slow_checksum),
         patched(unit, "checksum_of", checksum),
-        patched(queue, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker)),
+        patched(comm, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker)),
         patched(Streams, "of", staticmethod(lambda groups, device: made)),
         patched(messages, "_launched", launch),
         *(

@@ -21,9 +21,10 @@ from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_s
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import StrategyLike
 from towpath.engine.checks.optimizer_check import adopt
-from towpath.engine.executor import engine_of, engine_with
+from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
+from towpath.engine.parameters.shard_tensor import engine_with
 from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
