@@ -82,7 +82,7 @@ def check(kernels: ModuleType, text: str, dtype: torch.dtype, n: int, device: st
         expected, got = messages(codec, n, 2, 0, device)
         reference.encode(codec, x, expected, seed)
         kernels.encode(codec, x, got, seed)
-        assert _same_message(codec, got, expected), f"encode: {text}, {dtype}, {n} elements"
+        assert same_message(codec, got, expected), f"encode: {text}, {dtype}, {n} elements"
 
         reference.decode(codec, expected, back := torch.empty(n, dtype=dtype, device=device))
         kernels.decode(codec, expected, found := torch.empty_like(back))
@@ -101,7 +101,7 @@ def check(kernels: ModuleType, text: str, dtype: torch.dtype, n: int, device: st
         expected, got = messages(codec, n, 2, 3, device)
         reference.decode_sum_encode(codec, rows, n, expected, seed)
         kernels.decode_sum_encode(codec, rows, n, got, seed)
-        assert _same_message(codec, got, expected), f"decode_sum_encode: {text}, {n} elements"
+        assert same_message(codec, got, expected), f"decode_sum_encode: {text}, {n} elements"
 
 
 # Lengths of pieces: any, and those that let kernels use wide words (with codes at multiples of 4, or of 16 bytes).
@@ -141,12 +141,12 @@ def check_pieces(
         x = (overflown if turn == 1 else messy)(size, dtype).roll(turn).to(device)
         for run, w, k in zip(_runs(kernels), wires, kept, strict=True):
             run("encode_pieces", pieces, x, w, 7 + turn, k if feedback else None, scratch)
-        assert _same_message(codec, *wires), f"encode: {text}, {dtype}, {lengths}, turn {turn}"
+        assert same_message(codec, *wires), f"encode: {text}, {dtype}, {lengths}, turn {turn}"
         assert same(*kept), f"kept: {text}, {dtype}, {lengths}, turn {turn}"
     for run, w, k, out in zip(_runs(kernels), wires, kept, outs, strict=True):
         run("sum_pieces", gathered, w, 99, k if feedback else None, scratch)
         run("decode_pieces", gathered, w, out)
-    assert _same_message(codec, *wires), f"sum: {text}, {dtype}, {lengths}"
+    assert same_message(codec, *wires), f"sum: {text}, {dtype}, {lengths}"
     assert same(*kept), f"kept: {text}, {dtype}, {lengths}"
     assert same(*outs), f"decode: {text}, {dtype}, {lengths}"
     for run, w, out in zip(_runs(kernels), wires, outs, strict=True):
@@ -164,7 +164,7 @@ def _runs(kernels: Any) -> list[Callable[..., None]]:
     return [expected, got]
 
 
-def _same_message(codec: Codec, a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_message(codec: Codec, a: torch.Tensor, b: torch.Tensor) -> bool:
     if codec.largest is None:
         return same(a.clone().view(torch.bfloat16), b.clone().view(torch.bfloat16))
     return torch.equal(a, b)
@@ -176,7 +176,7 @@ def check_message(kernels: ModuleType, text: str, dtype: torch.dtype, n: int, de
     (expected,), (got,) = messages(codec, n, 1, 0, "cpu"), messages(codec, n, 1, 0, device)
     reference.encode(codec, x, expected, 7)
     kernels.encode(codec, x.to(device), got, 7)
-    assert _same_message(codec, got.cpu(), expected)
+    assert same_message(codec, got.cpu(), expected)
     x_expected, x_got = torch.empty(n, dtype=dtype), torch.empty(n, dtype=dtype, device=device)
     reference.decode(codec, expected, x_expected)
     kernels.decode(codec, got, x_got)

@@ -31,7 +31,7 @@ FEATURES = (
         lab="bytes",
         order="order",
         ranks="""
-            around_the_loop behind_the_engine collective_forms engine_promises entry_points events
+            around_the_loop behind_the_engine collective_forms engine_promises entry_points
             foretold_memory from_fsdp2 launches leaves mesh meta_device never_silent one_rank optimizers
             parity schedule_is_executed steady uneven values
         """,
@@ -67,7 +67,7 @@ FEATURES = (
         "start, and errors of dead or diverging ranks",
         lab="faults",
         ranks="device_waits divergence programs start",
-        unit="activity agree collective_log init rendezvous streams",
+        unit="activity collective_log init rendezvous streams together",
     ),
     _feature("Accelerate, Trainer and Lightning", ranks="accelerate lightning trainer"),
     _feature(

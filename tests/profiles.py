@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from towpath.core.routes import Grid, Op
-from towpath.planner.profile import (
+from towpath.plan.measured import Mesh
+from towpath.plan.profile import (
     BROADCAST,
     HOST_PARTS,
     HOST_SHAPES,
@@ -18,7 +19,6 @@ from towpath.planner.profile import (
     host_name,
     pair_name,
 )
-from towpath.sim.measured import Mesh
 from towpath.topology.cluster import Topology
 
 

@@ -24,9 +24,9 @@ from towpath import api
 from towpath.codecs import packing
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import flat
-from towpath.core.collective_log import CollectiveLog
 from towpath.core.transfer import Transfer
 from towpath.engine import comm
+from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.queues import Handle, Stream, StreamJob
 from towpath.engine.streams.record import TransferWait
 from towpath.topology import groups

@@ -37,7 +37,8 @@ from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import TrainStep, bits_between_nodes
 from benchmarks.workload import SQUARE, Workload
 from towpath.cli.plots import color, standalone_svg
-from towpath.codecs.exact import encode_difference, encode_values, message_bound
+from towpath.codecs.exact import encode
+from towpath.codecs.exact.message import message_bound
 
 STRATEGY = "paro-iig"
 PLAIN, EXACT = STRATEGY, f"{STRATEGY} exact=true"
@@ -195,7 +196,7 @@ def encoded(old: Tensor | None, values: Tensor) -> tuple[int, int]:
     if not len(values):
         return 0, 0
     out = torch.empty(message_bound(len(values), values.dtype), dtype=torch.uint8)
-    size = encode_values(values, out) if old is None else encode_difference(old, values, out)
+    size = encode(old, values, out)
     assert size is not None  # on a CPU
     return len(values), size
 

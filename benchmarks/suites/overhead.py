@@ -31,8 +31,8 @@ from benchmarks.peers import TrainStep
 from benchmarks.workload import Workload
 from towpath.bench import interleave
 from towpath.core.strategy import TransferKind
-from towpath.engine.checks import optimizer_check
-from towpath.engine.parameters.unit import CHECK_EVERY, UnusedParams
+from towpath.engine import trial_steps as optimizers
+from towpath.engine.agree.boundary import CHECK_EVERY, UnusedParams
 from towpath.observing import sums
 
 # One rank -------------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def _check_rank(rank: int, folder: str, case: StepCheckCase) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     spent = {"steps": 0.0, "boundary": 0.0}
-    optimizer_check._stepped = _timed(optimizer_check._stepped, spent, "steps")
+    optimizers._stepped = _timed(optimizers._stepped, spent, "steps")
     UnusedParams.compare = _timed(UnusedParams.compare, spent, "boundary")
     found = measure_check(case, rank, spent)
     if rank == 0:

@@ -22,15 +22,16 @@ from torch import nn
 from towpath.checkpoint.weights import Safetensors
 from towpath.collectives.select import form_for
 from towpath.core import presets
-from towpath.core.collective_log import Call
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.presets import NamedStrategy, StrategyLike
 from towpath.core.schedule import Schedule, decided, depends_on_memory
 from towpath.core.schedule import schedule as derive_schedule
+from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
-from towpath.engine.build import agree, agreement, build, check_exchangeable
+from towpath.engine.agree.boundary import CHECK_EVERY
+from towpath.engine.build import build, check_exchangeable
 from towpath.engine.executor import engine_of
 from towpath.engine.from_fsdp import check_arguments
 from towpath.engine.hooks import attach
@@ -48,14 +49,14 @@ from towpath.engine.layout import (
 from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ConfigError, ShardError, StepError
 from towpath.logs import logger
-from towpath.planner.request import Workload
+from towpath.plan.request import Workload
 from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology, counted
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 from towpath.topology.init import check_devices
+from towpath.topology.together import together
 from towpath.version import __version__
 
 if TYPE_CHECKING:
@@ -156,10 +157,11 @@ def shard(
     groups.connect()
     detects = topology is None and not isinstance(strategy, Strategy)
     # Otherwise, the host names of ranks that detect the topology would meet what other ranks compare next.
-    agree(groups, [f"the topology is {'to be detected' if detects else 'passed, or part of the strategy'}"], None)
+    with together(groups) as lines:
+        lines.append(f"the topology is {'to be detected' if detects else 'passed, or part of the strategy'}")
     if detects:
         topology = Topology(*detect_shape(groups))
-    with agreement(groups) as lines:
+    with together(groups) as lines:
         precision = Precision.of(precision)
         chosen = _resolve(strategy, topology, workload, groups.world)
         check_class(model, "auto" if chosen is None else chosen.name)
@@ -177,13 +179,13 @@ def shard(
         # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
         lines += describe(model, layouts, groups)
     if chosen is None:
-        from towpath.auto.choice import choose_for  # imported here, because it also imports what traces a model
+        from towpath.plan.choice import choose_for  # imported here, because it also imports what traces a model
 
         assert workload is not None and topology is not None
         chosen = choose_for(model, layouts, workload, groups, topology, precision)
         # The planner runs the model without values. A recurrent module that `check_exchangeable` has prepared for the
         # engine would run with its own weights instead, so the check follows the plan.
-        with agreement(groups):
+        with together(groups):
             check_exchangeable(chosen, layouts, groups)
     specs = [unit.spec for unit in layouts]
     free = least_free_bytes(layouts, groups) if depends_on_memory(chosen, specs) else None
@@ -398,7 +400,7 @@ def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
         found = list(islice(source, 1))
         mine = _ONE if found else _LAST_AGAIN if last else _NONE
         last = found or last
-        with program.shared("join()", Call.PROGRAM):
+        with program.shared("join()", LoggedCall.PROGRAM):
             everyones = groups.gather_rows(torch.tensor([mine]), program.wait).flatten().tolist()
         if _ONE not in everyones:
             return

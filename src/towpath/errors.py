@@ -24,10 +24,6 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 class TowpathError(Exception):
     """The base class of all errors that Towpath raises on purpose."""
 

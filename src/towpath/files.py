@@ -29,6 +29,14 @@ def write_output_file(option: str, path: Path | None, text: str) -> None:
         raise ConfigError(f"{option} {path}: {error.strerror}. Free space, or name another file.") from None
 
 
+def make_folder(folder: Path) -> None:
+    """Create `folder` and those above it that are missing, so that they survive a power failure."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Flush `folder` to disk, so that files created or renamed in it survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)

@@ -21,19 +21,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from towpath.core.transport import Transport
-from towpath.engine.build import agree
-from towpath.engine.checks.optimizer_check import Common, call_with, coupling, options_of
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
 from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
 from towpath.engine.parameters.tensor_parallel import replacement_of
+from towpath.engine.trial_steps import Common, call_with, coupling, options_of
 from towpath.errors import ShardError, StepError, TowpathError
+from towpath.topology.together import together
 
 __all__ = ["ChainedOptimizer", "OwnerSteppedOptimizer", "chain", "owner_stepped"]
-
-
-def __dir__() -> list[str]:
-    return __all__
 
 
 _INSTEAD = (
@@ -422,7 +418,10 @@ def _checked(inner: Optimizer) -> list[Engine]:
             raise
         failure = error
     for engine in engines:
-        agree(engine.comm.groups, _lines(inner), failure, "owner_stepped()", _ADVICE)
+        with together(engine.comm.groups, "owner_stepped()", _ADVICE) as lines:
+            if failure is not None:
+                raise failure
+            lines += _lines(inner)
     return engines
 
 

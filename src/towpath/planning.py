@@ -11,7 +11,7 @@
 `load_cluster` describes a cluster, and `probe` measures one. `describe_model` describes a published model, and
 `describe_module` a PyTorch module. `Solver.predict` predicts a step of one strategy.
 
-Names are loaded on first use. Only `describe_module` and `probe` import torch.
+Only `describe_module` and `probe` import torch, on first use.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from towpath.plan.catalog import describe_model, load_cluster
+from towpath.plan.prediction import Batching, Ranking
+from towpath.plan.request import Request
+from towpath.plan.solver import Solver
+
 if TYPE_CHECKING:
-    from towpath.auto.live import describe_module
-    from towpath.auto.probe import probe
-    from towpath.planner.catalog import describe_model, load_cluster
-    from towpath.planner.prediction import Batching, Ranking
-    from towpath.planner.request import Request
-    from towpath.planner.solver import Solver
+    from towpath.plan.cluster_probe import probe
+    from towpath.plan.live import describe_module
 
 __all__ = [
     "Batching",
@@ -38,22 +39,13 @@ __all__ = [
     "probe",
 ]
 
-_HOMES = {
-    "Batching": "planner.prediction",
-    "Ranking": "planner.prediction",
-    "Request": "planner.request",
-    "Solver": "planner.solver",
-    "describe_model": "planner.catalog",
-    "describe_module": "auto.live",
-    "load_cluster": "planner.catalog",
-    "probe": "auto.probe",
-}
+_HOMES = {"describe_module": "live", "probe": "cluster_probe"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'towpath.planning' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"towpath.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"towpath.plan.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -120,8 +120,7 @@ class PretrainedModule(ShardedModule):
         Rank 0 writes. With `state_dict=`, the ranks whose dict is not empty call the model's own method unchanged.
 
         Raises:
-            CheckpointError: Saving failed on this rank.
-            MismatchError: Saving failed on another rank.
+            CheckpointError: Saving failed on some rank.
         """
         from towpath.checkpoint.state_dicts import save_pretrained  # imported here, because checkpoints need much more
 

@@ -25,16 +25,12 @@ from torch import nn
 
 from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.observing import Observable, Trace, intervals_of_ranks, trace
-from towpath.sim.timeline import Event
+from towpath.plan.timeline import Event
 
 __all__ = ["Trace", "trace", "write_trace"]
 
 _ORDER = (COMPUTE, WAITING, BETWEEN, INSIDE)  # the tracks of codecs come after these, by name
 _SIMULATED_TRACKS = {"compute": COMPUTE, "waiting": WAITING}
-
-
-def __dir__() -> list[str]:
-    return __all__
 
 
 def write_trace(path: Path, model: nn.Module | Observable, trace: Trace) -> None:

@@ -56,20 +56,20 @@ def exact_kernels(dtype: str) -> dict[str, Any]:
     there, back = (
         torch.empty(exact.message_bound(elements, new.dtype), dtype=torch.uint8, device=DEVICE) for _ in range(2)
     )
-    exact.encode_difference(old, new, there)
-    exact.encode_difference(new, old, back)
+    exact.encode(old, new, there)
+    exact.encode(new, old, back)
     [used] = exact.message_bytes([there])
     values, turns = old.clone(), [there, back]
 
     def decode() -> None:
         # In place, there and back again: each message is of the values that are there.
-        exact.decode_difference(turns[0], values)
+        exact.decode(turns[0], values, difference=True)
         turns.reverse()
 
     other = torch.empty_like(new)
     speeds = {
         "copy": 2 * new.nbytes / _seconds(lambda: other.copy_(new)) / 1e9,
-        "encode": new.nbytes / _seconds(lambda: exact.encode_difference(old, new, there)) / 1e9,
+        "encode": new.nbytes / _seconds(lambda: exact.encode(old, new, there)) / 1e9,
         "decode": new.nbytes / _seconds(decode) / 1e9,
     }
     return {f"{name} GB/s": value for name, value in speeds.items()} | {"bits per value": 8 * used / elements}

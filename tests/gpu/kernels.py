@@ -70,21 +70,21 @@ def exact_messages_between_devices(dtype: torch.dtype) -> None:
     old = codec_cases.messy(codec_cases.LONG, dtype)
     new = (old.float() * 1.01).to(dtype)
     sent = torch.empty(exact.message_bound(len(new), dtype), dtype=torch.uint8)
-    used, outcomes = exact.encode_difference(old, new, sent), []
+    used, outcomes = exact.encode(old, new, sent), []
     made, values = torch.empty_like(sent, device=DEVICE), old.to(DEVICE, copy=True)
-    exact.encode_difference(old.to(DEVICE), new.to(DEVICE), made)
+    exact.encode(old.to(DEVICE), new.to(DEVICE), made)
     assert exact.message_bytes([made]) == [used], (exact.message_bytes([made]), used)
     assert torch.equal(made.cpu()[:used], sent[:used])
-    outcomes.append(exact.decode_difference(sent.to(DEVICE), values))
+    outcomes.append(exact.decode(sent.to(DEVICE), values, difference=True))
     assert codec_cases.same_bits(values.cpu(), new)
-    exact.encode_values(new.to(DEVICE), made)
-    outcomes.append(exact.decode_values(made, values.zero_()))
+    exact.encode(None, new.to(DEVICE), made)
+    outcomes.append(exact.decode(made, values.zero_(), difference=False))
     assert codec_cases.same_bits(values.cpu(), new)
-    exact.decode_values(made.cpu(), back := torch.empty_like(new))
+    exact.decode(made.cpu(), back := torch.empty_like(new), difference=False)
     assert codec_cases.same_bits(back, new)
     exact.raise_failed(outcomes)
     try:
-        exact.raise_failed([outcomes[0], exact.decode_difference(sent.to(DEVICE), values)])
+        exact.raise_failed([outcomes[0], exact.decode(sent.to(DEVICE), values, difference=True)])
     except exact.MessageError as error:
         assert "the exact difference is relative to other values" in str(error), error
     else:

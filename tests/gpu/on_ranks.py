@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.gpu import running, training
 from tests.gpu.case import FOLDER, Case
-from towpath import Topology
+from towpath import Precision, Topology
 
 STRATEGIES, ROUTES, COMPRESSED, EXACT = (
     "strategies and placements",
@@ -55,7 +55,7 @@ ON_FOUR = [
         for precision in ("bf16", "fp32")
     ),
     *(
-        _reused(f"{name}, by an oracle", COMPRESSED, training.rounds_as_the_oracle, name)
+        _reused(f"{name}, by an oracle", COMPRESSED, training.rounds_as_the_oracle, name, False)
         for name in ("zero++", "qwz", "qgz")
     ),
     *(
@@ -65,7 +65,7 @@ ON_FOUR = [
     ),
     *(_case(f"{label}, float64", ROUTES, training.trains_as_one_process, label) for label in training.ROUTED),
     *(
-        _case(
+        _reused(
             f"outer steps, float32, delay {delay}, {label}",
             OUTER,
             training.islands_train_as_in_one_process,
@@ -101,44 +101,21 @@ ON_FOUR = [
     ),
     *(
         _case(
-            f"the host runs ahead, {label}",
-            STRATEGIES,
+            f"the host runs ahead, {name}",
+            feature,
             running.the_host_is_back_while_the_device_works,
-            label,
+            *args,
             needs=("cuda",),
         )
-        for label in ("ddp", "zero3", "mics", "paro-iig", "paro-ggg", "zero++", "zero3@ho-ring")
-    ),
-    _case(
-        "the host runs ahead, offload=params",
-        STATES,
-        running.the_host_is_back_while_the_device_works,
-        "paro-igg offload=params",
-        needs=("cuda",),
-    ),
-    _case(
-        "the host runs ahead, exact",
-        EXACT,
-        running.the_host_is_back_while_the_device_works,
-        "paro-iig exact=1",
-        True,
-        needs=("cuda",),
-    ),
-    _case(
-        "the host runs ahead, an exchange is applied",
-        OUTER,
-        running.the_host_is_back_while_the_device_works,
-        "zero3",
-        True,
-        1,
-        needs=("cuda",),
-    ),
-    *(
-        _case(
-            f"no call waits for the device, {offload}", STATES if offload else STRATEGIES, run, offload, needs=("cuda",)
+        for name, feature, *args in (
+            *(
+                (each, STRATEGIES, each)
+                for each in ("ddp", "zero3", "mics", "paro-iig", "paro-ggg", "zero++", "zero3@ho-ring")
+            ),
+            ("offload=params", STATES, "paro-igg offload=params"),
+            ("exact", EXACT, "paro-iig exact=1", True),
+            ("an exchange is applied", OUTER, "zero3", True, 1),
         )
-        for run in (running.no_call_waits_for_the_device,)
-        for offload in (None, "params")
     ),
     *(
         _reused(f"{name}, {label}", MATRICES, "test_owner_stepped:_same_bits", name, label)
@@ -146,14 +123,17 @@ ON_FOUR = [
     ),
     _reused("low-rank sums are exact, ddp", COMPRESSED, "test_low_rank:_exact", "ddp"),
     *(
-        _case(f"frozen weights in {codec}, {label}", LORA, training.adapters_train_on_encoded_weights, label, codec)
+        _reused(f"frozen weights in {codec}, {label}", LORA, training.adapters_train_on_encoded_weights, label, codec)
         for label, codec in (("zero3", "int8"), ("paro-iig", "int4:32"))
     ),
     _reused("PEFT's LoRA, paro-iig", LORA, "test_lora:_train", "paro-iig", needs=("peft", "transformers"), limit=90.0),
     _reused("saving in the background", CHECKPOINTS, "test_checkpoint:_train_while_saving", FOLDER),
     *(
-        _case(f"{before} saves, {after} loads", CHECKPOINTS, training.checkpoint_moves, FOLDER, before, after)
-        for before, after in (("zero3", "paro-iig"), ("mics", "zero3 offload=optimizer"))
+        _reused(f"{before} saves, {after} loads", CHECKPOINTS, "test_offload:_checkpoints", FOLDER, *args)
+        for before, after, *args in (
+            ("paro-iig", "zero3", None, None, Precision()),
+            ("paro-iig", "zero3 offload=optimizer", None, "optimizer", training.MIXED),
+        )
     ),
     *(
         _case(f"full_parameters, {label}", STRATEGIES, training.full_parameters_are_read_and_written, label)
@@ -180,7 +160,7 @@ ON_FOUR = [
         if label not in ("zero3", "paro-iig")
     ),
     *(
-        _reused(f"{name} with codecs, by an oracle", COMPRESSED, training.rounds_as_the_oracle_with_its_options, name)
+        _reused(f"{name} with codecs, by an oracle", COMPRESSED, training.rounds_as_the_oracle, name, True)
         for name in ("mics", "paro-iig", "ddp", "qgz")
     ),
     *(
@@ -191,14 +171,18 @@ ON_FOUR = [
     _case("inference keeps no events", TRACES, running.inference_keeps_no_events, needs=("cuda",)),
     *(
         _case(
-            f"towpath train does not wait{', offloaded activations' * offloaded}",
-            ACTIVATIONS if offloaded else STRATEGIES,
+            f"towpath train does not wait{words}",
+            feature,
             running.towpath_train_does_not_wait,
             FOLDER,
-            offloaded,
+            *args,
             needs=("cuda",),
         )
-        for offloaded in (False, True)
+        for words, feature, *args in (
+            ("", STRATEGIES, None, False),
+            (", offload=params", STATES, "params", False),
+            (", offloaded activations", ACTIVATIONS, None, True),
+        )
     ),
     _case('"auto" chooses and trains', AUTO, running.plans_for_what_it_measured, FOLDER, limit=90.0),
 ]
@@ -206,7 +190,6 @@ ON_FOUR = [
 # On two or three ranks, which stay for all of them.
 ON_FEWER = [
     _reused("a diverged replica raises", EXACT, training.a_diverged_replica_raises, ranks=2),
-    _reused("a damaged message raises", EXACT, training.a_damaged_message_raises, ranks=2),
     _reused("an overflow is skipped, offload=optimizer", SCALING, training.an_overflow_is_skipped_by_all, ranks=2),
     _reused("an overflow is skipped", SCALING, "test_around_the_loop:_scaled", ranks=2),
     _reused("autocast", SCALING, "test_around_the_loop:_autocast", ranks=2),
@@ -232,11 +215,11 @@ ON_FEWER = [
 
 ON_ONE = [
     *(
-        _case(f"{label}, float64, one rank", STRATEGIES, training.trains_as_one_process, label, None, ALONE, ranks=1)
-        for label in ("ddp", "zero3", "hpz", "zero3 offload=params")
-    ),
-    *(
-        _case(f"{label}, fp32 masters, one rank", SCALING, training.trains_fp32_masters, label, None, ALONE, ranks=1)
+        _case(f"{label}, {what}, one rank", feature, run, label, None, ALONE, ranks=1)
+        for what, feature, run in (
+            ("float64", STRATEGIES, training.trains_as_one_process),
+            ("fp32 masters", SCALING, training.trains_fp32_masters),
+        )
         for label in ("ddp", "zero3", "hpz", "zero3 offload=params")
     ),
     _case("a step of one rank is traced", TRACES, running.a_step_is_traced_in_the_order_of_its_stream, ranks=1),

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import towpath
+from tests.ranks.checkpoints import Run
 from tests.ranks.models import DEVICE, MODELS
-from tests.ranks.reference import optimizer_for
 from tests.ranks.strategies import strategy_of
 from towpath import Outer, Topology
 from towpath.core import exact
@@ -27,6 +26,7 @@ SHAPE = Topology(2, 2)
 ASLEEP_SECONDS, BACK_SECONDS = 0.5, 0.2
 
 
+@mock.patch.object(exact, "SMALLEST_BYTES", 1)  # this model is small
 def the_host_is_back_while_the_device_works(label: str, waits: bool = False, every: int = 0) -> dict[str, Any]:
     """A step behind half a second of other work on the device: the host only enqueues it.
 
@@ -35,16 +35,8 @@ def the_host_is_back_while_the_device_works(label: str, waits: bool = False, eve
         waits: Whether the host is known to wait. The case then only measures.
         every: With outer steps, each of which applies an exchange.
     """
-    outer = Outer(every=every) if every else None
-    exact.SMALLEST_BYTES, smallest = 1, exact.SMALLEST_BYTES  # this model is small
-    try:
-        return _measure_host(label, outer, waits)
-    finally:
-        exact.SMALLEST_BYTES = smallest
-
-
-def _measure_host(label: str, outer: Outer | None, waits: bool) -> dict[str, Any]:
     entry, dtype = MODELS["gpt"], torch.bfloat16
+    outer = Outer(every=every) if every else None
     model: Any = towpath.shard(entry.make(dtype), strategy_of(label, SHAPE, outer=outer))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     batch = entry.micro_batch(dist.get_rank(), 0, 0, dtype)
@@ -82,26 +74,11 @@ def _cycles_of(seconds: float) -> int:
     return int(10_000_000 * seconds * 1e3 / begin.elapsed_time(end))
 
 
-def no_call_waits_for_the_device(offload: Any) -> None:
-    """Under PyTorch's own check, which finds `.item()` and copies from memory that is not pinned."""
-    entry = MODELS["gpt"]
-    model: Any = towpath.shard(entry.make(torch.float32), strategy_of("zero3", SHAPE, offload=offload))
-    optimizer = optimizer_for(model)
-    inputs = entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)
-    try:
-        for step in range(4):
-            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-            entry.loss(model, *inputs).backward()
-            torch.cuda.set_sync_debug_mode("default")
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert towpath.stats(model).transfers
+def towpath_train_does_not_wait(folder: Path, offload: str | None, offload_activations: bool) -> None:
+    """Only for the loss and the norm, by an event behind them, once the optimizer is enqueued.
 
-
-def towpath_train_does_not_wait(folder: Path, offload_activations: bool) -> None:
-    """Only for the loss and the norm, by an event behind them, once the optimizer is enqueued."""
+    PyTorch's own check finds `.item()`, and copies from memory that is not pinned.
+    """
     from towpath.engine import saved_activations
     from towpath.train.config import Config
     from towpath.train.job import init_distributed
@@ -112,32 +89,23 @@ def towpath_train_does_not_wait(folder: Path, offload_activations: bool) -> None
         (folder / "text.txt").write_text("".join(f"the {i}th line says {i * i % 97}\n" for i in range(400)))
         prepare([str(folder / "text.txt")], folder / "tokens")
     dist.barrier()
+    strategy: dict[str, Any] = {"name": "zero3", "nodes": SHAPE.nodes, "ranks_per_node": SHAPE.ranks_per_node}
     sections: dict[str, dict[str, Any]] = {
         "data": {"tokens": str(folder / "tokens")},
         "model": {"width": 64, "depth": 4, "heads": 2},
         "train": {"steps": 6, "batch": 16, "micro_batch": 4, "length": 64, "offload_activations": offload_activations},
-        "strategy": {"nodes": SHAPE.nodes, "ranks_per_node": SHAPE.ranks_per_node},
+        "strategy": strategy | ({"offload": offload} if offload else {}),
     }
-    before, saved_activations._WINDOW_BYTES = saved_activations._WINDOW_BYTES, 1 << 18  # some of a pass
-    with init_distributed() as job, _restored(before):
+    some_of_a_pass = mock.patch.object(saved_activations, "_WINDOW_BYTES", 1 << 18)
+    with init_distributed() as job, some_of_a_pass:
         training = Trainer(Config.from_dict(sections), job)
-        for step in range(6):
-            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-            result = training.train_step()
-            assert result.loss > 0
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            for step in range(6):
+                torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+                assert training.train_step().loss > 0
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         assert towpath.stats(training.model).transfers
-
-
-@contextmanager
-def _restored(window_bytes: int) -> Generator[None]:
-    from towpath.engine import saved_activations
-
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        saved_activations._WINDOW_BYTES = window_bytes
 
 
 def inference_keeps_no_events() -> dict[str, Any]:
@@ -163,18 +131,12 @@ def inference_keeps_no_events() -> dict[str, Any]:
 
 
 def seconds_of_transfers_are_counted() -> dict[str, Any]:
-    entry = MODELS["gpt"]
-    model: Any = towpath.shard(entry.make(torch.float32), "zero3", topology=SHAPE)
-    optimizer = optimizer_for(model)
-    inputs = entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)
-    before = towpath.stats(model)  # seconds are counted from here on
-    for _ in range(3):
-        entry.loss(model, *inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    run = Run.of("zero3", SHAPE)
+    before = towpath.stats(run.model)  # seconds are counted from here on
+    run.train(range(3))
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    done = towpath.stats(model).since(before)
+    done = towpath.stats(run.model).since(before)
     assert done.transfers and all(t.seconds_in_flight > 0 for t in done.transfers), done
     return {"exposed_seconds": done.seconds_exposed}
 

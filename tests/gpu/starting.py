@@ -43,12 +43,6 @@ def raises(kind: type[TowpathError], pattern: str, call: Callable[[], Any]) -> N
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _gpt(tied: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(5)
-    shape = Shape(vocabulary=VOCABULARY, width=16, depth=5, heads=2, kv_heads=1, hidden=24, tied=tied)
-    return GPT(shape).to(dtype)
-
-
 def _token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
@@ -58,44 +52,31 @@ def _tokens(step: int, replica: int, micro_batches: int) -> Tensor:
     return torch.randint(VOCABULARY, (micro_batches * BATCH, LENGTH), generator=generator).to(DEVICE)
 
 
-def tied_pipeline(folder: Path, bound: bool) -> dict[str, Any]:
-    """On three stages: the group of the two ends is no matter of the stage between them."""
-    join(folder, bound=bound)
-    return _train_pipeline(_gpt(tied=True), 3, (3, 1), "1F1B", 3, "ddp", Compression(), 1e-9)
+def pipeline_trains_as_one_process(folder: Path, schedule: str, bound: bool, codec: str = "") -> dict[str, Any]:
+    """Three steps next to the whole model. With a codec of messages, gradients are near those of one process.
 
-
-def interleaved_pipeline(folder: Path, codec: str, bound: bool) -> dict[str, Any]:
-    """Two stages on each rank, and two copies. With codecs of messages, gradients are near those of one process."""
+    1F1B: on three stages. The group of the two ends, which tied weights have, is no matter of the stage between them.
+    Interleaved1F1B: two stages on each rank, and two copies.
+    """
     join(folder, bound=bound)
-    compression = Compression(activations=codec) if codec else Compression()
+    tied = schedule == "1F1B"
+    shape, stages, strategy = ((3, 1), 3, "ddp") if tied else ((2, 2), 4, "zero1")
     # int8 moves what a stage receives by half a percent of its block's largest element, and each stage adds to that.
     most, dtype = (0.15, torch.float32) if codec else (1e-9, torch.float64)
-    return _train_pipeline(_gpt(tied=False, dtype=dtype), 4, (2, 2), "Interleaved1F1B", 4, "zero1", compression, most)
-
-
-def _train_pipeline(
-    whole: nn.Module,
-    stages: int,
-    shape: tuple[int, int],
-    schedule: str,
-    micro_batches: int,
-    strategy: str,
-    compression: Compression,
-    most: float,
-) -> dict[str, Any]:
-    """Train three steps next to the whole model. Its weights are set to the pipeline's before each step."""
+    torch.manual_seed(5)
+    sizes = Shape(vocabulary=VOCABULARY, width=16, depth=5, heads=2, kv_heads=1, hidden=24, tied=tied)
+    whole = GPT(sizes).to(dtype)
     example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("pp", "dp"))
-    parts = [stage.to(DEVICE) for stage in split(copy.deepcopy(whole), stages, example)]
     pipeline = Pipeline(
-        parts,
+        [stage.to(DEVICE) for stage in split(copy.deepcopy(whole), stages, example)],
         strategy,
         mesh=mesh,
         schedule=schedule,
-        micro_batches=micro_batches,
+        micro_batches=stages,
         loss=_token_loss,
         example=example,
-        compression=compression,
+        compression=Compression(activations=codec) if codec else Compression(),
     )
     whole.to(DEVICE)
     replica, copies = mesh.get_local_rank("dp"), shape[1]
@@ -103,14 +84,11 @@ def _train_pipeline(
     theirs = dict(whole.named_parameters(remove_duplicate=False))
     worst = 0.0
     for step in range(3):
-        ids = _tokens(step, replica, micro_batches)
-        loss = float(pipeline.step(ids, target=ids))
-        batches = [_tokens(step, r, micro_batches) for r in range(copies)]
+        batches = [_tokens(step, r, stages) for r in range(copies)]
+        loss = float(pipeline.step(batches[replica], target=batches[replica]))
         losses = [_token_loss(whole(each), each) for each in batches]
         (sum(losses[1:], losses[0]) / copies).backward()
-        worst = max(worst, abs(loss - losses[replica].item()) / losses[replica].item())
         norms = [float(pipeline.clip_grad_norm_(1.0)), float(nn.utils.clip_grad_norm_(whole.parameters(), 1.0))]
-        worst = max(worst, abs(norms[0] - norms[1]) / norms[1])
         found, right = list[Tensor](), list[Tensor]()
         for module in pipeline.modules.values():
             parameter: Any
@@ -118,7 +96,9 @@ def _train_pipeline(
                 assert parameter.grad is not None, name
                 found.append(parameter.grad.full_tensor().flatten())
                 right.append(theirs[name].grad.flatten())  # pyright: ignore[reportOptionalMemberAccess]
-        worst = max(worst, ((torch.cat(found) - torch.cat(right)).norm() / torch.cat(right).norm()).item())
+        off = (torch.cat(found) - torch.cat(right)).norm() / torch.cat(right).norm()
+        for one, other in ((loss, losses[replica].item()), norms):
+            worst = max(worst, off.item(), abs(one - other) / other)
         assert worst <= most, f"{worst:.1e} from one process in step {step}, at most {most:.0e} expected"
         for optimizer in optimizers:
             optimizer.step()
@@ -127,24 +107,6 @@ def _train_pipeline(
 
 
 # --- how a job starts -------------------------------------------------------------------------------------------------
-
-
-def one_process_trains(folder: Path) -> None:
-    """`towpath.init()` without a launcher."""
-    for name in ("RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    device = towpath.init()
-    assert device.type == DEVICE.type and device == towpath.init()
-    model = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).to(device), "zero3")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    inputs, losses = torch.randn(16, 8, device=device), []
-    for _ in range(10):
-        loss = (model(inputs) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0], losses
 
 
 def a_model_in_host_memory_is_moved_unit_by_unit(folder: Path) -> dict[str, Any]:
@@ -168,7 +130,7 @@ def a_model_in_host_memory_is_moved_unit_by_unit(folder: Path) -> dict[str, Any]
 
 def probes(folder: Path, bound: bool) -> dict[str, Any]:
     """All ranks connect before some of them are probed: "auto" begins with messages between some ranks only."""
-    from towpath.auto.probe import probe
+    from towpath.plan.cluster_probe import probe
 
     join(folder, bound=bound)
     found = probe(towpath.Topology(2, 2), 1.0)
@@ -176,18 +138,10 @@ def probes(folder: Path, bound: bool) -> dict[str, Any]:
     return {}
 
 
-def sharing_is_refused(folder: Path, backend: str) -> None:
-    join(folder, backend, own_host=False)
-    raises(ConfigError, "ranks 0 and 1 share a GPU", lambda: towpath.shard(nn.Linear(4, 4).cuda(), "zero3"))
-
-
-def a_model_the_group_cannot_carry_is_refused(folder: Path, backend: str, device: str) -> None:
-    join(folder, backend)
-    raises(
-        ConfigError,
-        r"the model is on .*towpath\.init\(\)",
-        lambda: towpath.shard(nn.Linear(4, 4).to(device), "zero3"),
-    )
+def is_refused(folder: Path, backend: str, device: str, own_host: bool, pattern: str) -> None:
+    """A model on a device. Without hosts of their own, the ranks share a GPU."""
+    join(folder, backend, own_host=own_host)
+    raises(ConfigError, pattern, lambda: towpath.shard(nn.Linear(4, 4).to(device), "zero3"))
 
 
 def host_buffers_are_broadcast(folder: Path) -> None:
@@ -200,13 +154,13 @@ def host_buffers_are_broadcast(folder: Path) -> None:
     assert not model.on_host.any() and not model.on_gpu.any()
 
 
-def example_runs(folder: Path, *arguments: str) -> None:
-    """Under torchrun, on one rank."""
+def example_runs(folder: Path, launcher: tuple[str, ...], *arguments: str) -> None:
+    """On one rank: under torchrun, or without a launcher, where `towpath.init()` makes the group."""
     script = (str(ROOT / "examples" / arguments[0]), *arguments[1:])
     hidden = {} if DEVICE.type == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", *script],
+        [sys.executable, *launcher, *script],
         env={**environment, "XDG_CACHE_HOME": str(folder), **hidden},
         capture_output=True,
         text=True,
@@ -293,44 +247,41 @@ def _case(name: str, feature: str, run: Any, *args: Any, ranks: int | None = 2, 
 
 
 _BOUND = (("no bound device", False, ()), ("bound device", True, ("cuda",)))
+_REFUSED = (  # the group's backend, the model's device, whether ranks have hosts of their own, and what is said
+    *(
+        (f"sharing a GPU is refused, {each}", each, "cuda", False, "ranks 0 and 1 share a GPU")
+        for each in (BOTH, "nccl")
+    ),
+    ("cpu under nccl is refused", "nccl", "cpu", True, r"the model is on .*towpath\.init\(\)"),
+    ("cuda under gloo is refused", "gloo", "cuda", True, r"the model is on .*towpath\.init\(\)"),
+)
+_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+
+
+def _pipelines(schedule: str, codec: str, **options: Any) -> list[Case]:
+    return [
+        _case(
+            f"{schedule}, {codec or 'lossless'}, {words}",
+            PIPELINES,
+            pipeline_trains_as_one_process,
+            schedule,
+            bound,
+            codec,
+            needs=needs,
+            **options,
+        )
+        for words, bound, needs in _BOUND
+    ]
+
 
 CASES = [
-    *(
-        _case(f"tied pipeline of three, {words}", PIPELINES, tied_pipeline, bound, ranks=3, needs=needs)
-        for words, bound, needs in _BOUND
-    ),
+    *_pipelines("1F1B", "", ranks=3),
     _case("different units are told", ERRORS, different_units_are_told),
     _case("a peer that has ended is told", ERRORS, a_peer_that_has_ended_is_told),
-    *(
-        _case(
-            f"Interleaved1F1B, {codec or 'lossless'}, {words}",
-            PIPELINES,
-            interleaved_pipeline,
-            codec,
-            bound,
-            ranks=4,
-            needs=needs,
-            limit=90.0 if codec else 60.0,
-        )
-        for codec in ("int8", "")
-        for words, bound, needs in _BOUND
-    ),
+    *_pipelines("Interleaved1F1B", "int8", ranks=4, limit=90.0),
+    *_pipelines("Interleaved1F1B", "", ranks=4, limit=60.0),
     *(_case(f"probe 2x2, {words}", AUTO, probes, bound, ranks=4, needs=needs) for words, bound, needs in _BOUND),
-    *(
-        _case(f"sharing a GPU is refused, {backend}", ERRORS, sharing_is_refused, backend, needs=("cuda",))
-        for backend in (BOTH, "nccl")
-    ),
-    *(
-        _case(
-            f"{device} under {backend} is refused",
-            ERRORS,
-            a_model_the_group_cannot_carry_is_refused,
-            backend,
-            device,
-            needs=("cuda",),
-        )
-        for backend, device in (("nccl", "cpu"), ("gloo", "cuda"))
-    ),
+    *(_case(name, ERRORS, is_refused, *args, needs=("cuda",)) for name, *args in _REFUSED),
     _case("buffers on the host, NCCL alone", ERRORS, host_buffers_are_broadcast, needs=("cuda",)),
     _case(
         "a model in host memory is moved unit by unit",
@@ -338,15 +289,17 @@ CASES = [
         a_model_in_host_memory_is_moved_unit_by_unit,
         needs=("cuda",),
     ),
-    _case("one process initializes and trains", ERRORS, one_process_trains, ranks=1),
     *(
         # They start processes of their own, next to other cases.
-        _case(f"{arguments[0]} under torchrun", ERRORS, example_runs, *arguments, ranks=None, alone=False, limit=120.0)
-        for arguments in (
-            ("train.py", "zero3", "3"),
-            ("codec.py", "10"),
-            ("resnet.py", "paro-iig", "5"),
-            ("meta_device.py", "2"),
+        _case(
+            f"{arguments[0]} {words}", ERRORS, example_runs, launcher, *arguments, ranks=None, alone=False, limit=120.0
+        )
+        for words, launcher, *arguments in (
+            ("without a launcher", (), "train.py", "zero3", "3"),
+            ("under torchrun", _TORCHRUN, "train.py", "zero3", "3"),
+            ("under torchrun", _TORCHRUN, "codec.py", "10"),
+            ("under torchrun", _TORCHRUN, "resnet.py", "paro-iig", "5"),
+            ("under torchrun", _TORCHRUN, "meta_device.py", "2"),
         )
     ),
 ]

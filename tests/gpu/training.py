@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,12 +14,11 @@ from torch import nn
 
 import towpath
 from tests.ranks import reference
-from tests.ranks.checkpoints import Run, differing
-from tests.ranks.islands import Islands, fragments_of, mean_of
-from tests.ranks.models import DEVICE, LOUDNESS, MODELS
+from tests.ranks.checkpoints import Run
+from tests.ranks.models import DEVICE, LOUDNESS, MODELS, noise
 from tests.ranks.reference import Task, optimizer_for
 from tests.ranks.strategies import strategy_of
-from tests.ranks.twin import distance
+from tests.ranks.twin import accumulating, distance, mean_of_all_ranks
 from towpath import Outer, Precision, Topology, Transport
 
 SHAPE = Topology(2, 2)
@@ -54,10 +52,9 @@ def trains_as_one_process(label: str, offload: Any = None, shape: Topology = SHA
     worst = 0.0
     for step in range(STEPS):
         total = torch.zeros((), dtype=torch.float64, device=DEVICE)
-        for micro in range(MICRO_STEPS):
-            with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
-                loss = entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float64))
-                (LOUDNESS[step] * loss / MICRO_STEPS).backward()
+        for micro in accumulating(model, MICRO_STEPS):
+            loss = entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float64))
+            (LOUDNESS[step] * loss / MICRO_STEPS).backward()
             total += LOUDNESS[step] * loss.detach() / (MICRO_STEPS * shape.world)
         dist.all_reduce(total)
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), expected.max_norm))
@@ -84,10 +81,9 @@ def trains_fp32_masters(label: str, most_of_all: float | None = None, shape: Top
     optimizers = optimizer_for(model), optimizer_for(plain)
     worst = of_all = 0.0
     for step in range(STEPS):
-        for micro in range(MICRO_STEPS):
-            with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
-                batch = entry.micro_batch(dist.get_rank(), micro, step, dtype)
-                (entry.loss(model, *batch) / MICRO_STEPS).backward()
+        for micro in accumulating(model, MICRO_STEPS):
+            batch = entry.micro_batch(dist.get_rank(), micro, step, dtype)
+            (entry.loss(model, *batch) / MICRO_STEPS).backward()
         expected = _gradients_in_bf16(plain, step, shape.world)
         found = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
         for name, right in expected.items():
@@ -128,19 +124,14 @@ def _gradients_in_bf16(masters: nn.Module, step: int, ranks: int) -> dict[str, t
     return found
 
 
-def rounds_as_the_oracle(name: str, **options: str) -> None:
+def rounds_as_the_oracle(name: str, with_its_options: bool) -> None:
     """Weights to the bit, and each element of a gradient within the rounding of its block."""
     from tests.ranks import test_encoded_training as oracle
 
+    options = oracle.TRAINED[name] if with_its_options else {}
     for build, loss in ((oracle._gpt, oracle._gpt_loss), (oracle._tiny, oracle._tiny_loss)):
-        model: Any = towpath.shard(build(), towpath.strategy(name, SHAPE, **options))  # pyright: ignore
+        model: Any = towpath.shard(build(), towpath.strategy(name, SHAPE, **options))
         oracle._check_accumulation(model, build().to(DEVICE), loss, SHAPE)
-
-
-def rounds_as_the_oracle_with_its_options(name: str) -> None:
-    from tests.ranks import test_encoded_training as oracle
-
-    rounds_as_the_oracle(name, **oracle.TRAINED[name])
 
 
 # --- outer steps ------------------------------------------------------------------------------------------------------
@@ -148,21 +139,13 @@ def rounds_as_the_oracle_with_its_options(name: str) -> None:
 
 def islands_train_as_in_one_process(label: str, delay: int) -> dict[str, Any]:
     """To 1e-9. At the end, in the middle of an exchange, all islands are averaged."""
+    from tests.ranks.test_outer import away, train_beside
+
     outer = Outer(every=2, fragments=2, delay=delay, blend=0.5 if delay else 0.0)
-    entry, dtype = MODELS["gpt"], torch.float64
-    model: Any = towpath.shard(entry.make(dtype), strategy_of(label, SHAPE, outer=outer))
-    islands = Islands(entry.make(dtype), outer, 2, fragments_of(model, outer), optimizer_for)
-    gradients = mean_of(lambda of, rank, micro, step: entry.loss(of, *entry.micro_batch(rank, micro, step, dtype)))
-    optimizer = optimizer_for(model)
-    for step in range(5):
-        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, dtype)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        islands.step(lambda island, copy, step=step: gradients(range(2 * island, 2 * island + 2), step)(copy))
+    model, islands = train_beside(label, SHAPE, outer, optimizer_for, 5)
     towpath.average_islands(model)
     islands.average()
-    expected = dict(islands.models[0].named_parameters())
-    worst = max(distance(found, expected[name].detach()) for name, found in model.named_parameters())
+    worst = away(model, islands.models[0])
     assert worst <= TOLERANCE, f"{worst:.1e} from simulated islands"
     return {"worst": worst}
 
@@ -216,43 +199,6 @@ def a_diverged_replica_raises() -> None:
     assert "rank 0 could not decode param_sync" in said and "relative to other values" in said, said
 
 
-def a_damaged_message_raises() -> None:
-    """On every rank, whoever has received it. It is damaged in the memory that rank 1 decodes from."""
-    from unittest import mock
-
-    from tests.ranks.test_exact import _diverged
-    from towpath.collectives import exact as collectives
-    from towpath.core import exact
-
-    decode = collectives.decode_slices
-
-    def damaging(encoded: torch.Tensor, slices: torch.Tensor, own: int, difference: bool) -> torch.Tensor:
-        if dist.get_rank() == 1:
-            encoded[0, 40] ^= 1
-        return decode(encoded, slices, own, difference)
-
-    from tests.forms import in_form
-    from towpath.core.routes import Form
-
-    small = mock.patch.object(exact, "SMALLEST_BYTES", 1)
-    with in_form(Form.COLLECTIVES), small, mock.patch.object(collectives, "decode_slices", damaging):
-        said = _error_of(lambda: _train_a_step_of(_diverged))
-    assert "could not decode param_sync" in said, said
-
-
-def _error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except towpath.TowpathError as error:
-        return str(error)
-    return ""
-
-
-def _train_a_step_of(make: Callable[[], Any]) -> None:
-    _, _, step = make()
-    step()
-
-
 # --- offloading, and what surrounds a step ----------------------------------------------------------------------------
 
 
@@ -285,26 +231,16 @@ def an_overflow_is_skipped_by_all() -> None:
     assert len(set(scales)) == 1, scales
 
 
-class Adapted(nn.Module):
-    """A frozen matrix and what LoRA adds to it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
 def adapters_train_on_encoded_weights(label: str, codec: str) -> dict[str, Any]:
     """Frozen weights rest in a codec. Training is that of one process on the weights that the codec makes of them."""
+    from tests.ranks.test_frozen import WIDTH, Adapted
+
     torch.manual_seed(3)
-    plain = nn.Sequential(*(Adapted(64) for _ in range(3))).to(DEVICE)
-    model: Any = nn.Sequential(*(Adapted(64) for _ in range(3))).to(DEVICE)
-    model.load_state_dict(plain.state_dict())
-    model = towpath.shard(model, strategy_of(f"{label} frozen_codec={codec}", SHAPE), units=[Adapted])
-    moved = 0.0
+    plain = nn.Sequential(*(Adapted() for _ in range(3))).to(DEVICE)
+    model: Any = towpath.shard(
+        copy.deepcopy(plain), strategy_of(f"{label} frozen_codec={codec}", SHAPE), units=[Adapted]
+    )
+    moved = worst = 0.0
     with torch.no_grad():
         for name, p in plain.named_parameters():
             whole = model.get_parameter(name).full_tensor()
@@ -314,33 +250,16 @@ def adapters_train_on_encoded_weights(label: str, codec: str) -> dict[str, Any]:
     assert 0 < moved <= 0.5 / (127 if codec.startswith("int8") else 7) * 1.01, moved
     optimizers = [optimizer_for(each) for each in (model, plain)]
     for step in range(STEPS):
-        batches = [
-            torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(DEVICE)
-            for rank in range(SHAPE.world)
-        ]
-        (model(batches[dist.get_rank()]) - 0.1).square().mean().backward()
-        for x in batches:
-            ((plain(x) - 0.1).square().mean() / SHAPE.world).backward()
+        x = noise(dist.get_rank(), 0, step, 4, WIDTH).float()
+        (model(x) - 0.1).square().mean().backward()
+        with mean_of_all_ranks(plain):
+            (plain(x) - 0.1).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    worst = 0.0
     for name, p in plain.named_parameters():
         found = model.get_parameter(name).full_tensor()
         assert p.requires_grad or torch.equal(found, p), name
         worst = max(worst, (found - p).abs().max().item())
     assert worst <= 1e-5, worst
     return {"worst": worst}
-
-
-def checkpoint_moves(folder: Path, before: str, after: str) -> None:
-    """What one strategy saves another one loads, to the bit."""
-    from towpath import checkpoint
-
-    first = Run.of(before, SHAPE)
-    first.train(range(2))
-    assert checkpoint.save(folder, 2, first.state()).ok
-    second = Run.of(after, SHAPE).spoil()
-    assert checkpoint.load(folder, second.state()) is not None
-    wrong = differing(second.content(), first.content())
-    assert not wrong, wrong

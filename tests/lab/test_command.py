@@ -94,9 +94,3 @@ def test_without_the_right_to_administer_a_user_namespace_serves() -> None:
 def test_the_command_does_not_load_torch() -> None:
     program = "import sys, lab.command, towpath.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
-
-
-@pytest.mark.parametrize(("old", "new"), [("lab", "python -m lab"), ("demo", "python -m lab demo")])
-def test_the_old_command_names_the_new_one(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run([old, "run"]) == 2
-    assert f"Run `{new}`, in a clone" in capsys.readouterr().err

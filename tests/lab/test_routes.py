@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from lab import Lab, link_counters
+from lab import Lab
+from tests.lab.test_bytes import ABOVE, BELOW, counters_at_rest
 from tests.workspace import workspace
 from towpath.collectives.select import group_rank, select
 from towpath.core.placement import GroupCollective
@@ -20,8 +20,6 @@ from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
 SHAPE = Topology(2, 4)
-# Headers of TCP, IP and Ethernet and the acknowledgements are 0.8 % in jumbo frames.
-ABOVE, BELOW = 0.03, 0.001
 
 
 def carried(rank: int, world: int, op: Op, route: str, elements: int, form: Form) -> tuple[int, int]:
@@ -41,17 +39,9 @@ def carried(rank: int, world: int, op: Op, route: str, elements: int, form: Form
     region = torch.ones(elements)
     shard = region.chunk(world)[rank]
     collective.run(region, shard, workspace())  # members compare what they mean, once
-    before = _counters_at_rest()
+    before = counters_at_rest()
     collective.run(region, shard, workspace())
-    return _counters_at_rest() - before, transfer.cable_bytes(SHAPE.node_of(rank))
-
-
-def _counters_at_rest() -> int:
-    """Read after every rank has arrived and before any goes on."""
-    dist.barrier()
-    sent = link_counters().sent_bytes
-    dist.barrier()
-    return sent
+    return counters_at_rest() - before, transfer.cable_bytes(SHAPE.node_of(rank))
 
 
 CASES = [(op, route, Form.MESSAGES) for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER) for route in ROUTES]

@@ -19,12 +19,13 @@ the allocator gives it away there, nor was told of (`Stream.uses`, which is `Ten
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,11 +36,11 @@ import towpath.collectives.flat
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
 from towpath.engine import comm, outer
+from towpath.engine.agree import boundary
 from towpath.engine.comm import Streams
 from towpath.engine.parameters import bucket as parameter_memory
 from towpath.engine.parameters import gradients as optimizer_memory
 from towpath.engine.parameters import shard_spec as encoded_shard
-from towpath.engine.parameters import unit
 from towpath.engine.parameters.partial_sums import Partial
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.queues import Handle, Stream, StreamJob
@@ -410,7 +411,7 @@ def checking() -> Generator[Checker]:
     """Models that are sharded inside run on logical streams, and are checked. Every rank must do so alike."""
     checker = Checker()
     made = Streams(torch.device("cpu"))
-    launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, unit.checksum_of
+    launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, boundary.checksum_of
     taken_of_slow = outer.checksum
 
     def launch(posted: Any, group: dist.ProcessGroup, tag: int) -> Any:
@@ -419,14 +420,9 @@ def checking() -> Generator[Checker]:
             works = launched(posted, group, tag)
         return [_Message(work, checker, checker.done(stream)) for work in works]
 
-    def patched(module: Any, name: str, value: Any) -> Callable[[], None]:
-        before = getattr(module, name)
-        setattr(module, name, value)
-        return lambda: setattr(module, name, before)
-
-    def native(module: Any) -> Callable[[], None]:
+    def native(module: Any) -> None:
         original = module.kernels_for
-        return patched(module, "kernels_for", lambda device: checker.native(original(device)))
+        patch.setattr(module, "kernels_for", lambda device: checker.native(original(device)))
 
     def checksum(bucket: Any) -> torch.Tensor:
         # The host computes it of its own memory, with temporary tensors that this checker takes for the device's.
@@ -435,27 +431,19 @@ def checking() -> Generator[Checker]:
     def slow_checksum(slow: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.int64) if checker._memory_of(slow).on_host else taken_of_slow(slow)
 
-    undo = [
-        patched(outer, "checksum", slow_checksum),
-        patched(unit, "checksum_of", checksum),
-        patched(comm, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker)),
-        patched(Streams, "of", staticmethod(lambda groups, device: made)),
-        patched(messages, "_launched", launch),
-        *(
-            patched(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
-            for module in (optimizer_memory, outer)
-        ),
-        patched(parameter_memory, "host_is_apart", lambda device: True),
-        native(towpath.codecs.packing),
-        native(towpath.collectives.flat),
-        native(encoded_shard),
-    ]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outer, "checksum", slow_checksum)
+        patch.setattr(boundary, "checksum_of", checksum)
+        patch.setattr(comm, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker))
+        patch.setattr(Streams, "of", staticmethod(lambda groups, device: made))
+        patch.setattr(messages, "_launched", launch)
+        for module in (optimizer_memory, outer):
+            patch.setattr(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
+        patch.setattr(parameter_memory, "host_is_apart", lambda device: True)
+        for module in (towpath.codecs.packing, towpath.collectives.flat, encoded_shard):
+            native(module)
         with checker:
             yield checker
-    finally:
-        for back in undo:
-            back()
 
 
 def check_communications(mine: Sequence[str]) -> None:

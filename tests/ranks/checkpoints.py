@@ -14,6 +14,7 @@ import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.strategies import strategy_of
+from tests.ranks.twin import accumulating
 from towpath import Topology, checkpoint
 
 Content = dict[str, Tensor]
@@ -39,18 +40,21 @@ class Run:
         name: str = "gpt",
         dtype: torch.dtype = torch.float32,
         offload: str | None = None,
+        outer: towpath.Outer | None = None,
         **options: Any,
     ) -> Run:
-        strategy = strategy_of(label, topology, offload=offload)
-        model = towpath.shard(MODELS[name].make(dtype), strategy, topology=topology, **options)
+        strategy = strategy_of(label, topology, offload=offload, outer=outer)
+        model = towpath.shard(MODELS[name].make(dtype), strategy, **options)
         return Run(model, optimizer_for(model), name, dtype)
 
-    def train(self, steps: Iterable[int]) -> list[float]:
-        """The losses of this rank."""
+    def train(self, steps: Iterable[int], micro_steps: int = 1) -> list[float]:
+        """Return the losses of this rank: of each step that of the last micro-step."""
         entry, losses = MODELS[self.name], []
         for step in steps:
-            loss = entry.loss(self.model, *entry.micro_batch(rank(), 0, step, self.dtype))
-            loss.backward()
+            loss = torch.zeros(())
+            for micro in accumulating(self.model, micro_steps):
+                loss = entry.loss(self.model, *entry.micro_batch(rank(), micro, step, self.dtype))
+                loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()

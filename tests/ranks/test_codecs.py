@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
 from towpath.codecs.kernels import reference
@@ -31,8 +30,6 @@ from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import FEEDBACK, Transport
 from towpath.topology.cluster import Topology
-
-Worlds = Callable[[int], World]
 
 SHAPES = [Topology(2, 2), Topology(2, 3), Topology(3, 1), Topology(4, 2)]
 CODECS = ("int8:32", "int4:64+hadamard", "bf16", "e4m3")

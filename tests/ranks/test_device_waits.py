@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import towpath
 from tests.ranks.server import World
+from tests.ranks.test_programs import Net
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
@@ -24,17 +25,6 @@ class Never:
         return False
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
 def _sharded() -> Any:
     torch.manual_seed(3)
     model = towpath.shard(Net().double(), "zero3", topology=towpath.Topology(2, 1), units=[nn.Linear])
@@ -45,7 +35,7 @@ def _sharded() -> Any:
 def _wait_as_for_a_device(model: Any, unit: str) -> str:
     """Submit a gather of this unit that the device never finishes, and wait for the device outside the model."""
     comm = model.towpath_engine.comm
-    peers, aborted = comm.record.peers, threading.Event()
+    peers, aborted = comm.watchdog, threading.Event()
     peers._groups.abort = aborted.set
     gathers: list[Transfer] = [t for t in comm.record.last_step if t.kind is TransferKind.GATHER and t.unit == unit]
     comm.log.note(TransferKind.GATHER, unit)
@@ -83,7 +73,7 @@ def _ended() -> str:
     torch.manual_seed(3)
     model: Any = towpath.shard(Net().double(), "zero3", topology=towpath.Topology(3, 1), units=[nn.Linear])
     model(torch.ones(2, 6).double()).sum().backward()
-    peers = model.towpath_engine.comm.record.peers
+    peers = model.towpath_engine.comm.watchdog
     peers.watch_processes()
     if dist.get_rank() == 1:
         peers._neighbor._from_previous.close()  # as the kernel does for a process that ends

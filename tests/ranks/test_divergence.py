@@ -215,21 +215,6 @@ def test_replicas_may_run_different_units() -> None:
         twin.check_gradients()
 
 
-@on_ranks(4)
-def test_what_differs_inside_one_unit_trains_exactly() -> None:
-    """The way out that the error names: all experts are gathered, whichever of them a rank uses."""
-
-    def loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-        return _loss(model, [rank, (rank + step) % 4][: 1 + rank % 2], step)
-
-    for label in ("zero3", "hpz", "paro-iig"):
-        twin = Twin(Net, loss, label, SHAPE, units=[Experts])
-        twin.train(3)
-        twin.backward(3)
-        twin.check_gradients()
-        twin.check_parameters()
-
-
 # --- passes that fail -------------------------------------------------------------------------------------------------
 
 

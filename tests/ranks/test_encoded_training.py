@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import towpath
 from tests.ranks.models import DEVICE, MODELS, GPTBlock
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import seldom
 from towpath.codecs.kernels import reference
 from towpath.core import routes
@@ -28,7 +28,6 @@ from towpath.core.strategy import GRADIENTS, TransferKind
 from towpath.core.unit_plan import BucketPlan
 from towpath.topology.cluster import Extent, Topology
 
-Worlds = Callable[[int], World]
 Loss = Callable[[nn.Module, int, int], Tensor]  # of a rank and a micro-step
 
 SQUARE = Topology(2, 2)

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
+from tests.ranks.checkpoints import Run, differing
 from tests.ranks.models import MODELS, TiedGPT, noise
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import on_ranks
-from tests.ranks.strategies import in_turn, seldom, strategy_of
+from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import Twin, accumulating, loss_on, mean_of_all_ranks
 from towpath import Topology, errors
 
@@ -40,19 +41,10 @@ _gpt_loss = loss_on("gpt")
 @pytest.mark.parametrize("route", ["flat", seldom("ring")])
 @on_ranks(4)
 def test_hpz_equals_zero3_bit_for_bit(route: str) -> None:
-    ends = []
-    for name in ("hpz", "zero3"):
-        entry = MODELS["gpt"]
-        model: Any = towpath.shard(entry.make(torch.float32), strategy_of(f"{name}@{route}", SHAPE), topology=SHAPE)
-        optimizer = optimizer_for(model)
-        for step in range(4):
-            for micro in accumulating(model, 2):
-                entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float32)).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append({name: p.full_tensor().detach() for name, p in model.named_parameters()})
-    assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
+    runs = [Run.of(f"{name}@{route}", SHAPE) for name in ("hpz", "zero3")]
+    for run in runs:
+        run.train(range(4), micro_steps=2)
+    assert differing(*(run.content() for run in runs)) == []
 
 
 # --- accumulation ----------------------------------------------------------------------------------------------------
@@ -393,15 +385,6 @@ def test_buffers_without_memory_of_their_own_are_refused_by_name(kind: str) -> N
         model.register_buffer("odd", ODD_BUFFERS[kind][0]())
     with pytest.raises(errors.ShardError, match=rf"buffer 'odd'.*{ODD_BUFFERS[kind][1]}\(\)"):
         towpath.shard(model, "zero3", topology=towpath.Topology(2, 1))
-
-
-@on_ranks(2)
-def test_a_rank_may_build_its_buffers_on_the_meta_device() -> None:
-    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
-        model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    if dist.get_rank() == 0:
-        nn.init.constant_(model[1].running_mean, 5.0)
-    assert towpath.shard(model, "zero3", topology=Topology(2, 1))[1].running_mean.tolist() == [5.0] * 4
 
 
 def test_without_a_process_group_it_is_a_world_of_one() -> None:

@@ -15,13 +15,11 @@ import torch.distributed as dist
 import towpath
 from tests.forms import in_form
 from tests.ranks.models import DEVICE, LOUDNESS, MODELS
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath.core import exact
 from towpath.core.routes import Form
 from towpath.core.strategy import GRADIENTS, TransferKind
-
-Worlds = Callable[[int], World]
 
 # Every preset that sends gradients or a parameter sync between nodes, and every route.
 LABELS = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import towpath
 from tests.forms import in_form
 from tests.ranks import test_frozen
 from tests.ranks.models import DEVICE, LOUDNESS, MODELS
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_exact import PRECISIONS, _bits, _by_messages
 from tests.ranks.test_pipeline import BATCH, WIDTH, Block, Plain
@@ -37,7 +36,6 @@ from towpath.core.routes import Form
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 
-Worlds = Callable[[int], World]
 Loss = Callable[[nn.Module, int, int], Tensor]
 
 SHAPE, HALF = Topology(2, 2), Topology(2, 1)
@@ -251,13 +249,13 @@ def _compare(form: Form, name: str, label: str, precision: str, steps: int) -> N
 def _note_syncs(patch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that grows with each slice of an exact parameter sync: whether it has differences."""
     syncs: list[bool] = []
-    for name, differs in (("encode_difference", True), ("encode_values", False)):
+    encode = exact_collectives.encode
 
-        def noting(encode: Callable[..., Any], differs: bool, *args: Any) -> Any:
-            syncs.append(differs)
-            return encode(*args)
+    def noting(old: Any, *args: Any) -> Any:
+        syncs.append(old is not None)
+        return encode(old, *args)
 
-        patch.setattr(exact_collectives, name, partial(noting, getattr(exact_collectives, name), differs))
+    patch.setattr(exact_collectives, "encode", noting)
     return syncs
 
 

@@ -11,7 +11,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from tests.documented import ROOT
 from tests.ranks.launched import launched
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 
-Worlds = Callable[[int], World]
 LOSS = re.compile(r"loss ([\d.]+)")
 
 # By ranks; so few steps as show that it learns.

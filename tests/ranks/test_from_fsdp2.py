@@ -27,21 +27,13 @@ from torch.distributed.fsdp import (
 import towpath
 from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.test_leaves import Block
 from towpath import checkpoint
 from towpath.engine.from_fsdp import ARGUMENTS, COUNTERPARTS
 from towpath.errors import ConfigError, MismatchError, ShardError
 
 SHAPE = towpath.Topology(2, 1)
 THEIR_METHODS = sorted(name for name in dir(FSDPModule) if not name.startswith("_"))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.inner(x))
 
 
 class Net(nn.Module):
@@ -221,7 +213,12 @@ def test_every_method_of_theirs_is_ours_or_names_its_counterpart() -> None:
 
 
 @on_ranks(2)
-def test_the_functions_take_a_model_of_any_class() -> None:
+def test_functions_and_methods_take_a_model_of_any_class_and_a_compiled_one() -> None:
+    compiled: Any = torch.compile(towpath.shard(_net(), "zero3", topology=SHAPE), backend="eager")
+    with towpath.no_sync(compiled):
+        pass
+    compiled.unshard()
+    compiled.reshard()
     model: Any = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "zero3", topology=SHAPE)
     weight = model.get_parameter("0.weight")
     batches = [_batch()] * (1 + dist.get_rank())
@@ -242,15 +239,6 @@ def test_the_functions_take_a_model_of_any_class() -> None:
         model.get_parameter("0.weight").fill_(dist.get_rank())
     model.reshard(modifier_rank=1)
     assert torch.equal(towpath.full_tensor(weight), torch.ones(8, 8))
-
-
-@on_ranks(1)
-def test_functions_and_methods_take_a_compiled_model() -> None:
-    model: Any = torch.compile(towpath.shard(_net(), "zero3"), backend="eager")
-    with towpath.no_sync(model):
-        pass
-    model.unshard()
-    model.reshard()
 
 
 def test_the_functions_refuse_what_is_not_sharded() -> None:

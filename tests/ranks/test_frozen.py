@@ -72,7 +72,7 @@ def _strategy(label: str, frozen: str | None = None, **options: Any) -> towpath.
 @pytest.mark.parametrize("label", [n if n in ("zero3", "hpz") else seldom(n) for n in LABELS])
 @on_ranks(4)
 def test_training_is_the_same_wherever_frozen_parameters_lie(label: str, frozen: str | None) -> None:
-    twin = _Frozen(_strategy(label, frozen))
+    twin = Twin(Model, _loss, f"{label} frozen={frozen}" if frozen else label, SHAPE, units=[Adapted])
     for step in range(3):
         twin.backward(step, micro_steps=2)
         twin.check_gradients()
@@ -87,16 +87,6 @@ def test_training_is_the_same_wherever_frozen_parameters_lie(label: str, frozen:
     assert abs(every[0] - every[1]) <= TOLERANCE * every[1]
     for name, parameter in twin.sharded.named_parameters():
         assert torch.allclose(parameter.full_tensor(), twin.plain.get_parameter(name), 0, TOLERANCE), name
-
-
-class _Frozen(Twin):
-    """With a strategy in place of a label."""
-
-    def __init__(self, strategy: towpath.Strategy) -> None:
-        super().__init__(Model, _loss, "ddp", SHAPE)
-        torch.manual_seed(7)
-        self.sharded = towpath.shard(Model().double(), strategy, units=[Adapted])
-        self.optimizer = torch.optim.AdamW(self.sharded.parameters(), lr=2e-3, eps=1e-5, weight_decay=0.1)
 
 
 @on_ranks(4)

@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import towpath
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import seldom
 from towpath.engine.parameters.low_rank_sync import LowRankSync
-
-Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 2)
 WHOLE = ("ddp", "zero1", "paro-nng", "paro-nni")
@@ -164,6 +161,3 @@ def test_the_first_steps_may_travel_as_they_are() -> None:
         executed = {(t.kind, t.elements) for t in towpath.stats(model).last_step}
         planned = {(t.kind, t.elements) for t in towpath.schedule(made.at(step), model).transfers}
         assert executed <= planned
-
-
-# The benchmarks' pipeline in one process ------------------------------------------------------------------------------

@@ -104,12 +104,15 @@ def test_freezing_after_shard_is_followed_and_thawing_what_was_frozen_refused(la
 @on_ranks(2)
 def test_casts_hooks_and_copies_after_shard_are_refused_with_a_way_out() -> None:
     import copy
+    import pickle
 
     twin = _twin("zero3")
     parameter = next(twin.sharded.parameters())
     _refused(ShardError, twin.sharded.float, "cannot be cast or moved. Do it before shard")
     _refused(ShardError, lambda: parameter.register_hook(print), "would never run")
     _refused(ShardError, lambda: copy.deepcopy(twin.sharded), "_foreach_lerp_")
+    for part in (twin.sharded, twin.sharded.first, twin.sharded.blocks[0]):
+        _refused(ShardError, lambda part=part: pickle.dumps(part), "neither copied nor pickled")
 
 
 # --- the whole parameters --------------------------------------------------------------------------------------------

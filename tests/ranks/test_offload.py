@@ -9,7 +9,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,15 +20,13 @@ import towpath
 from tests.forms import in_form
 from tests.ranks.checkpoints import Run, content, differing
 from tests.ranks.models import DEVICE, MODELS
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from towpath import Precision, Topology, checkpoint
 from towpath.core import exact
 from towpath.core.routes import Form
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError, MismatchError
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 OFFLOADS = ("optimizer", "params", "optimizer+params")

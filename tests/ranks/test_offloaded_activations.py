@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,14 +17,12 @@ from torch.utils.checkpoint import checkpoint
 import towpath
 from tests.ranks.checkpoints import Run, differing
 from tests.ranks.models import MODELS
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn
 from towpath import Topology
 from towpath.engine import saved_activations
 from towpath.engine.executor import engine_of
 from towpath.errors import ShardError, StepError
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 1)
 

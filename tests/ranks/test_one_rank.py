@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath
+from tests.ranks.models import MODELS
 from tests.ranks.server import on_ranks
 from tests.ranks.test_engine_promises import Branching
 from tests.ranks.twin import Twin, loss_on
@@ -22,8 +23,6 @@ LABELS = ("ddp", "zero3", "zero++", "paro-iig")
 
 @on_ranks(1)
 def test_it_trains_as_plain_pytorch_does_whatever_is_done_with_gradients() -> None:
-    from tests.ranks.models import MODELS
-
     for label in LABELS:
         twin = Twin(MODELS["gpt"].build, loss_on("gpt"), label, ALONE)
         for step in range(4):

@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,10 @@ from tests.ranks.checkpoints import Content, content, differing
 from tests.ranks.islands import Islands, fragments_of, mean_gradients
 from tests.ranks.models import MODELS
 from tests.ranks.reference import optimizer_for
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath import Outer, Topology, Transport, checkpoint
 from towpath.checkpoint.exporting import export
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 # Exchanges begin after steps 1, 3, 4, 6, …, and are applied one step later.
@@ -110,16 +107,19 @@ def _save_in_background(root: Path) -> Content:
         (SHAPE, None, "2 islands"),
         seldom(SHAPE, replace(STREAMING, islands=1), "now there are 1"),
         (Topology(3, 1), STREAMING, "now there are 3"),
+        (Topology(4, 2), STREAMING, "now there are 4"),
         seldom(SHAPE, replace(STREAMING, every=4), "has changed"),
     ],
-    ids=["synchronous", "one island", "more islands", "another period"],
+    ids=["synchronous", "one island", "islands of one", "more islands", "another period"],
 )
 def test_other_islands_begin_with_the_slow_weights(
     topology: Topology, outer: Outer | None, note: str, world: Worlds, tmp_path: Path
 ) -> None:
     """At step 4 the second exchange of fragment 0 is under way. Its result is applied first."""
     expected = world(4).run(_save_pending, tmp_path)[0]
-    for off, notes in world(topology.world).run(_load_elsewhere, tmp_path, topology, outer, expected):
+    found = world(topology.world).run(_load_elsewhere, tmp_path, topology, outer, expected)
+    assert len({drawn for _, _, drawn in found}) == topology.world  # no two ranks draw the same random numbers
+    for off, notes, _ in found:
         assert off <= 1e-9
         told = " ".join(notes)
         assert note in told
@@ -145,11 +145,12 @@ def _save_pending(root: Path) -> tuple[Content, Content]:
 
 def _load_elsewhere(
     root: Path, topology: Topology, outer: Outer | None, expected: tuple[Content, Content]
-) -> tuple[float, tuple[str, ...]]:
+) -> tuple[float, tuple[str, ...], float]:
     slow, own = expected
     run = _Run("zero3", topology, outer, torch.float64)
     loaded = checkpoint.load(root, run.state)
     assert loaded is not None
+    drawn = torch.rand((), dtype=torch.float64).item()
     weights = own if "has changed" in " ".join(loaded.notes) else slow
     found = content(run.model)
     off = max((found[name] - weights[name]).abs().max().item() for name in weights)
@@ -162,7 +163,7 @@ def _load_elsewhere(
             mine = tensor.shard_spec.part_of(slow[name])
             off = max(off, (tensor.local - mine).abs().max().item() if mine.numel() else 0.0)
     run.train(5, 8)
-    return off, loaded.notes
+    return off, loaded.notes, drawn
 
 
 def test_a_synchronous_checkpoint_starts_with_slow_weights_like_its_own(world: Worlds, tmp_path: Path) -> None:

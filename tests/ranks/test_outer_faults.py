@@ -9,7 +9,6 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,13 @@ import torch.distributed as dist
 
 import towpath
 from tests.ranks.models import MODELS
-from tests.ranks.server import World
+from tests.ranks.server import World, Worlds
 from tests.ranks.strategies import seldom, strategy_of
 from tests.ranks.test_outer import STREAMING, adamw
 from towpath import Outer, Topology, checkpoint
-from towpath.engine.checks.activity import StallMonitor
+from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.outer import FragmentExchange
 from towpath.errors import StepError
-
-Worlds = Callable[[int], World]
 
 SHAPE, STEPS = Topology(2, 2), 7
 # How long a process group waits for a peer: more than a busy machine keeps a rank that lives.
@@ -177,7 +174,7 @@ def test_an_island_learns_of_a_process_that_ends_in_another_one(tmp_path: Path) 
 
 def _wait_elsewhere(root: Path) -> str:
     run, rank, word = _Run("zero3", root, Outer(every=9)), dist.get_rank(), torch.zeros(1)
-    StallMonitor.of(run.model.towpath_engine.comm.job).watch_processes()
+    Watchdog.of(run.model.towpath_engine.comm.job).watch_processes()
     run.train(1)
     if rank == 2:
         dist.send(word, 3)

@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
 from tests.forms import in_form
-from tests.ranks.checkpoints import content, differing
+from tests.ranks.checkpoints import Run, content, differing
 from tests.ranks.islands import Islands, fragments_of, mean_of
-from tests.ranks.models import DEVICE, MODELS
-from tests.ranks.server import World, on_ranks
+from tests.ranks.models import DEVICE, MODELS, noise
+from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
+from tests.ranks.test_engine_promises import Branches, Branching
 from tests.ranks.test_frozen import Model as Adapted
 from tests.ranks.test_frozen import _loss as _loss_of_adapted
 from tests.ranks.test_offload import MIXED
@@ -39,7 +40,6 @@ from towpath.core.routes import Form
 from towpath.errors import CheckpointError
 from towpath.optim import chain, owner_stepped
 
-Worlds = Callable[[int], World]
 Make = Callable[[nn.Module], optim.Optimizer]
 
 SHAPE, LONG = Topology(2, 2), Topology(4, 1)
@@ -98,31 +98,10 @@ def _loss_of_rows(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
     return (model(_rows(rank, micro, step)) - 1).square().mean()
 
 
-class Choice(nn.Module):
-    """Two of four parts take part in a step, and the last one never does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-
-    def forward(self, x: Tensor, first: int) -> Tensor:
-        return x + torch.tanh(self.parts[first % 3](x)) * self.parts[(first + 1) % 3](x)
-
-
-class Choices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Choice() for _ in range(2))
-
-    def forward(self, x: Tensor, first: int) -> Tensor:
-        for block in self.blocks:
-            x = block(x, first)
-        return x
-
-
-def _loss_of_choices(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    # In every second step, one part is unused on a whole island, and another one on the next island.
-    return model(_rows(rank, micro, step), (rank if step % 2 else rank // 2) + step).square().mean()
+def _loss_of_branches(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    """Two branches take part. In every second step, one is unused on a whole island, and another on the next."""
+    first = (rank if step % 2 else rank // 2) + step
+    return model(noise(rank, micro, step), (first % 3, (first + 1) % 3)).square().mean()
 
 
 def _gpt(build: Callable[[], nn.Module] | None = None, **more: Any) -> Case:
@@ -133,23 +112,15 @@ CASES: dict[str, Case] = {
     "matrices on owners": _gpt(make=_iterated, make_sharded=_on_owners),
     "adapters": Case(Adapted, _loss_of_adapted),
     "buffers": Case(_normed, _loss_of_rows),
-    "unused parameters": Case(Choices, _loss_of_choices, units=(Choice,)),
+    "unused parameters": Case(Branching, _loss_of_branches, units=(Branches,)),
     "accumulation and clipping": _gpt(micro_steps=2, max_norm=0.5),
 }
-OFTEN = ("matrices on owners", "accumulation and clipping")  # on islands of two nodes
 
 
 @in_turn(LABELS, 1)
 @pytest.mark.parametrize("case", CASES)
 def test_islands_train_as_in_one_process(case: str, label: str, world: Worlds) -> None:
     for off in world(4).run(_train, case, label, SHAPE, STREAMING):
-        assert off <= TOLERANCE
-
-
-@pytest.mark.parametrize("case", [case if case in OFTEN else seldom(case) for case in CASES])
-@in_turn(("zero3", "paro-iig", "mics:1x2"), 1)
-def test_islands_of_two_nodes_train_as_in_one_process(case: str, label: str, world: Worlds) -> None:
-    for off in world(4).run(_train, case, label, LONG, replace(STREAMING, islands=2)):
         assert off <= TOLERANCE
 
 
@@ -272,28 +243,6 @@ def _overflow(label: str, offload: str | None) -> tuple[float, float]:
 # --- the same to the bit ----------------------------------------------------------------------------------------------
 
 
-def _trained(
-    label: str,
-    topology: Topology,
-    outer: Outer | None,
-    steps: int = STEPS,
-    offload: str | None = None,
-    **options: Any,
-) -> dict[str, Tensor]:
-    """Return weights and optimizer states of this rank's island after some steps of float32."""
-    entry = MODELS["gpt"]
-    strategy = strategy_of(label, topology, outer=outer, offload=offload)
-    model = towpath.shard(entry.make(torch.float32), strategy, **options)
-    optimizer = adamw(model)
-    for step in range(steps):
-        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    sync(model)
-    return content(model, optimizer)
-
-
 @pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
 @pytest.mark.parametrize("form", [seldom(Form.MESSAGES), Form.COLLECTIVES], ids=str)
 @in_turn([(n, each) for n in LABELS for each in ("optimizer", "params", "optimizer+params")], 1, "case")
@@ -305,44 +254,14 @@ def test_what_is_offloaded_trains_the_same_to_the_bit(
 
 def _offloaded(label: str, offload: str, form: Form, precision: Precision) -> None:
     with in_form(form):
-        found, expected = (
-            _trained(label, SHAPE, STREAMING, offload=each, precision=precision) for each in (offload, None)
-        )
-    assert differing(found, expected) == []
+        runs = [Run.of(label, SHAPE, offload=each, outer=STREAMING, precision=precision) for each in (offload, None)]
+        for run in runs:
+            run.train(range(STEPS))
+            sync(run.model)
+        assert differing(*(run.content() for run in runs)) == []
 
 
-@in_turn(("zero3", "paro-igg", "zero1", "ddp"), 1)
-@on_ranks(4)
-def test_exact_transports_inside_islands_change_no_bit(label: str) -> None:
-    outer = replace(STREAMING, islands=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "SMALLEST_BYTES", 1)
-        found = _trained(f"{label} exact=True", LONG, outer)
-    assert differing(found, _trained(label, LONG, outer)) == []
-
-
-# --- several models ---------------------------------------------------------------------------------------------------
-
-FIRST, SECOND = replace(STREAMING, islands=2), Outer(every=2, fragments=1, islands=4)
-
-
-@pytest.mark.parametrize("second", [SECOND, seldom(replace(SECOND, islands=2)), seldom(None)])
-@on_ranks(4)
-def test_models_with_other_outer_steps_train_as_alone(second: Outer | None) -> None:
-    entry, kinds = MODELS["gpt"], (("paro-iig", FIRST), ("zero3", second))
-    models = [towpath.shard(entry.make(torch.float32), strategy_of(n, LONG, outer=o)) for n, o in kinds]
-    optimizers = [adamw(model) for model in models]
-    for step in range(STEPS):
-        batch = entry.micro_batch(dist.get_rank(), 0, step, torch.float32)
-        losses = [entry.loss(model, *batch) for model in models]
-        for model, optimizer, loss in zip(models, optimizers, losses, strict=True):
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    for (label, outer), model, optimizer in zip(kinds, models, optimizers, strict=True):
-        sync(model)
-        assert differing(content(model, optimizer), _trained(label, LONG, outer)) == []
+# --- what is counted -------------------------------------------------------------------------------------------------
 
 
 @in_turn(("zero3", "zero1", "mics:1x2", "ddp"), 1)
@@ -355,16 +274,12 @@ def test_stats_count_the_bytes_of_all_islands(topology: Topology, label: str, wo
 
 def _count_bytes(label: str, topology: Topology) -> None:
     """In a whole period, as the schedule says."""
-    entry, strategy = MODELS["gpt"], strategy_of(label, topology, outer=Outer(every=2, islands=2))
-    model = towpath.shard(entry.make(torch.float32), strategy)
-    optimizer, counted = adamw(model), list[tuple[int, ...]]()
+    run, counted = Run.of(label, topology, outer=Outer(every=2, islands=2)), list[tuple[int, ...]]()
     for step in range(4):
-        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found, sums = towpath.stats(model), observing.sums(model)
+        run.train([step])
+        found, sums = towpath.stats(run.model), observing.sums(run.model)
         counted.append((found.intra_bytes, found.inter_bytes, sums.intra_bytes, sums.inter_bytes))
-    schedule = towpath.schedule(strategy, model, 1)
+    schedule = towpath.schedule(run.model.towpath_engine.strategy, run.model, 1)
     assert schedule.outer is not None
     intra, inter = (
         2 * sum(getattr(t, kind) for t in schedule.transfers) + getattr(schedule.outer, kind)
@@ -416,24 +331,17 @@ def _state_dicts() -> tuple[int, str | None, list[str]]:
 @on_ranks(4)
 def test_pytorchs_checkpoint_has_the_first_island(label: str, tmp_path: Path) -> None:
     """Islands differ after two steps, and not after all of them have loaded."""
-    folder = tmp_path
-    entry = MODELS["gpt"]
-    model: Any = towpath.shard(entry.make(torch.float32), strategy_of(label, SHAPE, outer=Outer(every=9)))
-    optimizer = adamw(model)
-    for step in range(2):
-        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    first: list[Any] = [content(model, optimizer)]
+    run = Run.of(label, SHAPE, outer=Outer(every=9))
+    run.train(range(2))
+    first: list[Any] = [run.content()]
     dist.broadcast_object_list(first)
     states = {
-        "model": checkpoint.get_model_state_dict(model),
-        "optimizer": checkpoint.get_optimizer_state_dict(model, optimizer),
+        "model": checkpoint.get_model_state_dict(run.model),
+        "optimizer": checkpoint.get_optimizer_state_dict(run.model, run.optimizer),
     }
-    dcp.save(states, checkpoint_id=folder)
-    dcp.load(states, checkpoint_id=folder)
-    wrong = differing(content(model, optimizer), first[0])
-    assert wrong == []
+    dcp.save(states, checkpoint_id=tmp_path)
+    dcp.load(states, checkpoint_id=tmp_path)
+    assert differing(run.content(), first[0]) == []
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -22,30 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import towpath
 from tests.documented import PAGES, ROOT, programs
 from tests.ranks.launched import launched
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
+from tests.ranks.test_from_fsdp2 import Block, Net
 from towpath import checkpoint
 
-Worlds = Callable[[int], World]
-
-WIDTH = 4
+WIDTH = 8  # of the models of test_from_fsdp2.py
 # How many ranks a program is for; the others are for any number.
 RANKS = {"pipeline": 8, "codec": 2}
-
-
-class Block(nn.Linear):
-    pass
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
 
 
 def _loss_of(model: nn.Module, batch: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Under every uncompressed strategy, training ends where one process ends.
+"""Under every uncompressed strategy, training executes its schedule and ends where one process ends.
 
 A case is a strategy on a shape of cluster, a number of micro-steps, a model and a dtype. `make parity` runs the whole
 product, five steps of each. `make test` runs three steps of a part of it. That part holds every preset but
@@ -25,7 +25,7 @@ from tests.ranks.models import DEVICE, LOUDNESS, MODELS
 from tests.ranks.reference import Task
 from tests.ranks.server import Worlds
 from tests.ranks.strategies import ROUNDING, family, labels, seldom, strategy_of
-from tests.ranks.twin import distance
+from tests.ranks.twin import by_queue, distance
 from towpath.core.routes import ROUTES
 
 SHAPES = ((2, 2), (2, 3), (4, 2), (3, 1))  # nodes, ranks per node
@@ -153,6 +153,8 @@ def train(case: Case, steps: int, expected_file: Path) -> Distance:
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), expected.max_norm)))
         optimizer.step()
         optimizer.zero_grad()
+    scheduled = towpath.schedule(strategy, model, case.micro_steps).transfers
+    assert by_queue(towpath.stats(model).last_step) == by_queue(scheduled)
     found = dict(model.named_parameters())
     assert found.keys() == expected.parameters.keys()
     return Distance(

@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom
+from tests.ranks.twin import by_queue
 from towpath.core.pipeline import messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
@@ -28,8 +29,6 @@ from towpath.errors import ConfigError, ShardError, StepError
 from towpath.observing import intervals_of_ranks, sums
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
-
-Worlds = Callable[[int], World]
 
 WIDTH, BATCH = 8, 2
 SINGLE = ("GPipe", "1F1B")
@@ -458,14 +457,7 @@ def _executed(strategy: str, schedule: str) -> None:
         optimizer.zero_grad()
     for index, module in pipeline.modules.items():
         planned, found = pipeline.stage_schedule(index).transfers, towpath.stats(module).last_step
-        for kinds in (
-            {TransferKind.GATHER, TransferKind.BACKWARD_GATHER},
-            {TransferKind.REDUCE},
-            {TransferKind.GRAD_SYNC, TransferKind.UNUSED_PARAMS},
-            {TransferKind.PARAM_SYNC},
-        ):
-            # Queues run beside one another; within a queue the order counts.
-            assert [t for t in found if t.kind in kinds] == [t for t in planned if t.kind in kinds], (index, kinds)
+        assert by_queue(found) == by_queue(planned), index
 
 
 def test_a_norm_of_one_stage_is_not_taken_for_the_models(world: Worlds) -> None:

@@ -6,7 +6,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,14 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, WIDTH, _batch, _loss, _token_loss
 from towpath.errors import MismatchError, ShardError, StepError
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
-
-Worlds = Callable[[int], World]
 
 MICRO_BATCHES = 4
 
@@ -153,7 +150,7 @@ def test_a_wrong_batch_on_one_rank_is_refused_on_every_rank_and_the_next_one_tra
     call = ("step", "evaluate")[list(WRONG).index(wrong) % 2]
     for rank, told in enumerate(world(4).run(_given_wrong, schedule, strategy, wrong, odd, call)):
         assert words in told
-        assert (f"rank {rank}: Pipeline.{call}() was refused on rank {odd}: " in told) is (rank != odd)
+        assert (f"Pipeline.{call}() failed on rank {odd}: " in told) is (rank != odd)
 
 
 def _given_wrong(schedule: str, strategy: str, wrong: str, odd: int, call: str) -> str:

@@ -5,7 +5,7 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, _gpt, _message_bytes, _token_loss, _tokens
 from towpath import checkpoint
 from towpath.core.transport import Transport
 from towpath.errors import CheckpointError
 from towpath.pipeline import Compression, Pipeline, split
-
-Worlds = Callable[[int], World]
 
 # 12 positions of a micro-batch × 16: matrices of which rank 2 is less. All that has a state.
 LOSSY = Compression("low-rank:2", gradients=Transport(codec="low-rank:2", feedback="first"), share_of_stages=0.5)
@@ -184,6 +182,11 @@ def _told(folder: str) -> None:
     optimizer = torch.optim.AdamW([*pipeline.parameters(), *foreign], lr=0.1)
     outcome = checkpoint.save(folder, 1, checkpoint.State(pipeline, optimizer))
     assert outcome.failure is not None and "rank 3: group 0 of the optimizer has one of shape (2,)" in outcome.failure
+    state = checkpoint.State(pipeline, torch.optim.AdamW(pipeline.parameters()))
+    if dist.get_rank() == 1:  # the others must not wait for what it has of the optimizer
+        state.contents = replace(state.contents, named=lambda: 1 // 0)  # pyright: ignore[reportArgumentType]
+    failure = checkpoint.save(folder, 1, state).failure
+    assert failure == "rank 1: ZeroDivisionError: integer division or modulo by zero"
     mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]), mesh_dim_names=("pp", "dp"))
     if dist.get_rank() < 2:
         small = Pipeline(

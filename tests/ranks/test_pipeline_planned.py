@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,18 +17,17 @@ from torch.nn import functional as F
 
 import towpath
 from tests.profiles import made_profile
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import seldom
 from towpath.core.transport import Transport
 from towpath.core.units import UnitSpec
 from towpath.pipeline import Compression, Pipeline
 from towpath.pipeline.schedules import walks
-from towpath.planner.model import Model, ModelUnit, StagedModel
-from towpath.planner.pipelines import Layout, Pipelines
-from towpath.planner.request import Optimizer, Request
-from towpath.planner.solver import Batching
+from towpath.plan.model import Model, ModelUnit, StagedModel
+from towpath.plan.pipelines import Layout, Pipelines
+from towpath.plan.request import Optimizer, Request
+from towpath.plan.solver import Batching
 
-Worlds = Callable[[int], World]
 WIDTH, VOCABULARY, TOKENS = 16, 32, 8
 PACKED = Compression("low-rank:2")
 

@@ -14,9 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import towpath
-from tests.ranks.models import MODELS
+from tests.ranks.checkpoints import Run
 from tests.ranks.server import on_ranks
-from tests.ranks.strategies import strategy_of
 
 SHAPE = towpath.Topology(2, 1)
 
@@ -26,18 +25,15 @@ SHAPE = towpath.Topology(2, 1)
 def test_submits_waits_and_with_all_threads_the_transfers_are_ranges_on_theirs(
     tmp_path: Path, all_threads: bool
 ) -> None:
-    torch.manual_seed(0)
-    model = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of("paro-nig", SHAPE), topology=SHAPE)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step in range(3):
-        _step(model, optimizer, step)
-    before = towpath.stats(model)
+    run = Run.of("paro-nig", SHAPE)
+    run.train(range(3))
+    before = towpath.stats(run.model)
     options: dict[str, Any] = {}
     if all_threads:
         options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
-        _step(model, optimizer, 3)
-    ran = [t.transfer for t in towpath.stats(model).since(before).transfers if t.calls]
+        run.train([3])
+    ran = [t.transfer for t in towpath.stats(run.model).since(before).transfers if t.calls]
     file = tmp_path / f"{torch.distributed.get_rank()}-{all_threads}.json"
     profiler.export_chrome_trace(str(file))
     events = [e for e in json.loads(file.read_text())["traceEvents"] if str(e.get("name")).startswith("towpath ")]
@@ -49,11 +45,3 @@ def test_submits_waits_and_with_all_threads_the_transfers_are_ranges_on_theirs(
     training = {e["tid"] for e in events if e["name"].split(" ")[1] in ("submit", "wait")}
     assert len(training) == 1
     assert not training & {e["tid"] for e in events if e["name"].split(" ")[1] not in ("submit", "wait")}
-
-
-def _step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    entry = MODELS["gpt"]
-    batch = entry.micro_batch(torch.distributed.get_rank(), 0, step, torch.float32)
-    entry.loss(model, *batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()

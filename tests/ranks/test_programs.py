@@ -18,16 +18,16 @@ from tests.ranks.models import MODELS, noise
 from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, labels, seldom, strategy_of
 from tests.ranks.twin import error_of
-from towpath.core.collective_log import Call, scopes
+from towpath.core.scopes import LoggedCall, scopes
 from towpath.errors import MismatchError, ShardError
 
 SHAPE = towpath.Topology(2, 1)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -242,9 +242,7 @@ def test_copies_agree_to_the_bit_under_every_strategy_and_codec(precision: Any, 
     for label in [*(copies if whole_product else copies[::8]), *coded, "ddp gradients=low-rank:2"]:
         torch.manual_seed(3)
         options = {} if precision is None else {"precision": precision}
-        model: Any = towpath.shard(
-            Wide().to(torch.float32), strategy_of(label, shape), topology=shape, check_every=1, **options
-        )
+        model: Any = towpath.shard(Net(64), strategy_of(label, shape), topology=shape, check_every=1, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(3):
             seed = torch.Generator().manual_seed(dist.get_rank() + 10 * step)
@@ -256,23 +254,10 @@ def test_copies_agree_to_the_bit_under_every_strategy_and_codec(precision: Any, 
 
 
 def _has_copies(label: str, shape: towpath.Topology) -> bool:
-    return any(Call.VALUES in scope.kinds for scope in scopes(strategy_of(label, shape)))
+    return any(LoggedCall.VALUES in scope.kinds for scope in scopes(strategy_of(label, shape)))
 
 
 CODECS = ["gradients=int8", "gradients=int4:64 feedback=both"]
-
-
-class Wide(nn.Module):
-    """Large enough for every codec."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x
 
 
 @on_ranks(2)

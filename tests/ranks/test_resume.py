@@ -23,7 +23,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks.server import World
+from tests.ranks.server import World, Worlds
 from tests.ranks.strategies import seldom
 from towpath import checkpoint
 from towpath.checkpoint import storage
@@ -31,17 +31,15 @@ from towpath.errors import StepError, TowpathError
 from towpath.train import checkpoints, trainer
 from towpath.train.config import Config
 from towpath.train.data import TokenWindows
+from towpath.train.job import init_distributed
 from towpath.train.prepare import prepare
 from towpath.train.trainer import StepResult, Trainer
 
-Worlds = Callable[[int], World]
 Told = dict[int, tuple[int, signal.Signals]]
 
 BATCH = 12  # which 1, 2, 3 and 4 ranks can share out
 THIRD = 2
 STEPS = 3 * THIRD
-# Nothing takes that long, on whatever machine: what does, hangs.
-HANGS_SECONDS = 300
 SQUARE = ("strategy.nodes=2", "strategy.ranks_per_node=2")
 
 
@@ -223,8 +221,15 @@ def test_resume_is_off_auto_or_a_path(world: Worlds, options: tuple[str, ...], t
 def test_what_the_configuration_says_now_counts(world: Worlds, options: tuple[str, ...], tmp_path: Path) -> None:
     first = (*options, *_in(tmp_path, "train.steps=2"))
     world(1).run(_train, first)
-    groups = world(1).run(_groups_of, (*first, "train.steps=4", "train.weight_decay=0.5"))[0]
-    assert [g["weight_decay"] for g in groups] == [0.5, 0.0]
+    assert world(1).run(_resumed_decay, (*first, "train.steps=4", "train.weight_decay=0.5")) == [[0.5, 0.0]]
+
+
+def _resumed_decay(options: tuple[str, ...]) -> list[float]:
+    with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
+        training = Trainer(Config.load(os.devnull, options), job)
+        with checkpoints.CheckpointManager(training):
+            assert training.state.step == 2
+            return [group["weight_decay"] for group in training.optimizer.param_groups]
 
 
 def test_another_order_of_the_data_is_said(world: Worlds, options: tuple[str, ...], tmp_path: Path) -> None:
@@ -235,35 +240,6 @@ def test_another_order_of_the_data_is_said(world: Worlds, options: tuple[str, ..
     other = world(1).run(_train, (*first, "train.steps=3", "train.seed=7", "train.length=7"))[0]
     assert len(other.losses) == 1
     assert "note: train.length and train.seed changed since the checkpoint was written" in other.said
-
-
-def _groups_of(options: tuple[str, ...]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    own = Trainer.train_step
-
-    def step(training: Trainer) -> StepResult:
-        done = own(training)
-        found[:] = [{k: v for k, v in g.items() if k != "params"} for g in training.optimizer.param_groups]
-        return done
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "train_step", step)
-        _train(options)
-    return found
-
-
-def test_a_run_that_begins_anew_sets_other_checkpoints_aside(
-    world: Worlds, options: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Else the next `auto` would take the newer ones of the older run."""
-    world(1).run(_train, (*options, *_in(tmp_path, "train.steps=5")))
-    seen = world(1).run(_train, (*options, *_in(tmp_path, "train.steps=3", "checkpoint.resume=off")))[0]
-    moved = f"note: moved step 5 from {tmp_path / 'checkpoints'} to {tmp_path / 'checkpoints.1'}"
-    assert f"{moved}, because this run does not resume from there" in seen.said
-    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("step-*")) == [
-        "checkpoints.1/step-000005",
-        "checkpoints/step-000003",
-    ]
 
 
 def test_another_model_is_refused_in_one_line_on_every_rank(
@@ -350,6 +326,19 @@ def _fail_while_it_saves(options: tuple[str, ...]) -> tuple[Seen, Path | None]:
     return seen, checkpoint.latest(Path(Config.load(os.devnull, options).log.folder, "checkpoints"))
 
 
+def test_a_folder_that_cannot_be_read_does_not_hide_why_a_run_ended(options: tuple[str, ...], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def before(step: int) -> None:
+        if step == 4:
+            folder.rename(tmp_path / "elsewhere")
+            folder.symlink_to(folder)
+            raise StepError("for the test")
+
+    seen = _train((*options, *_in(tmp_path, "checkpoint.every=2")), None, before, background=False)
+    assert seen.error == "for the test" and "step 3 was not saved; its checkpoints cannot be read" in seen.said
+
+
 def _fail(options: tuple[str, ...], folder: Path) -> Seen:
     """The disk is full in step 4; what is half written vanishes in step 6."""
     real_write, real_free = storage.write_tensors, storage.free_bytes
@@ -401,40 +390,23 @@ def test_a_run_in_the_folder_of_a_run_that_lives_is_refused_and_moves_nothing(
     assert not world(2).run(_train, (*options, "train.steps=3"))[0].error
 
 
-def test_a_run_whose_folder_another_has_taken_over_ends_with_the_reason(
-    world: Worlds, options: tuple[str, ...], tmp_path: Path
-) -> None:
-    options = (*options, *_in(tmp_path, "train.steps=8", "checkpoint.every=2"))
-    for seen in world(2).run(_taken_over, options, tmp_path / "checkpoints"):
-        assert "It saves no more there" in seen.error and len(seen.losses) == 4
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
-
-
-def _taken_over(options: tuple[str, ...], folder: Path) -> Seen:
-    def before(step: int) -> None:
-        if step == 4 and dist.get_rank() == 0:  # by one that has ended since
-            (folder / "lock.json").unlink()
-
-    return _train(options, None, before, background=False)
-
-
 # --- stopping --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "told",
+    "told, number",
     [
-        {3: (4, signal.SIGINT)},
-        seldom(dict.fromkeys(range(4), (4, signal.SIGTERM))),
-        {0: (5, signal.SIGINT), 1: (4, signal.SIGTERM)},
+        ({3: (4, signal.SIGINT)}, signal.SIGINT),
+        seldom(dict.fromkeys(range(4), (4, signal.SIGTERM)), signal.SIGTERM),
+        ({0: (5, signal.SIGINT), 1: (4, signal.SIGTERM)}, signal.SIGTERM),
     ],
     ids=["one", "all", "two, at different times"],
 )
-def test_all_ranks_stop_after_the_same_step_and_save(
-    world: Worlds, options: tuple[str, ...], tmp_path: Path, told: Told
+def test_all_ranks_stop_after_the_same_step_save_and_end_with_the_code_of_a_signal(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path, told: Told, number: signal.Signals
 ) -> None:
     seen = world(4).run(_train, (*options, *_in(tmp_path)), told)
-    assert [(len(rank.losses), rank.error) for rank in seen] == [(5, "")] * 4
+    assert [(len(rank.losses), rank.error, rank.code) for rank in seen] == [(5, "", 128 + number)] * 4
     assert "stopped after step 5. The same command goes on from there." in seen[0].said
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
     assert checkpoint.verify(tmp_path / "checkpoints" / "step-000005") is None
@@ -469,12 +441,8 @@ def _die(options: tuple[str, ...], doomed: int, step: int) -> Seen:
     return _train(options, told, before, background=False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, seldom(signal.SIGTERM)])
-def test_every_rank_ends_with_the_code_of_the_signal_that_one_of_them_got(
-    world: Worlds, options: tuple[str, ...], tmp_path: Path, number: signal.Signals
+def test_a_run_that_is_told_to_stop_in_its_last_step_is_through(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """As torchrun sees it. A run that was at its last step is through, whatever it was told."""
-    seen = world(2).run(_train, (*options, *_in(tmp_path / "early")), {1: (4, number)})
-    assert [rank.code for rank in seen] == [128 + number] * 2
-    seen = world(2).run(_train, (*options, *_in(tmp_path / "late")), {1: (STEPS, number)})
+    seen = world(2).run(_train, (*options, *_in(tmp_path)), {1: (STEPS, signal.SIGINT)})
     assert [rank.code for rank in seen] == [0] * 2

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks.server import World, on_ranks
+from tests.ranks.server import World, Worlds, on_ranks
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
 from towpath.collectives.collective import Collective, GroupRank
@@ -31,8 +31,6 @@ from towpath.engine.queues import RankTransfer
 from towpath.errors import StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
-
-Worlds = Callable[[int], World]
 
 SHAPES = [Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(1, 4), Topology(4, 2)]
 TRAVEL = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8")

@@ -16,13 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
-from tests.ranks.server import Worlds, on_ranks
-from tests.ranks.test_pipeline import BATCH, LENGTH, _gpt, _token_loss
+from tests.ranks.server import on_ranks
 from towpath.errors import ConfigError
-from towpath.pipeline import Pipeline, split
 from towpath.topology.groups import Groups
 from towpath.topology.init import check_devices
 
@@ -143,26 +140,6 @@ def _recorded(patch: pytest.MonkeyPatch) -> Generator[list[tuple[str, Any]]]:
     yield calls
 
 
-def test_a_tied_pipeline_of_three_stages_splits_no_communicator_of_ranks_that_are_elsewhere(world: Worlds) -> None:
-    """A split is a collective over all ranks: one that the middle stage does not join would hang the ends."""
-    splits = world(3).run(_splits_of_a_pipeline)
-    assert all(one == splits[0] for one in splits), splits
-
-
-def _splits_of_a_pipeline() -> int:
-    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp"))
-    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
-    stages = split(_gpt(tied=True), 3, example)
-    assert dist.group.WORLD is not None
-    with pytest.MonkeyPatch.context() as patch, _recorded(patch) as calls:
-        dist.group.WORLD.bound_device_id = GPU
-        try:
-            Pipeline(stages, "ddp", mesh=mesh, micro_batches=3, loss=_token_loss, example=example)
-        finally:
-            dist.group.WORLD.bound_device_id = None
-    return sum(what == "split" for what, _ in calls)
-
-
 @pytest.mark.parametrize("bound", [False, True])
 @on_ranks(2)
 def test_the_members_of_a_group_connect_when_it_is_made(bound: bool) -> None:
@@ -182,12 +159,12 @@ def test_the_members_of_a_group_connect_when_it_is_made(bound: bool) -> None:
 @on_ranks(4)
 def test_all_ranks_connect_before_some_of_them_are_probed() -> None:
     """Else the ranks that send wait for those that do not to connect, and those wait for the result."""
-    from towpath.auto import probe
+    from towpath.plan import cluster_probe
 
     with _gpus(BOTH) as patch, _recorded(patch) as calls:
-        patch.setattr(probe, "device_of_job", lambda: torch.device("cpu"))
-        patch.setattr(probe, "LARGEST", probe.SMALLEST)
-        prober = probe._Prober(Groups(), towpath.Topology(2, 2), 0.0)
+        patch.setattr(cluster_probe, "device_of_job", lambda: torch.device("cpu"))
+        patch.setattr(cluster_probe, "LARGEST", cluster_probe.SMALLEST)
+        prober = cluster_probe._Prober(Groups(), towpath.Topology(2, 2), 0.0)
         prober._links("inter", 0.0)
     first = next(what for what, group in calls if group in (None, dist.group.WORLD))
     assert first == "all-reduce", calls[:3]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +18,14 @@ from torch.distributed.checkpoint import state_dict as pytorchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.test_values import LiveBytes
 from towpath import ShardTensor, Topology, checkpoint
 from towpath.errors import CheckpointError, ShardError
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 1)
 WIDTH = 5
@@ -279,40 +276,11 @@ def _peaks() -> tuple[int, ...]:
     largest = max(sum(b.plan.numel for b in unit.buckets) for unit in model.towpath_engine.units) * 4
     whole = sum(p.numel() for p in model.parameters()) * 4
     steps = 4 * sum(1 for _ in model.parameters())
-    with _Counting() as of_model:
+    with LiveBytes() as of_model:
         checkpoint.get_model_state_dict(model, options=ON_RANK_0)
-    with _Counting() as of_states:
+    with LiveBytes() as of_states:
         checkpoint.get_optimizer_state_dict(model, optimizer, options=ON_RANK_0)
-    return largest, whole, 2 * whole + steps, of_model.peak, of_states.peak
-
-
-class _Counting(TorchDispatchMode):
-    """Bytes of the storages that operations make, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        known = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, ShardTensor) and _storage(tensor) not in known:
-                self._count(tensor.untyped_storage())
-        return out
-
-    def _count(self, storage: Any) -> None:
-        key = storage._cdata
-        if key in self.live:
-            return
-        self.live[key] = storage.nbytes()
-        self.peak = max(self.peak, sum(self.live.values()))
-        weakref.finalize(storage, self.live.pop, key, None)
-
-
-def _storage(tensor: Tensor) -> int:
-    return 0 if isinstance(tensor, ShardTensor) else tensor.untyped_storage()._cdata
+    return largest, whole, 2 * whole + steps, of_model.most, of_states.most
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import towpath
 from tests.ranks.launched import launched
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from towpath import checkpoint
-
-Worlds = Callable[[int], World]
 
 
 def _loader() -> Any:

@@ -24,7 +24,7 @@ from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import on_ranks, run_ranks
 from tests.ranks.strategies import seldom, strategy_of
 from tests.ranks.twin import accumulating
-from towpath.core.collective_log import FOLD
+from towpath.engine.agree.digest import FOLD
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = ("ddp", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")

@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -19,15 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
 from tests.ranks.checkpoints import Content, differing
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
+from tests.ranks.strategies import in_turn
 from tests.ranks.test_pipeline import BATCH, WIDTH, Block, Plain, _batch, _loss, _token_loss, _tokens
 from tests.ranks.test_pipeline_layouts import MICRO_BATCHES, _of_tokens, _parallel_end, _tensor_parallel, _tied_ends
 from towpath import checkpoint
 from towpath.checkpoint import State
 from towpath.errors import CheckpointError
 from towpath.pipeline import Compression, Pipeline
-
-Worlds = Callable[[int], World]
+from towpath.topology.groups import Groups
 
 STAGES = 2
 # Stages, data-parallel and tensor-parallel ranks. Half of the copies take the one batch, half the other.
@@ -128,18 +127,38 @@ def _check(model: Any, optimizer: Any, whole: nn.Module, reference: torch.optim.
             assert torch.allclose(found, expected, rtol=0, atol=1e-9), (name, key)
 
 
+def test_ranks_that_share_layers_draw_the_same_random_numbers_after_a_resume(world: Worlds, tmp_path: Path) -> None:
+    for first, second, third, fourth in world(4).run(_drawn, tmp_path)[0]:
+        assert first == second != third == fourth
+
+
+def _drawn(root: Path) -> list[list[float]]:
+    """Return what all ranks draw after they have resumed, as a model and as stages, a run without shared layers."""
+    mesh = init_device_mesh("cpu", (1, 4, 1), mesh_dim_names=("pp", "dp", "tp"))
+    torch.manual_seed(dist.get_rank())
+    assert checkpoint.save(root, 1, State(_one_model(mesh, "zero1"))).ok
+    found: list[list[float]] = []
+    for sizes, build in ((1, 2, 2), _one_model), ((2, 1, 2), _pipeline):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+        loaded = checkpoint.load(root, State(build(mesh, "ddp")))
+        assert loaded is not None and "now there are 4 ranks of which 2 share each layer" in " ".join(loaded.notes)
+        found.append(Groups().gather_objects(torch.rand(()).item()))
+    return found
+
+
+@in_turn([True, False], 1, "fused")
 def test_tied_embeddings_of_tensor_parallel_stages_are_one_tensor_of_the_checkpoint(
-    world: Worlds, tmp_path: Path
+    world: Worlds, tmp_path: Path, fused: bool
 ) -> None:
-    world(8).run(_tied, tmp_path)
+    world(8).run(_tied, tmp_path, fused)
 
 
-def _tied(root: Path) -> None:
+def _tied(root: Path, fused: bool) -> None:
     """A step in stages, and one that goes on from it without stages or slices; the same steps in one process."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     stages = [partial(_parallel_end, last, mesh["tp"]) for last in (False, True)]
-    fused = Compression(fused_embeddings=True)
-    pipeline = _of_tokens(stages, "zero1", mesh, units=[Block], tied=("tokens", "head"), compression=fused)
+    ends: dict[str, Any] = {"tied": ("tokens", "head"), "compression": Compression(fused_embeddings=fused)}
+    pipeline = _of_tokens(stages, "zero1", mesh, units=[Block], **ends)
     whole, again = _tied_ends(), _tied_ends()
     optimizer, reference, other = map(_optimizer, (pipeline, whole, again))
     batches = [_tokens(0, replica) for replica in range(2)]

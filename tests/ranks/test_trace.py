@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import towpath
-from tests.ranks.models import MODELS, TiedGPT
+from tests.ranks.checkpoints import Run
+from tests.ranks.models import TiedGPT
 from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_steady import Checkpointed
-from tests.ranks.twin import accumulating
 from towpath import tracing
 from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.errors import StepError
@@ -31,11 +30,12 @@ MICRO_STEPS = 2
 @in_turn(LABELS, 1)
 @on_ranks(SHAPE.world)
 def test_the_tracks_of_the_links_add_up_to_stats(label: str) -> None:
-    model, optimizer = _model(label)
-    _train(model, optimizer, steps=2)
+    run = _run(label)
+    model = run.model
+    run.train(range(2), MICRO_STEPS)
     with tracing.trace(model) as trace:
         before, sums_before = towpath.stats(model), sums(model)
-        _train(model, optimizer, steps=2)
+        run.train(range(2), MICRO_STEPS)
         done = towpath.stats(model).since(before)
         looked = sums(model).since(sums_before)
     assert _sum(trace.intervals, BETWEEN, "bytes") == done.inter_bytes > 0, label
@@ -54,10 +54,11 @@ def test_the_tracks_of_the_links_add_up_to_stats(label: str) -> None:
 
 @on_ranks(SHAPE.world)
 def test_micro_steps_units_and_codecs_are_told_apart() -> None:
-    model, optimizer = _model("zero++")
-    _train(model, optimizer, steps=2)
+    run = _run("zero++")
+    model = run.model
+    run.train(range(2), MICRO_STEPS)
     with tracing.trace(model) as trace:
-        _train(model, optimizer, steps=1)
+        run.train(range(1), MICRO_STEPS)
     between = [i.args for i in trace.intervals if i.track == BETWEEN]
     found = {(args["kind"], args["unit"], args["micro_step"]) for args in between}
     scheduled = towpath.schedule(model.towpath_engine.strategy, model, MICRO_STEPS).transfers
@@ -71,10 +72,11 @@ def test_micro_steps_units_and_codecs_are_told_apart() -> None:
 
 @on_ranks(SHAPE.world)
 def test_compute_is_in_the_order_of_the_units_with_holes_where_it_waited() -> None:
-    model, optimizer = _model("zero3")
-    _train(model, optimizer, steps=2)
+    run = _run("zero3")
+    model = run.model
+    run.train(range(2), MICRO_STEPS)
     with tracing.trace(model) as trace, trace.phase("the step"):
-        _train(model, optimizer, steps=1)
+        run.train(range(1), MICRO_STEPS)
     computed = [i for i in trace.intervals if i.track == COMPUTE]
     names = [i.name for i in computed]
     order = [n for n, _ in ((n, None) for n in dict.fromkeys(names)) if "blocks" in n]
@@ -96,10 +98,10 @@ def test_compute_is_in_the_order_of_the_units_with_holes_where_it_waited() -> No
 @on_ranks(SHAPE.world)
 def test_what_a_checkpoint_recomputes_is_told_apart() -> None:
     model: Any = towpath.shard(Checkpointed(), strategy_of("zero3", SHAPE))
-    optimizer = torch.optim.AdamW(model.parameters())
-    _train(model, optimizer, steps=1)
+    run = Run(model, torch.optim.AdamW(model.parameters()))
+    run.train(range(1), MICRO_STEPS)
     with tracing.trace(model) as trace:
-        _train(model, optimizer, steps=1)
+        run.train(range(1), MICRO_STEPS)
     names = [i.name for i in trace.intervals if i.track == COMPUTE]
     order = list(dict.fromkeys(n for n in names if n.endswith(("blocks.1", "blocks.2"))))
     again = [f"{work} blocks.{i}" for i in (2, 1) for work in ("recompute", "backward")]
@@ -109,15 +111,16 @@ def test_what_a_checkpoint_recomputes_is_told_apart() -> None:
 
 @on_ranks(SHAPE.world)
 def test_a_model_is_traced_once_at_a_time_and_not_beyond() -> None:
-    model, optimizer = _model("ddp")
+    run = _run("ddp")
+    model = run.model
     with tracing.trace(model), pytest.raises(StepError, match="being traced already"), tracing.trace(model):
         raise AssertionError("not reached")
     with pytest.raises(KeyError), tracing.trace(model):
         raise KeyError
     with tracing.trace(model) as trace:
-        _train(model, optimizer, steps=1)
+        run.train(range(1), MICRO_STEPS)
     found = trace.intervals
-    _train(model, optimizer, steps=1)
+    run.train(range(1), MICRO_STEPS)
     assert trace.intervals is found and running_trace(model) is None
 
 
@@ -138,36 +141,29 @@ def test_the_file_is_what_perfetto_opens_and_adds_up_to_stats(world: Worlds, tmp
 
 
 def _write(path: Path) -> tuple[int, int]:
-    model, optimizer = _model("zero++")
-    _train(model, optimizer, steps=2)
+    run = _run("zero++")
+    model = run.model
+    run.train(range(2), MICRO_STEPS)
     with tracing.trace(model) as trace:
         before = towpath.stats(model)
-        _train(model, optimizer, steps=1)
+        run.train(range(1), MICRO_STEPS)
         done = towpath.stats(model).since(before)
     tracing.write_trace(path, model, trace)
     return done.inter_bytes, done.intra_bytes
 
 
 def _check_format(events: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
-    """Against the format of trace events; the names of processes (thread 0) and threads."""
+    """Check complete events that do not overlap on a thread. Return the names of processes (thread 0) and threads."""
     names: dict[tuple[int, int], str] = {}
     threads: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         where = (event["pid"], event["tid"])
-        assert all(type(n) is int for n in where)
-        assert type(event["name"]) is str and type(event["args"]) is dict
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
-            if event["name"].endswith("_name"):
-                assert type(event["args"]["name"]) is str
-                names[where] = event["args"]["name"]
-            else:
-                assert type(event["args"]["sort_index"]) is int
-        else:
-            assert event["ph"] == "X" and type(event["cat"]) is str
-            assert type(event["ts"]) is float and type(event["dur"]) is float
-            assert event["ts"] >= 0 and event["dur"] >= 0
+        assert event["ph"] in ("M", "X") and type(event["name"]) is str
+        if event["ph"] == "X":
+            assert type(event["cat"]) is str and event["ts"] >= 0 and event["dur"] >= 0
             threads[where].append((event["ts"], event["dur"]))
+        elif event["name"] in ("process_name", "thread_name"):
+            names[where] = event["args"]["name"]
     assert set(threads) <= set(names)
     for inside in threads.values():
         assert inside == sorted(inside)
@@ -176,20 +172,10 @@ def _check_format(events: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
     return names
 
 
-def _model(label: str) -> tuple[Any, torch.optim.Optimizer]:
+def _run(label: str) -> Run:
     torch.manual_seed(1)
     model: Any = towpath.shard(TiedGPT(layers=4, width=32), strategy_of(label, SHAPE))
-    return model, torch.optim.AdamW(model.parameters())
-
-
-def _train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    entry = MODELS["gpt"]
-    for step in range(steps):
-        for micro in accumulating(model, MICRO_STEPS):
-            entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float32)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    return Run(model, torch.optim.AdamW(model.parameters()))
 
 
 def _sum(intervals: tuple[Interval, ...], track: str, arg: str) -> int:

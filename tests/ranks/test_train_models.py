@@ -5,8 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 import towpath
 from tests.ranks.models import VOCABULARY, gpt2_config, llama_config
-from tests.ranks.server import World, run_ranks
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath import Topology
 from towpath.train.config import ModelConfig
 from towpath.train.models import bundle
 from towpath.train.models.bundle import build_model
-
-Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 LENGTH, STEPS = 8, 30
@@ -169,52 +164,3 @@ def _ours_against_llama(folder: str) -> float:
     inputs, _ = _batch(dist.get_rank(), 0)
     with torch.no_grad():
         return (bundle.logits_of(model, inputs) - bundle.logits_of(theirs, inputs)).abs().max().item()
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-LARGE = {"width": 512, "depth": 12, "heads": 8}  # 40 million parameters
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = build_model(ModelConfig(**LARGE), 1024)
-    file = tmp_path_factory.mktemp("large") / "model.safetensors"
-    save_file({built.names[name]: torch.zeros(p.shape) for name, p in built.model.named_parameters()}, file)
-    return file
-
-
-@pytest.mark.parametrize("how", ["loaded", "drawn"])
-def test_to_start_a_rank_needs_its_share_and_one_unit(large: Path, how: str) -> None:
-    """On new ranks, whose heaps have no room of earlier tests to be filled unseen."""
-    for peak, share, unit in run_ranks(_peak_of_a_start, 4, str(large) if how == "loaded" else ""):
-        # A little is filled into what the heap had free.
-        assert 0.9 * share <= peak <= 0.3 * 4 * share + unit
-
-
-def _peak_of_a_start(weights: str) -> tuple[int, int, int]:
-    """The peak of RssAnon above its level before, this rank's share of the model, and the largest unit, in bytes."""
-    towpath.shard(build_model(OURS, VOCABULARY).model, "zero3", topology=SHAPE)  # what torch imports late is there now
-    before = peak = _rss_anon()
-    over = threading.Event()
-
-    def sample() -> None:
-        nonlocal peak
-        while not over.wait(0.002):
-            peak = max(peak, _rss_anon())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    try:
-        built = build_model(ModelConfig(**LARGE, weights=weights), 1024)
-        model: Any = towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
-    finally:
-        over.set()
-        sampler.join()
-    units = [sum(b.plan.numel for b in unit.buckets) for unit in model.towpath_engine.units]
-    return max(peak, _rss_anon()) - before, built.parameters, 4 * max(units)
-
-
-def _rss_anon() -> int:
-    with Path("/proc/self/status").open() as lines:
-        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024

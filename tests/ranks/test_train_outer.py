@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import seldom
 from tests.ranks.test_train import TINY, _failed, _steps, _weights, rows_of, tokens
 from towpath.checkpoint import folders
@@ -27,7 +27,6 @@ from towpath.train.trainer import Trainer
 
 __all__ = ["tokens"]  # a fixture
 
-Worlds = Callable[[int], World]
 STREAMING = {"every": 3, "fragments": 2, "delay": 1}
 
 

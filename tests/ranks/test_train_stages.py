@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.server import World
+from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn
 from tests.ranks.test_train import ROUNDED, _train, _with, config, rows_of, tokens
 from towpath.errors import ConfigError
 from towpath.train.config import Config
-
-Worlds = Callable[[int], World]
 
 __all__ = ["config", "tokens"]  # fixtures
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import World, Worlds
 from tests.ranks.strategies import in_turn
 from tests.ranks.test_train import ROUNDED, STEPS, _train, _with, config, rows_of, tokens
 from tests.ranks.test_train_stages import NO_NODES, _refused, _some_steps
@@ -29,8 +29,6 @@ from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger
 from towpath.train.models.tensor_parallel import COLUMNS, EACH_HEAD, TensorPlan, plan_for, share_layers
 from towpath.train.trainer import Trainer
-
-Worlds = Callable[[int], World]
 
 __all__ = ["config", "tokens"]  # fixtures
 

@@ -116,21 +116,11 @@ def test_ten_steps_are_those_of_ddp(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_islands_that_synchronize_in_every_step_are_ddp(tmp_path: Path) -> None:
-    """With plain SGD outside and inside. Islands that synchronize now and then end with equal weights, too."""
-    shape = towpath.Topology(2, 1)
-
-    def islands(outer: towpath.Outer) -> Sharding:
-        return Sharding(towpath.strategy("zero1", outer=outer), topology=shape)
-
+def test_islands_that_synchronize_now_and_then_end_with_equal_weights(tmp_path: Path) -> None:
+    islands = towpath.strategy("zero1", outer=towpath.Outer(every=3))
     with launched():
-        options = {"optim": "sgd", "max_grad_norm": 0.0}  # a norm would be that of an island
-        plain = _trainer(None, tmp_path, steps=5, **options)
-        every = _trainer(islands(towpath.Outer(every=1, lr=1.0, momentum=0.0)), tmp_path, steps=5, **options)
-        apart = _trainer(islands(towpath.Outer(every=3)), tmp_path, steps=5)
-        for trainer in (plain, every, apart):
-            trainer.train()
-        _check(every, plain)
+        apart = _trainer(Sharding(islands, topology=towpath.Topology(2, 1)), tmp_path, steps=5)
+        apart.train()
         own = torch.cat([p.full_tensor().detach().flatten() for p in apart.model.parameters()])
         both = [torch.empty_like(own) for _ in range(2)]
         dist.all_gather(both, own)
@@ -322,29 +312,12 @@ def test_seq2seq_generates_on_all_ranks_until_the_last_is_through(tmp_path: Path
 
 
 @on_ranks(2)
-def test_a_trainer_of_someone_else_is_sharded_by_inheriting(tmp_path: Path) -> None:
-    import transformers
-
-    from towpath.integrations.transformers import ShardedTrainer
-
-    class Theirs(transformers.Trainer): ...
-
-    class Ours(ShardedTrainer, Theirs): ...
-
-    with launched():
-        args = transformers.TrainingArguments(
-            output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to="none", save_strategy="no", disable_tqdm=True
-        )
-        trainer = Ours(_model(), args, strategy="mics", train_dataset=_rows(16))
-        trainer.train()
-        assert trainer.model.towpath_engine.strategy.name == "mics"
-        args.fsdp = ["full_shard"]
-        with pytest.raises(ShardError, match="leave them out"):
-            Ours(_model(), args, strategy="mics")
-
-
-@on_ranks(2)
 def test_what_it_cannot_do_it_says_when_it_is_made(tmp_path: Path) -> None:
+    with launched():
+        made = _trainer("mics", tmp_path)
+        made.args.fsdp = ["full_shard"]
+        with pytest.raises(ShardError, match="leave them out"):
+            type(made)(_model(), made.args, strategy="mics")
     with launched(ACCELERATE_USE_CPU="false"), pytest.raises(ConfigError, match=r"1 process.*2 ranks.*use_cpu=True"):
         _trainer("mics", tmp_path, use_cpu=False)
 

@@ -22,6 +22,7 @@ from tests.ranks.twin import Twin, mean_of_all_ranks
 from towpath.errors import ConfigError, StepError
 
 SHAPE = towpath.Topology(2, 1)
+LABELS = ("zero3", "zero1", "paro-iig")
 BATCHES = (5, 3)
 
 
@@ -36,8 +37,8 @@ def test_a_rank_that_is_through_takes_part_with_gradients_of_zero(world: Worlds)
 def _join() -> None:
     rank = dist.get_rank()
     mine = _batches(rank)
-    for label in ("zero3", "zero1", "paro-iig"):
-        twin = Twin(Net, lambda *_: torch.zeros(()), label, SHAPE)
+    for build, label, units in (*((Net, n, None) for n in LABELS), (Towers, "zero3", [nn.Linear])):
+        twin = Twin(build, lambda *_: torch.zeros(()), label, SHAPE, units=units)
         count = 0
         for batch in towpath.join(twin.sharded, mine):
             twin.sharded(batch).square().mean().backward()
@@ -64,19 +65,6 @@ class Towers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([tower(x) for tower in self.towers]).sum(0)
-
-
-@on_ranks(2)
-def test_a_rank_that_is_through_lets_go_of_units_as_the_others_do() -> None:
-    twin = Twin(Towers, lambda *_: torch.zeros(()), "zero3", SHAPE, units=[nn.Linear])
-    rank, mine = dist.get_rank(), _batches(dist.get_rank())
-    for count, batch in enumerate(towpath.join(twin.sharded, mine)):
-        twin.sharded(batch).square().mean().backward()
-        with mean_of_all_ranks(twin.plain):
-            if count < BATCHES[rank]:
-                twin.plain(mine[count]).square().mean().backward()
-        twin.check_gradients()
-        twin.step()
 
 
 @pytest.mark.parametrize("label", ["zero3", "ddp"])

@@ -34,8 +34,7 @@ labels = in_turn(LABELS, 1)
 
 def _whole() -> dict[str, Tensor]:
     """A model's values, alike on every rank; the tied head is not among them."""
-    model = MODELS["gpt"].make(torch.float32)
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return _distinct(MODELS["gpt"].make(torch.float32))
 
 
 class Asked:
@@ -202,7 +201,7 @@ def test_ranks_on_the_meta_device_take_rank_0s_values(label: str) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes in host memory of tensors that are computed inside and alive, and the most at a time."""
+    """Counts the bytes in host memory of tensors that are made inside and alive, and the most at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,16 +210,20 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta:  # a ShardTensor has no memory
-                storage: Any = tensor.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._known.add(storage._cdata)
-                    if func is torch.ops.aten.set_.source_Storage:  # safetensors maps the file
-                        continue
-                    self._add(storage.nbytes())
-                    weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
+        given = {storage._cdata for storage in self._storages((args, kwargs))}
+        for storage in self._storages(out):
+            if storage._cdata not in self._known | given:
+                self._known.add(storage._cdata)
+                if func is torch.ops.aten.set_.source_Storage:  # safetensors maps the file
+                    continue
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._remove, storage._cdata, storage.nbytes()).atexit = False
         return out
+
+    @staticmethod
+    def _storages(tensors: Any) -> list[Any]:
+        leaves = [t for t in tree_leaves(tensors) if type(t) in (Tensor, nn.Parameter)]  # a ShardTensor has no memory
+        return [t.untyped_storage() for t in leaves if not t.is_meta]
 
     def _add(self, nbytes: int) -> None:
         self.now += nbytes

@@ -5,11 +5,10 @@ For use inside a rank. That the twin trains as one process would is test_parity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,10 +17,19 @@ import towpath
 from tests.ranks.models import DEVICE, MODELS
 from tests.ranks.reference import optimizer_for
 from tests.ranks.strategies import strategy_of
+from towpath.core.strategy import TransferKind
+from towpath.core.transfer import Transfer
 from towpath.errors import StepError, TowpathError
 
 # Loss of a model, given the rank, the micro-step and the step whose batch to use.
 Loss = Callable[[nn.Module, int, int, int], Tensor]
+
+QUEUES = (
+    {TransferKind.GATHER, TransferKind.BACKWARD_GATHER},
+    {TransferKind.REDUCE},
+    {TransferKind.GRAD_SYNC, TransferKind.UNUSED_PARAMS},
+    {TransferKind.PARAM_SYNC},
+)
 
 # In float64 only the order of sums differs; what is compared is of order 1 and a few steps old.
 TOLERANCE = 1e-10
@@ -99,8 +107,16 @@ def accumulating(model: Any, count: int) -> Generator[int]:
             yield micro
 
 
+def by_queue(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
+    """The transfers of each queue, in their order. Queues run beside one another."""
+    listed = list(transfers)
+    return [[t for t in listed if t.kind in kinds] for kinds in QUEUES]
+
+
 def error_of(action: Callable[[], Any], kind: type[TowpathError] = StepError) -> str:
     """What an action is refused with."""
+    import pytest  # tools/gpu.py runs without it
+
     with pytest.raises(kind) as caught:
         action()
     return str(caught.value)

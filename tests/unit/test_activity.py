@@ -22,7 +22,7 @@ from towpath.core.routes import Op
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.engine.checks.activity import Neighbor, RankStatus, StallMonitor, _end, _report
+from towpath.engine.agree.watchdog import Neighbor, RankStatus, Watchdog, _end, _report
 from towpath.engine.comm import make_stream
 from towpath.engine.queues import CudaStream, _CudaHandle
 from towpath.engine.threads import ThreadStream
@@ -88,7 +88,7 @@ class Turns(threading.Event):
 
 
 def test_the_reporter_queries_no_device_while_the_host_goes_on() -> None:
-    peers, end = StallMonitor(Groups()), End()
+    peers, end = Watchdog(Groups()), End()
     peers.activity.enqueued(end, [_gather("a")])
     queried, turns = end.queries, Turns(peers.activity)
     _report(weakref.ref(peers), turns)
@@ -171,7 +171,7 @@ def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytes
 
 def test_the_thread_that_reports_ends_before_the_interpreter_does() -> None:
     """Else it may wait for the store in C++ while Python goes away, which aborts a process that was through."""
-    peers, stop = StallMonitor(Groups()), threading.Event()
+    peers, stop = Watchdog(Groups()), threading.Event()
     reporter = threading.Thread(target=_report, args=(weakref.ref(peers), stop), daemon=True)
     reporter.start()
     _end(reporter, stop)
@@ -230,7 +230,7 @@ def _end_process(neighbor: Neighbor) -> None:
 
 
 def test_a_neighbor_that_cannot_connect_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("towpath.engine.checks.activity._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("towpath.engine.agree.watchdog._PATIENCE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def mislead(found: list[Any]) -> None:

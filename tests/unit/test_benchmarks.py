@@ -18,7 +18,7 @@ import towpath
 from benchmarks import islands, recording, report, selection
 from benchmarks.harness import comparison, figures, results
 from benchmarks.harness.candidates import CaseError
-from benchmarks.selection import LOW_RANK, POWERSGD, Candidate, lossless
+from benchmarks.selection import LOW_RANK, POWERSGD, Candidate
 from benchmarks.suites import outer, strategies
 from benchmarks.workload import Workload
 from lab import LinkBytes
@@ -144,33 +144,7 @@ def test_committed_runs_are_stamped_and_can_be_shown(file: Path) -> None:
     assert lines[0]["case"]["name"][:20] in shown and all(len(row) <= report.WIDTH for row in shown.splitlines())
 
 
-# --- links and processes ---------------------------------------------------------------------------------------------
-
-
 # --- who is compared with whom ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "is_lossless"),
-    [
-        ("zero3", "bfloat16", True),
-        ("zero++", "bfloat16", False),
-        ("mics gradients=bf16", "bfloat16", True),
-        ("mics gradients=bf16", "float32", False),
-        ("mics exact=true", "float32", True),
-        ("mics gradients=int4 exact=true", "float32", False),
-        (LOW_RANK, "bfloat16", False),
-        ("auto", "bfloat16", True),
-        ("auto allow=int8", "bfloat16", False),
-        ("torch-ddp tuned bf16", "float32", False),
-        (POWERSGD, "bfloat16", False),
-        ("fsdp2 tuned ring", "float32", True),
-        ("deepspeed stage=3 hpz", "bfloat16", True),
-        ("deepspeed stage=3 hpz quantized", "bfloat16", False),
-    ],
-)
-def test_what_sends_fewer_bits_than_the_run_computes_in_is_lossy(name: str, dtype: str, is_lossless: bool) -> None:
-    assert lossless(name, SQUARE, dtype) is is_lossless
 
 
 def candidates(*names: str) -> list[Candidate]:

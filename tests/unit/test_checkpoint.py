@@ -131,6 +131,17 @@ def test_schedules_and_data_positions_go_on_where_they_were(tmp_path: Path) -> N
     )
 
 
+def test_an_extra_of_another_kind_is_an_error_and_no_damage(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    assert checkpoint.save(tmp_path, 1, State(model, data=Position())).ok
+    schedule = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model.parameters()), [2])
+    assert checkpoint.save(tmp_path, 2, State(model, data=schedule)).ok
+    with pytest.raises(
+        CheckpointError, match=r"'data' \(Position\) does not take .*KeyError.* Make the object that was"
+    ):
+        checkpoint.load(tmp_path, State(model, data=Position()))
+
+
 class Position:
     def __init__(self) -> None:
         self.count, self.order = 0, torch.randperm(50)
@@ -491,17 +502,12 @@ def test_the_command_lists_verifies_and_shows(tmp_path: Path) -> None:
     assert _command("checkpoint", "ls", tmp_path / "none")[0] == 2
 
 
-def test_the_command_finds_the_checkpoints_in_the_folder_of_a_run(tmp_path: Path) -> None:
-    _saved(tmp_path / "checkpoints")
+def test_the_command_exports_and_imports_the_checkpoints_of_a_run(tmp_path: Path) -> None:
+    run = _saved(tmp_path / "run" / "checkpoints")
     for command in (("checkpoint", "ls"), ("checkpoint", "verify"), ("checkpoint", "show")):
-        code, text = _command(*command, tmp_path)
+        code, text = _command(*command, tmp_path / "run")
         assert code == 0 and "step-000002" in text
-    assert _command("export", tmp_path, tmp_path / "out")[0] == 0
-    assert checkpoint.load(tmp_path, State(TiedGPT())) is not None
-
-
-def test_the_command_exports_and_imports(tmp_path: Path) -> None:
-    run = _saved(tmp_path / "run")
+    assert checkpoint.load(tmp_path / "run", State(TiedGPT())) is not None
     code, text = _command("export", tmp_path / "run", tmp_path / "out")
     assert code == 0 and "model.safetensors " in text and len(text.splitlines()) == 1
     assert _command("import", tmp_path / "out", tmp_path / "new")[0] == 0

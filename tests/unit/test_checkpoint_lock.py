@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from towpath import checkpoint
@@ -128,6 +130,22 @@ def test_who_only_reads_needs_no_lock_and_who_imports_does(tmp_path: Path, proce
     with pytest.raises(CheckpointError, match="is in use"):
         checkpoint.import_safetensors(tmp_path / "exported", root)
     assert sorted(path.name for path in root.iterdir()) == ["lock.json", "step-000001"]
+
+
+def test_of_two_imports_into_a_folder_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, hold = tmp_path / "run", Lock.hold
+    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+
+    def published(self: Lock, **options: Any) -> None:
+        hold(self, **options)
+        (root / "step-000000").mkdir()  # by an import that has ended meanwhile
+
+    with closing(checkpoint.Saver(root, State(nn.Linear(2, 2)))), pytest.raises(CheckpointError, match="is in use"):
+        checkpoint.import_safetensors(tmp_path / "w.safetensors", root)
+    monkeypatch.setattr(Lock, "hold", published)
+    with pytest.raises(CheckpointError, match="is there already"):
+        checkpoint.import_safetensors(tmp_path / "w.safetensors", root)
+    assert list((root / "step-000000").iterdir()) == []
 
 
 @pytest.mark.parametrize("when", ["before", "while files are written"])

@@ -104,10 +104,11 @@ def test_files_and_manifest_are_on_the_disk_before_the_checkpoint_has_its_name(
 
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "rename", renamed)
-    assert checkpoint.save(tmp_path, 1, checkpoint.State(nn.Linear(2, 2))).ok
-    file, manifest, partial, *rest = happened
+    assert checkpoint.save(tmp_path / "runs" / "a", 1, checkpoint.State(nn.Linear(2, 2))).ok
+    *above, file, manifest, partial, published, root = happened
+    assert above == ["runs", tmp_path.name]  # where folders were made
     assert (file, manifest) == ("rank-00000.safetensors", "manifest.json") and ".partial" in partial
-    assert rest == ["published", tmp_path.name]
+    assert (published, root) == ("published", "a")
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------

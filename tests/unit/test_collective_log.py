@@ -10,18 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import towpath
-from towpath.core.collective_log import (
-    FOLD,
-    Call,
-    CollectiveLog,
-    Scope,
-    StepLog,
-    difference,
-    has_not_made,
-    log_bytes,
-    scopes,
-)
+from towpath.core.scopes import LoggedCall, Scope, log_bytes, scopes
 from towpath.core.strategy import TransferKind
+from towpath.engine.agree.digest import FOLD, CollectiveLog, StepLog, difference, has_not_made
 from towpath.errors import StepError
 
 SHAPE = towpath.Topology(2, 2)
@@ -43,7 +34,7 @@ def _logs(strategy: towpath.Strategy, by_rank: list[list[tuple[TransferKind, str
     return logs
 
 
-def _scope(kind: TransferKind | Call, strategy: str = "zero3") -> Scope:
+def _scope(kind: TransferKind | LoggedCall, strategy: str = "zero3") -> Scope:
     return next(scope for scope in scopes(towpath.strategy(strategy, SHAPE)) if kind in scope.kinds)
 
 
@@ -150,7 +141,7 @@ def test_the_message_says_which_hyperparameter_differs() -> None:
     logs = [CollectiveLog(towpath.strategy("ddp", SHAPE), rank) for rank in range(SHAPE.world)]
     for rank, log in enumerate(logs):
         details = ((("lr", 0.1), ("eps", 1e-8)), (("lr", 0.1 if rank != 3 else 0.2), ("eps", 1e-8)))
-        log.note(Call.STEP, "AdamW.step()", details)
+        log.note(LoggedCall.STEP, "AdamW.step()", details)
     combined, step_logs = _combined(logs), [log.step_log() for log in logs]
     for log in logs:
         with pytest.raises(
@@ -161,12 +152,12 @@ def test_the_message_says_which_hyperparameter_differs() -> None:
 
 
 def test_a_rank_in_a_shared_call_waits_only_for_those_that_have_not_made_it() -> None:
-    scope = _scope(Call.SHARED)
+    scope = _scope(LoggedCall.SHARED)
 
     def step_log(calls: str, inside: str = "") -> StepLog:
         log = CollectiveLog(towpath.strategy("zero3", SHAPE), 0)
         for call in calls:
-            log.note(Call.SHARED, call)
+            log.note(LoggedCall.SHARED, call)
         return replace(log.step_log(), inside=inside)
 
     assert has_not_made(step_log("ab", "b"), step_log("a"), scope)

@@ -13,9 +13,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.codec_cases import same_bits as same
 from towpath.codecs import exact
-from towpath.codecs.exact import MessageError, message, reference
-from towpath.codecs.exact.message import BLOCK, HEADER_BYTES, Kernels
+from towpath.codecs.exact import message, reference
+from towpath.codecs.exact.message import BLOCK, HEADER_BYTES, Kernels, MessageError
 
 native = pytest.importorskip(
     "towpath.codecs.exact.native", reason="the C++ extension was not built", exc_type=ImportError
@@ -29,10 +30,6 @@ INTEGERS = {dtype: form.integer for dtype, form in reference.FORMATS.items()}
 
 both = pytest.mark.parametrize("difference", [True, False], ids=["difference", "values"])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(INTEGERS[a.dtype]), b.view(INTEGERS[b.dtype]))
 
 
 def random_bits(n: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -222,10 +219,9 @@ def test_a_damaged_message_raises_and_changes_nothing(difference: bool) -> None:
 
 
 def _raises(bad: torch.Tensor, old: torch.Tensor, difference: bool, match: str = ".") -> None:
-    decode = exact.decode_difference if difference else exact.decode_values
     values = old.clone()
     with pytest.raises(MessageError, match=match):
-        decode(bad, values)
+        exact.decode(bad, values, difference)
     assert same(values, old)
 
 
@@ -300,14 +296,14 @@ def test_the_public_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Encode with one back end, decode with another. Outcomes of a CPU are None, since it raises at once."""
     old, new = trained(1000, torch.float16, 1e-4)
     out = torch.empty(exact.message_bound(1000, torch.float16), dtype=torch.uint8)
-    used = exact.encode_difference(old, new, out)
+    used = exact.encode(old, new, out)
     values = old.clone()
-    outcomes: list[Any] = [exact.decode_difference(out, values)]
+    outcomes: list[Any] = [exact.decode(out, values, difference=True)]
     assert same(values, new) and exact.message_bytes([out, out]) == [used, used]
     monkeypatch.setattr(exact, "_host", lambda device_type: reference)
-    exact.encode_values(new, out)
+    exact.encode(None, new, out)
     monkeypatch.undo()
-    outcomes.append(exact.decode_values(out, values.zero_()))
+    outcomes.append(exact.decode(out, values.zero_(), difference=False))
     assert same(values, new) and outcomes == [None, None]
     exact.raise_failed(outcomes)
     exact.raise_failed([torch.tensor(0)])

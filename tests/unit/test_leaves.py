@@ -15,7 +15,7 @@ from towpath.core.steady_step import steady_tasks
 from towpath.core.strategy import TransferKind
 from towpath.core.units import LARGE_LEAF
 from towpath.engine.layout import lay_out
-from towpath.planner.model import Transformer
+from towpath.plan.model import Transformer
 from towpath.topology.cluster import Topology
 
 WIDTH = 64
@@ -184,3 +184,21 @@ def test_modules_of_a_dict_are_units_if_they_are_numbered(keys: str, units: int)
     with torch.device("meta"):
         model.layers, model.norm = nn.ModuleDict({key: Block() for key in keys.split()}), nn.LayerNorm(WIDTH)
     assert [unit.name for unit in lay_out(model)] == ["", *(f"layers.{key}" for key in keys.split()[:units])]
+
+
+def test_the_units_of_lists_in_lists_are_the_modules_that_run() -> None:
+    """One module in all lists is one unit."""
+
+    def names(layers: list[nn.Module]) -> list[str]:
+        model = nn.Module()
+        model.layers, model.norm = nn.ModuleList(layers), nn.LayerNorm(WIDTH)
+        return [unit.name for unit in lay_out(model)]
+
+    def wide() -> nn.Module:
+        return nn.Linear(WIDTH, 8 * WIDTH)
+
+    both = names([nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleDict({"last": wide()})]) for _ in range(3)])
+    assert both == ["", *(f"layers.{i}.{name}" for i in range(3) for name in ("0.0", "1.last"))]
+    shared = wide()
+    found = names([nn.ModuleList([shared, Block()]) for _ in range(3)])
+    assert found == ["", "layers.0.0", "layers.0.1", "layers.1.1", "layers.2.1"]

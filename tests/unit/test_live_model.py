@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from towpath.auto.live import describe_module
+from tests.unit.test_planner import GPT2, LLAMA, config
 from towpath.errors import ConfigError
-from towpath.planner.catalog import describe_model
+from towpath.plan.catalog import describe_model
+from towpath.plan.live import describe_module
 
-LENGTH, BATCH = 64, 2
+LENGTH, BATCH = 128, 2
 
 
-@pytest.mark.parametrize(
-    "kind, values",
-    [
-        (
-            "llama",
-            {
-                "vocab_size": 512,
-                "hidden_size": 128,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "intermediate_size": 352,
-                "max_position_embeddings": LENGTH,
-                "tie_word_embeddings": False,
-            },
-        ),
-        (
-            "gpt2",
-            {"vocab_size": 512, "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": LENGTH}
-            | {"activation_function": "gelu", "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
-        ),
-    ],
-)
+# Without dropout, and with an activation that is one call: as the formulas take it.
+OPTIONS: dict[str, object] = {"activation_function": "gelu", "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+@pytest.mark.parametrize("kind, values", [("llama", LLAMA), ("gpt2", GPT2 | OPTIONS)])
 def test_formulas_and_what_pytorch_counts_agree(kind: str, values: dict[str, object], tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_type": kind, **values}))
+    file = config(tmp_path, kind, **values)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file))
         ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)

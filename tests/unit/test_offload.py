@@ -20,9 +20,9 @@ from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.parameters.gradients import OptimizerMemory
 from towpath.errors import ConfigError
-from towpath.planner.catalog import describe_model, load_cluster
-from towpath.planner.request import Request
-from towpath.planner.solver import Batching, Solver
+from towpath.plan.catalog import describe_model, load_cluster
+from towpath.plan.request import Request
+from towpath.plan.solver import Batching, Solver
 
 SHAPE = towpath.Topology(2, 2)
 MIXED = towpath.Precision("bfloat16", "float32")

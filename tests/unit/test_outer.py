@@ -91,9 +91,6 @@ def test_a_strategy_with_outer_steps_can_be_written_and_read(name: str) -> None:
 
     assert Strategy.from_toml(made.to_toml()) == made
     assert "every 8 steps" in str(made)
-    plain = towpath.strategy(name, Topology(4, 2))
-    assert "outer" not in plain.to_toml()
-    assert Strategy.from_toml(plain.to_toml()) == plain
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

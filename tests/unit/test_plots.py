@@ -1,4 +1,4 @@
-"""Pictures: the same on every processor, many on one page; and the page of several strategies."""
+"""Pictures: the same on every processor, and many on one page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from lab.report import Outcome, rows_of, write_report
 from towpath.cli.main import _run
 from towpath.cli.plots import svg
-from towpath.engine.streams.trace import COMPUTE, Interval
 
 
 def _line(figure: Any, last: float) -> None:
@@ -40,38 +38,3 @@ def test_without_matplotlib_a_picture_is_refused_before_any_work(
     assert _run(arguments) == 2
     assert "--report report.html: pictures are drawn by matplotlib" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
-
-
-def _computing(start: float, seconds: float) -> Interval:
-    return Interval(track=COMPUTE, name="block", start_seconds=start, seconds=seconds, args={})
-
-
-# --- the page of several strategies ----------------------------------------------------------------------------------
-
-
-def _outcome(strategy: str, step_seconds: float, lossless: bool = True) -> Outcome:
-    return Outcome(
-        strategy=strategy,
-        losses=(4.0, 3.0),
-        ends=(step_seconds, 2 * step_seconds),
-        validation=3.0,
-        step_seconds=step_seconds,
-        exposed_seconds=step_seconds / 2,
-        host_seconds=0.1,
-        cable_bytes=None,
-        scheduled_bytes=10,
-        inside_bytes=10.0,
-        memory_bytes={"params": 10},
-        lossless=lossless,
-        timeline=(_computing(0.0, step_seconds),),
-    )
-
-
-OUTCOMES = [_outcome("zero3", 3.0), _outcome("qgz", 2.5, False), _outcome("mics", 2.0), _outcome("zero++", 1.0, False)]
-
-
-def test_the_table_is_sorted_and_marks_the_fastest_and_the_lossy(tmp_path: Path) -> None:
-    write_report(tmp_path / "report.html", "A title", "About it.", OUTCOMES)
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert [row[0] for row in rows_of(OUTCOMES)] == ["zero++ ★~", "mics ★", "qgz ~", "zero3"]
-    assert "★: " in page and "~: lossy" in page

@@ -1,4 +1,4 @@
-"""The sessions of the tests themselves: what is required, what is told at the end, what is too slow."""
+"""The sessions of the tests themselves: what is required and missing ends them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import each
-from tests.session import spent
 from tests.session.record import ROOT
-from tests.session.spent import Ledger
 
 
 def _pytest(folder: Path, test: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -38,33 +35,3 @@ def test_what_is_required_and_missing_ends_a_session_before_its_first_test(tmp_p
     assert "passed" not in ended.stdout
     went_on = _pytest(tmp_path, test, "-n", "0", "--may-miss", "native,lab,triton", CI="true", PYTHONPATH=path)
     assert went_on.returncode == 0, went_on.stdout + went_on.stderr
-
-
-@pytest.mark.parametrize("mark", ["", "compiles", "soak"])
-@pytest.mark.parametrize("load, fails", [(0.1, True), (3.0, False)], ids=["idle", "busy"])
-def test_a_slow_test_fails_the_run_of_an_idle_machine_unless_it_is_meant_to_take_long(
-    monkeypatch: pytest.MonkeyPatch, load: float, fails: bool, mark: str
-) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    ledger = Ledger()
-    for when in ("setup", "call"):  # what its fixtures take counts, too
-        taken = spent.LIMIT_SECONDS / 2 + 1
-        ledger.pytest_runtest_logreport(
-            pytest.TestReport("slow", ("", 0, ""), {mark: 1}, "passed", None, when, duration=taken)
-        )
-
-    class Session:
-        exitstatus = pytest.ExitCode.OK
-
-    ledger.pytest_sessionfinish(Session, pytest.ExitCode.OK)  # pyright: ignore[reportArgumentType]
-    assert (Session.exitstatus == pytest.ExitCode.TESTS_FAILED) == (fails and not mark)
-
-
-def test_a_case_that_fails_in_a_loop_is_named() -> None:
-    @each(a=[1, 2], b=["x"])
-    def test(a: int, b: str) -> None:
-        assert a == 1
-
-    with pytest.raises(AssertionError) as caught:
-        test()
-    assert caught.value.__notes__ == ["with a=2, b=x"]

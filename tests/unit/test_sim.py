@@ -18,10 +18,10 @@ from towpath.core.strategy import GRADIENTS, MoveShape, Strategy, TransferKind, 
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.sim.bandwidth import BandwidthModel, Demand
-from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
-from towpath.sim.replay import ComputeSeconds, Replay
-from towpath.sim.timeline import Timeline
+from towpath.plan.bandwidth import BandwidthModel, Demand
+from towpath.plan.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
+from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.timeline import Timeline
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(4, 2), Topology(3, 1), Topology(1, 4), Topology(4, 8)]
@@ -40,9 +40,9 @@ def hardware(topology: Topology, cable: float = 1e9, inside: float = 1e10, laten
     )
 
 
-def replayed(made: Strategy, on: Hardware, compute: float = 1e-3, micro_steps: int = 1) -> Timeline:
+def replayed(made: Strategy, on: Hardware, compute: float = 1e-3, micro_steps: int = 1, share: float = 1.0) -> Timeline:
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    seconds = ComputeSeconds([0.0] + [compute] * DEPTH, [0.0] + [2 * compute] * DEPTH, 0.0, 0.0)
+    seconds = ComputeSeconds([0.0] + [compute] * DEPTH, [0.0] + [2 * compute] * DEPTH, 0.0, 0.0, share=share)
     return Replay(made, plans, on, seconds, micro_steps).run()
 
 
@@ -253,14 +253,8 @@ def test_what_waits_instead_of_computing_leaves_the_cores_to_others() -> None:
     """Four ranks on two cores: only the share of their seconds in which a processor works counts twice."""
     shared = replace(hardware(Topology(2, 2), cable=1e15, inside=1e15), cores=2.0, ranks_sharing=4)
     made = strategy("ddp", Topology(2, 2))
-    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    took = [
-        Replay(
-            made, plans, shared, ComputeSeconds([0.0] + [1.0] * DEPTH, [0.0] * (DEPTH + 1), 0.0, 0.0, share=share), 1
-        ).run()
-        for share in (1.0, 0.5, 0.0)
-    ]
-    assert [t.seconds for t in took] == pytest.approx([2 * DEPTH, DEPTH, DEPTH], rel=1e-3)
+    took = [replayed(made, shared, 1.0, share=share).seconds for share in (1.0, 0.5, 0.0)]
+    assert took == pytest.approx([2 * 3 * DEPTH, 3 * DEPTH, 3 * DEPTH], rel=1e-3)
 
 
 def test_every_legal_placement_replays() -> None:

@@ -28,8 +28,8 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.pipeline.schedules import walks
-from towpath.sim.hardware import CodecSpeed, Hardware, Link
-from towpath.sim.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
+from towpath.plan.hardware import CodecSpeed, Hardware, Link
+from towpath.plan.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.topology.cluster import Topology
 
 UNITS = (UnitSpec("", (BucketSpec((10,)),), kept=True), UnitSpec("a", (BucketSpec((100,)),)))

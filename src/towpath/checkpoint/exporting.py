@@ -270,12 +270,12 @@ def import_safetensors(source: str | Path, root: str | Path, *, config: Mapping[
     if config is None and os.path.lexists(found):
         config = read_object(hub_file(found), "a model's configuration")
     final = folders.checkpoint_of(root, 0)
-    if final.exists():
-        raise CheckpointError(f"{final} is there already: import into a new folder.")
     partial, lock = None, lock_of(root)
     try:
         with writing(root):
-            lock.hold()
+            lock.hold(alone=True)
+            if final.exists():  # nobody else can make it from here on
+                raise CheckpointError(f"{final} is there already: import into a new folder.")
             partial = folders.new_partial(root, 0)
             files: dict[str, StoredFile] = {}
             tensors: dict[str, StoredTensor] = {}

@@ -24,7 +24,7 @@ from typing import Any
 from towpath.checkpoint.manifest import NAME
 from towpath.checkpoint.safe_files import DamagedError, opened, read_object, visible
 from towpath.errors import CheckpointError
-from towpath.files import sync_folder
+from towpath.files import make_folder, sync_folder
 from towpath.logs import logger
 
 IN_RUN = "checkpoints"  # where `towpath train` keeps them, in the folder of a run
@@ -165,8 +165,16 @@ class Lock:
         self._is_held = False
         self.users = 0
 
-    def hold(self) -> None:
-        """Take the lock, or check that this job still holds it. Raise RefusedError if another job does."""
+    def hold(self, *, alone: bool = False) -> None:
+        """Take the lock, or check that this job still holds it. Raise RefusedError if another job does.
+
+        `alone`: Raise it also if another user of this job has the lock.
+        """
+        if alone and self.users > 1:
+            raise RefusedError(
+                f"{self._root} is in use: another Saver of this job has it open, or another import writes there. Use "
+                "that Saver, or close() it first."
+            )
         if self._is_held and self._root.exists():
             if (holder := self._holder()).get("job") != self._me["job"]:
                 raise RefusedError(
@@ -175,7 +183,7 @@ class Lock:
                     "with another folder."
                 )
             return
-        self._root.mkdir(parents=True, exist_ok=True)
+        make_folder(self._root)
         try:
             self._write(self._path)
         except FileExistsError:

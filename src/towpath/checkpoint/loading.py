@@ -10,7 +10,7 @@ from pathlib import Path
 
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.manifest import read_manifest
-from towpath.checkpoint.rank_contents import ControlGroup
+from towpath.checkpoint.rank_contents import LOADING, ControlGroup
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import Restore, State
 from towpath.errors import CheckpointError
@@ -52,7 +52,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
             checkpoint of torch.distributed.checkpoint. All ranks raise it.
     """
     state.settle()
-    control = ControlGroup(state.everyone, "checkpoint loading")
+    control = ControlGroup(state.everyone, LOADING)
 
     def candidates() -> tuple[bool, list[Path]]:
         """Return the checkpoints to try, and whether the user named one."""

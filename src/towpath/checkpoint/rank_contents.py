@@ -140,6 +140,8 @@ class RankContents:
     Attributes:
         groups: The ranks that train together: those of this rank's island, or of the whole job.
         job: The ranks of the whole job. None if it has no islands.
+        peers: This rank and those that compute the same batch, and so draw the same random numbers, by their numbers in
+            the job.
         islands: What the islands of a run with outer steps share. None without them.
         named: Returns this rank's tensors.
         writes_copies: Whether this rank writes tensors of which other ranks have copies.
@@ -154,6 +156,7 @@ class RankContents:
 
     groups: Groups
     job: Groups | None = None
+    peers: Sequence[int]
     islands: IslandContents | None = None
     named: Callable[[], NamedTensors]
     writes_copies: bool
@@ -212,7 +215,8 @@ def contents_of(model: Any) -> RankContents:
         return model.checkpoint_contents()
     engine: Engine | None = getattr(model, "towpath_engine", None)
     places = [] if engine is None else [p for u in engine.units for b in u.buckets for p in b.layout.places]
-    mesh_size = max((len(place.parallel.ranks) for place in places if place.parallel is not None), default=1)
+    mesh = max((place.parallel.ranks for place in places if place.parallel is not None), key=len, default=[])
+    mesh_size = len(mesh) or 1
     job = engine.comm.job if engine is not None and mesh_size == 1 else Groups()
     if engine is not None and engine.comm.job.world * mesh_size != job.world:
         raise CheckpointError(
@@ -229,6 +233,7 @@ def contents_of(model: Any) -> RankContents:
     return RankContents(
         groups=groups,
         job=job,
+        peers=mesh or (job.rank,),
         islands=islands,
         named=lambda: named_tensors(model),
         writes_copies=groups.rank == 0,
@@ -284,12 +289,12 @@ def set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
         raise DamagedError(f"the random numbers are no state of a generator ({error}).") from error
 
 
-def seed_anew(seed: int, step: int, rank: int) -> None:
+def seed_anew(seed: int, step: int, peers: Sequence[int]) -> None:
     """Seed the generators of a rank that did not exist when the checkpoint was written.
 
-    Each rank gets its own seed, and the same one each time the checkpoint is resumed.
+    Ranks that are no `peers` get different seeds. Each gets the same one each time the checkpoint is resumed.
     """
-    digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+    digest = hashlib.sha256(f"{seed} {step} {min(peers)}".encode()).digest()
     mine = int.from_bytes(digest[:8], "little") >> 1
     torch.manual_seed(mine)
     random.seed(mine)
@@ -307,20 +312,6 @@ def described(error: BaseException) -> str:
     return str(error) if isinstance(error, TowpathError) else f"{type(error).__name__}: {error}"
 
 
-def gather_or_raise(groups: Groups, what: str, mine: Callable[[], Value]) -> list[Value]:
-    """Return what `mine` returns on each rank. If it raises on one rank, raise CheckpointError on all of them."""
-    found, problem = None, ""
-    try:
-        found = mine()
-    except Exception as error:  # any error: the other ranks wait for an answer
-        problem = described(error)
-    answers = groups.gather_objects((found, problem))
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
-    if failed:
-        raise CheckpointError(f"{what}: {failed[0]}")
-    return [value for value, _ in answers]
-
-
 def check_same(given: Sequence[Mapping[str, object]], ranks: Sequence[int] | None = None) -> None:
     """Raise RefusedError if the arguments `given` on these ranks, by name, differ. The default is all ranks."""
     numbers = range(len(given)) if ranks is None else ranks
@@ -330,6 +321,9 @@ def check_same(given: Sequence[Mapping[str, object]], ranks: Sequence[int] | Non
                 raise RefusedError(
                     f"{what} is {first} on rank {numbers[0]} and {here} on rank {rank}. Pass the same on every rank."
                 )
+
+
+LOADING = "checkpoint loading"  # the purpose of the group that no thread of a saver uses
 
 
 class ControlGroup:
@@ -358,6 +352,8 @@ class ControlGroup:
             CheckpointError: A call failed on some rank. Every rank raises the same error. It is a DamagedError or a
                 RefusedError if no rank has found anything else.
         """
+        if self.lost:
+            raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
         answers: list[Any] | None = [None] * self.world if self.rank == 0 else None
         mine = _attempt(work)
         if self.group is None:

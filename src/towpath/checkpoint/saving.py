@@ -260,17 +260,13 @@ class Saver:
         self._release = weakref.finalize(self, release, self._lock)
 
         def lock() -> None:
-            if self._lock.users > 1 and not self._shares_folder:
-                raise RefusedError(
-                    f"{self.root} is in use: another Saver of this job has it open. Use that one, or close() it first."
-                )
             with suppress(OSError):  # a folder that cannot be written to: each save tries again, and reports it
-                self._lock.hold()
+                self._lock.hold(alone=not self._shares_folder)
                 folders.sweep(self.root)
 
         try:
             self._writing.wait_for_all().first(lock)
-        except RefusedError:
+        except Exception:
             self._release()
             raise
 
@@ -367,8 +363,6 @@ class Saver:
     def _write(self, step: int, contents: Contents | str, began: float) -> Outcome:
         failure, control = None, self._writing.control
         try:
-            if control.lost:
-                raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
             storage.write(self.root, step, contents, self._lock, control)
         except CheckpointError as error:  # the same on every rank
             failure = str(error)

@@ -29,7 +29,7 @@ from towpath.checkpoint.rank_contents import (
     NamedTensors,
     RankContents,
     contents_of,
-    gather_or_raise,
+    described,
     rng_state,
     seed_anew,
     set_rng_state,
@@ -95,7 +95,7 @@ class State:
         for engine in self.contents.engines:
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
         self.groups, self.everyone = self.contents.groups, self.contents.everyone
-        self.rank, self.world = self.groups.rank, self.groups.world
+        self.island_rank = self.groups.rank
 
     def settle(self) -> None:
         """Return when everything that is being saved has been copied, so that it may be changed."""
@@ -114,14 +114,15 @@ class State:
         if islands is not None:  # the other tensors are equal on all islands, which share one copy
             tensors = islands.trained(tensors)
         found = dict(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
-        own = {f"rank.{self.rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
-        own |= {f"rank.{self.rank}.codec.{name}": tensor for name, tensor in self.contents.state().items()}
+        own = {f"rank.{self.island_rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
+        own |= {f"rank.{self.island_rank}.codec.{name}": tensor for name, tensor in self.contents.state().items()}
         found.update(self._mine(own, True))
-        values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": {"seed": torch.initial_seed()}}
+        rng = {"seed": torch.initial_seed(), "peers": len(self.contents.peers)}
+        values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": rng}
         if self.contents.engines:
             values["engine"] = {"step": self.contents.engines[0].step, "fingerprint": self.contents.fingerprint}
         if self.optimizer is not None:
-            tensors, values["optimizer"] = self._optimizer_state(self.optimizer, model)
+            tensors, values["optimizer"] = optimizer_state.collect(self.optimizer, model)
             owned = optimizer_state.owned_states(self.optimizer, model, tensors)
             found.update(self._mine({name: t for name, t in tensors.items() if name not in owned}, copies))
             found.update(self._owned(owned))
@@ -134,7 +135,7 @@ class State:
             same[f"the state of {name!r}"] = (
                 text if len(text) <= _SHOWN else f"a text of CRC-32 {crc32(text.encode()):x}"
             )
-            found.update(self._mine(tensors, self.rank == 0))
+            found.update(self._mine(tensors, self.island_rank == 0))
         if self.config is not None:
             try:  # as in a config.json, which has no tuples, and only strings as keys
                 values["config"] = json.loads(json.dumps(self.config))
@@ -144,13 +145,14 @@ class State:
                 ) from error
         if self.names:
             values["names"] = self.names
-        if self.rank == 0 and (adapters := adapters_of(self.model)):
+        if self.island_rank == 0 and (adapters := adapters_of(self.model)):
             values[ADAPTERS] = adapters
-        values = values if self.rank == 0 else {}
+        if self.island_rank > 0:  # other ranks may have the states of other parameters
+            values = {n: v for n, v in values.items() if n == "optimizer" and self._optimizer_is_spread}
         if islands is not None:
             found = {f"{prefix_of(islands.island)}{name}": pieces for name, pieces in found.items()}
             found |= self._shared_by_islands(islands, model)
-            values = islands.renamed(values, self.rank)
+            values = islands.renamed(values, self.island_rank)
         strategy = self.contents.strategy
         return Contents(
             pieces=found, values=values, same=same, island=0 if islands is None else islands.island, strategy=strategy
@@ -172,20 +174,11 @@ class State:
             raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
         return self.contents.named()
 
-    def _optimizer_state(
-        self, optimizer: torch.optim.Optimizer, model: NamedTensors
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return the tensors of this rank, and the values of all ranks."""
-        if self.contents.held is None and not optimizer_state.is_spread(optimizer):
-            return optimizer_state.collect(optimizer, model)
-        tensors: dict[str, torch.Tensor] = {}
-
-        def mine() -> dict[str, Any]:
-            found, values = optimizer_state.collect(optimizer, model)
-            tensors.update(found)
-            return values
-
-        return tensors, optimizer_state.merged(gather_or_raise(self.groups, "the optimizer's state", mine))
+    @property
+    def _optimizer_is_spread(self) -> bool:
+        """Whether ranks have the states of different parameters."""
+        assert self.optimizer is not None
+        return self.contents.held is not None or optimizer_state.is_spread(self.optimizer)
 
     def _mine(
         self, tensors: Mapping[str, torch.Tensor], copies: bool, steady: bool = True
@@ -290,7 +283,10 @@ class Restore:
         self._untied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         # Parameters that are stored encoded, and the targets that are read in their place.
         self._encoded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._same_world = manifest.world == state.world
+        # How many ranks an island has, how many islands there are, and how many ranks compute the same batch.
+        islands, peers = state.contents.islands, len(state.contents.peers)
+        self._ranks = state.groups.world, 1 if islands is None else islands.islands, peers
+        self._saved_ranks = manifest.world, islands_of(manifest), manifest.values.get("rng", {}).get("peers", peers)
         self._optimizer = (
             optimizer_state.OptimizerRestore(state.optimizer, self._model, manifest)
             if state.optimizer is not None and "optimizer" in manifest.values
@@ -309,8 +305,8 @@ class Restore:
             self.targets.update(self._islands.targets)
         if self._optimizer is not None:
             self.targets.update(self._optimizer.targets)
-        if self._same_world:
-            prefix = f"rank.{state.rank}.rng."
+        if self._ranks == self._saved_ranks:
+            prefix = f"rank.{state.island_rank}.rng."
             for name in manifest.tensors:
                 if name.startswith(prefix):
                     self._add_new(name)
@@ -346,9 +342,9 @@ class Restore:
     def _add_codecs(self) -> None:
         contents, saved = self._state.contents, self._manifest.values.get("engine")
         contents.go_to(saved["step"] if saved is not None else self._manifest.step)
-        prefix = f"rank.{self._state.rank}.codec."
+        prefix = f"rank.{self._state.island_rank}.codec."
         kept = {n.removeprefix(prefix) for n in self._manifest.tensors if n.startswith(prefix)}
-        same = saved is not None and self._same_world and saved["fingerprint"] == contents.fingerprint
+        same = saved is not None and self._ranks == self._saved_ranks and saved["fingerprint"] == contents.fingerprint
         if same and kept == set(contents.state()):
             self._restores_codecs = True
             self.targets.update({f"{prefix}{name}": tensor for name, tensor in contents.state().items()})
@@ -390,7 +386,7 @@ class Restore:
             for _, tensor, source in self._untied:  # their shards need not match element by element
                 tensor.copy_(source.full_tensor() if isinstance(source, ShardTensor) else source)
         if self._restores_codecs:
-            state.contents.load(self._filled(f"rank.{state.rank}.codec."))
+            state.contents.load(self._filled(f"rank.{state.island_rank}.codec."))
         if self._islands is not None:
             self.notes += self._islands.finish()
         elif VALUE in values:
@@ -420,17 +416,18 @@ class Restore:
             except TowpathError:
                 raise
             except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-                raise DamagedError(f"{name!r} ({type(extra).__name__}) does not take its state ({problem}).") from error
-        if saved := self._filled(f"rank.{state.rank}.rng."):
+                raise CheckpointError(
+                    f"{name!r} ({type(extra).__name__}) does not take its state ({described(error)}). Make the object "
+                    "that was saved, or load without it."
+                ) from error
+        if saved := self._filled(f"rank.{state.island_rank}.rng."):
             set_rng_state(saved)
         elif "rng" in values:
-            seed_anew(values["rng"]["seed"], self._manifest.step, state.rank)
-            islands = 1 if state.contents.islands is None else state.contents.islands.islands
+            seed_anew(values["rng"]["seed"], self._manifest.step, state.contents.peers)
             self.notes.append(
                 "random numbers begin anew, from the saved seed: "
-                f"{_ranks(self._manifest.world, islands_of(self._manifest))} wrote the checkpoint, and now there are "
-                f"{_ranks(state.world, islands)}"
+                f"{_ranks(*self._saved_ranks)} wrote the checkpoint, and now there are "
+                f"{_ranks(*self._ranks)}"
             )
         return self.notes
 
@@ -438,8 +435,9 @@ class Restore:
         return {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)}
 
 
-def _ranks(of_an_island: int, islands: int) -> str:
-    return f"{of_an_island * islands} ranks" + (f" in {islands} islands" if islands > 1 else "")
+def _ranks(of_an_island: int, islands: int, peers: int) -> str:
+    layout = f" in {islands} islands" if islands > 1 else f" of which {peers} share each layer" if peers > 1 else ""
+    return f"{of_an_island * islands} ranks{layout}"
 
 
 def _check_target(manifest: Manifest, name: str, target: torch.Tensor) -> None:

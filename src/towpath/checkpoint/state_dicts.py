@@ -21,15 +21,15 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as trees
 
 from towpath.checkpoint.optimizer_state import is_like, name_of
-from towpath.checkpoint.rank_contents import described, parameters_of
-from towpath.engine.build import agree
-from towpath.engine.checks.optimizer_check import adopt
+from towpath.checkpoint.rank_contents import parameters_of
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.engine.parameters.shard_spec import whole_tensors
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.errors import CheckpointError, TowpathError
+from towpath.engine.trial_steps import adopt
+from towpath.errors import CheckpointError
 from towpath.optim import OwnerSteppedOptimizer, members_of
+from towpath.topology.together import Together, together
 
 StateDict = dict[str, Any]
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -56,8 +56,8 @@ def get_model_state_dict(
         The tensors by their names in the unsharded model.
 
     Raises:
-        CheckpointError: It was called inside `full_parameters()`, or it failed on this rank.
-        MismatchError: It failed on another rank, or ranks called it with different models or arguments.
+        CheckpointError: It was called inside `full_parameters()`, or it failed on some rank.
+        MismatchError: Ranks called it with different models or arguments.
     """
     engines, options = _engines(model), options or StateDictOptions()
 
@@ -92,8 +92,8 @@ def get_optimizer_state_dict(
         A dict with "state" and "param_groups", or a flat dict with `flatten_optimizer_state_dict`.
 
     Raises:
-        CheckpointError: It was called inside `full_parameters()`, or it failed on this rank.
-        MismatchError: It failed on another rank, or ranks called it with different optimizers or arguments.
+        CheckpointError: It was called inside `full_parameters()`, or it failed on some rank.
+        MismatchError: Ranks called it with different optimizers or arguments.
     """
     engines, options = _engines(model), options or StateDictOptions()
 
@@ -132,8 +132,8 @@ def set_model_state_dict(
         The missing and the unexpected keys.
 
     Raises:
-        CheckpointError: It was called inside `full_parameters()`, or it failed on this rank.
-        MismatchError: It failed on another rank, or ranks passed different dicts.
+        CheckpointError: It was called inside `full_parameters()`, or it failed on some rank.
+        MismatchError: Ranks passed different dicts.
     """
     engines, options = _engines(model), options or StateDictOptions()
     if not (engines and options.full_state_dict):
@@ -166,8 +166,8 @@ def set_optimizer_state_dict(
         options: PyTorch's options, such as those that the dict was made with.
 
     Raises:
-        CheckpointError: It was called inside `full_parameters()`, or it failed on this rank.
-        MismatchError: It failed on another rank, or ranks passed different dicts.
+        CheckpointError: It was called inside `full_parameters()`, or it failed on some rank.
+        MismatchError: Ranks passed different dicts.
     """
     engines, options = _engines(model), options or StateDictOptions()
     listed, parameters = _listed(optimizers, check=False), dict[str, nn.Parameter]()
@@ -298,19 +298,18 @@ def _on_all_ranks(
     call: str, engines: Sequence[Engine], work: Callable[[], StateDict], compare: bool = True
 ) -> StateDict:
     """Return the result of `work`. Raise on every rank if it fails on one, or if the results have other tensors."""
-    engines[0].comm.record.peers.come_together(f"{call}()")
-    lines, found, failure = list[str](), StateDict(), None
-    try:
+    comm = engines[0].comm
+    comm.watchdog.meet(f"{call}()")
+
+    def checked() -> StateDict:
         if any(engine.kept_unsharded for engine in engines):
             raise CheckpointError(f"{call} inside towpath.full_parameters(): call it before or after.")
-        found = work()
-        leaves = trees.tree_flatten_with_path(found)[0] if compare else []
-        lines = [f"{_path(keys)}: {_kind(leaf)}" for keys, leaf in leaves]
-    except TowpathError as error:
-        failure = error
-    except Exception as error:  # any error: the other ranks wait for an answer
-        failure = CheckpointError(f"{call}: {described(error)}")
-    agree(engines[0].comm.job, lines, failure, call, _ADVICE)
+        return work()
+
+    found = Together(comm.job, f"{call}()", CheckpointError).each(checked)
+    if compare:
+        with together(comm.job, f"{call}()", _ADVICE) as lines:
+            lines += [f"{_path(keys)}: {_kind(leaf)}" for keys, leaf in trees.tree_flatten_with_path(found)[0]]
     return found
 
 
@@ -444,8 +443,7 @@ def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kw
         The result of the method on rank 0, and None on the others.
 
     Raises:
-        CheckpointError: Saving failed on this rank.
-        MismatchError: Saving failed on another rank.
+        CheckpointError: Saving failed on some rank.
     """
     engine = engine_of(model)
     groups, signature = engine.comm.job, inspect.signature(save)
@@ -460,14 +458,11 @@ def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kw
         kwargs["state_dict"] = get_model_state_dict(model, options=options)
         writes = bool(kwargs["state_dict"])
     else:
-        engine.comm.record.peers.come_together("save_pretrained()")
+        engine.comm.watchdog.meet("save_pretrained()")
         made = unshard(engine)
-    failure, result = None, None
     try:
-        result = save(*args, **kwargs) if writes else None
-    except Exception as error:  # any error: the other ranks wait for an answer
-        failure = CheckpointError(f"save_pretrained: {described(error)}")
-        failure.__cause__ = error
-    reshard(engine, None, made)
-    agree(groups, [], failure, "save_pretrained()")
-    return result
+        return Together(groups, "save_pretrained()", CheckpointError).each(
+            lambda: save(*args, **kwargs) if writes else None
+        )
+    finally:
+        reshard(engine, None, made)

@@ -39,12 +39,13 @@ from towpath.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from towpath.checkpoint.optimizer_state import merged
 from towpath.checkpoint.rank_contents import ControlGroup, check_same
 from towpath.checkpoint.safe_files import map_tensors, write_tensors, writing
 from towpath.errors import CheckpointError
 from towpath.version import __version__
 
-_OF_OPTIMIZER = re.compile(r"(island\.\d+\.)?optimizer\.")
+_OPTIMIZER = re.compile(r"(island\.\d+\.)?optimizer(\.|$)")
 _MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what the file system itself needs
 
 
@@ -122,6 +123,9 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
         for name, part in sorted(parts, key=lambda item: item[0]):
             boxes = (*tensors[name].boxes, *part.boxes) if name in tensors else part.boxes
             tensors[name] = StoredTensor(part.dtype, part.shape, boxes)
+        values = {name: value for _, _, of_rank in ranks for name, value in of_rank.items()}
+        for name in filter(_OPTIMIZER.fullmatch, values):
+            values[name] = merged([of_rank[name] for _, _, of_rank in ranks if name in of_rank])
         manifest = Manifest(
             step=step,
             written_by=f"towpath {__version__}, torch {torch.__version__}",
@@ -130,7 +134,7 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
             strategy=contents.strategy,
             files={name: file for files, _, _ in ranks for name, file in files.items()},
             tensors=tensors,
-            values={name: value for _, _, values in ranks for name, value in values.items()},
+            values=values,
         )
         with writing(partial):
             write_manifest(partial, manifest)
@@ -158,7 +162,7 @@ def write_files(stem: Path, contents: Contents | str) -> _Written:
     files: dict[str, dict[str, Tensor]] = {}
     tensors: dict[str, StoredTensor] = {}
     for name, pieces in contents.pieces.items():
-        file = f"{stem.name}{'-optimizer' if _OF_OPTIMIZER.match(name) else ''}.safetensors"
+        file = f"{stem.name}{'-optimizer' if _OPTIMIZER.match(name) else ''}.safetensors"
         boxes = {StoredBox(at, tuple(data.shape), file): data for at, data in pieces.boxes.items()}
         tensors[name] = StoredTensor(pieces.dtype, tuple(pieces.shape), tuple(boxes))
         files.setdefault(file, {}).update({box.key(name): data.contiguous().cpu() for box, data in boxes.items()})
@@ -189,11 +193,11 @@ def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, contro
         )
         for name, tensor in manifest.tensors.items()
     }
-    planner.set_up_planner(dict(targets), Metadata(metadata), control.rank == 0)
     items: list[Any] = []
 
     def plan() -> set[str]:
         """Return the names of the files that this rank reads."""
+        planner.set_up_planner(dict(targets), Metadata(metadata), control.rank == 0)
         items.extend(planner.create_local_plan().items)
         return {box_of(item).file for item in items}
 

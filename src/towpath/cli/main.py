@@ -3,7 +3,7 @@
 Exit codes:
 
     0         success
-    1         the program that was run failed, or its result could not be printed (full disk)
+    1         the program that was run failed
     2         a mistake of the user: one line on stderr, without a traceback
     130, 143  ended by Ctrl-C or SIGTERM, after everything was taken down
 
@@ -25,7 +25,7 @@ from towpath.cli import checkpoint, data
 from towpath.cli.bench import bench
 from towpath.cli.plan import plan
 from towpath.cli.probe import probe
-from towpath.cli.terminal import Commands, Output
+from towpath.cli.terminal import Commands, outlive_readers
 from towpath.cli.train import train
 from towpath.errors import PlanError, StepError, TowpathError
 
@@ -75,9 +75,9 @@ def root(
 def main(commands: Commands = app, name: str = "towpath") -> None:
     """Run a command: `towpath`, the installed program, or another group of `commands` with its `name`."""
     signal.signal(signal.SIGTERM, _terminate)
-    output = Output()
+    outlive_readers()
     try:
-        status = _delivered(_run(sys.argv[1:], commands, name), output)
+        status = _run(sys.argv[1:], commands, name)
     finally:
         # Everything is taken down. A signal ends the process now, without an exception in Python's own shutdown.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -110,16 +110,6 @@ def _run(arguments: list[str], commands: Commands = app, name: str = "towpath") 
         example = f" Example: {found[1]}." if found is not None and message.startswith("Missing") else ""
         return _complain(f"{message.rstrip('.')}.{example} See {path} --help.")
     return status if isinstance(status, int) else 0
-
-
-def _delivered(status: int, output: Output) -> int:
-    lost = output.lost()
-    if lost is None:
-        return status
-    return _complain(
-        f"stdout cannot be written: {lost.strerror}. What was printed there is lost. Free space, and run again.",
-        status or _FAILED,
-    )
 
 
 def _complain(message: str, status: int = _USAGE) -> int:

@@ -20,14 +20,14 @@ from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, asked_of_micro_batche
 from towpath.core.strategy import Offload, Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.files import check_output_file, write_output_file
-from towpath.planner import tables
-from towpath.planner.catalog import describe_model, load_cluster, model_shape
-from towpath.planner.cluster import GIB
-from towpath.planner.islands import OuterPlanner
-from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
-from towpath.planner.prediction import Batching, Infeasible, Prediction, Ranking
-from towpath.planner.request import BF16, OUTER, Request, codecs_for_both
-from towpath.planner.solver import MOST, Solver
+from towpath.plan import tables
+from towpath.plan.catalog import describe_model, load_cluster, model_shape
+from towpath.plan.cluster_file import GIB
+from towpath.plan.islands import OuterPlanner
+from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
+from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking
+from towpath.plan.request import BF16, OUTER, Request, codecs_for_both
+from towpath.plan.solver import MOST, Solver
 from towpath.progress import working
 
 # The number of strategies whose time and memory a report shows.

@@ -1,4 +1,4 @@
-"""Code that all commands share: the format of help, numbers with a range, tables, and output that never fails."""
+"""Code that all commands share: the format of help, numbers with a range, tables, and output without a reader."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import importlib
 import importlib.util
 import io
 import os
-import select
 import sys
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import Any, final
 
 import typer
 from rich.console import Console
@@ -109,65 +108,29 @@ def check_picture_file(option: str, path: Path | None) -> None:
 
 # --- output -----------------------------------------------------------------------------------------------------------
 #
-# Printed text may be lost, but never what is computed. If the reader of a pipe leaves (`towpath train … | head`), the
-# rest of the text is discarded, and training continues to its summary. If writing fails otherwise, as on a full disk,
-# that text is lost and the next text is tried again.
+# If the reader of a pipe leaves (`towpath train … | head`), the rest of the text is discarded, and training continues.
 
 
 @final
-class _SafeFile(io.FileIO):
-    """A file to which writing never fails. `lost` is the first error that was not a reader who left."""
+class _Pipe(io.FileIO):
+    """A file that discards what is written to it once its reader has left."""
 
-    lost: OSError | None = None
-
-    def write(self, data: Any, /) -> int:
-        """Return how much was written. The buffer in front of it comes again with the rest."""
+    def write(self, data: Any, /) -> int | None:
         try:
-            written: int | None = super().write(data)
+            return super().write(data)
         except BrokenPipeError:
-            _discard(self.fileno())  # the descriptor itself, because libraries write to it too
-        except OSError as error:
-            self.lost = self.lost or error
-        else:
-            if written is None:  # the pipe is full, and another program has made it non-blocking
-                select.select([], [self], [])
-            return written or 0
-        return memoryview(data).nbytes
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())  # the descriptor itself, because libraries write to it too
+            os.close(null)
+            return memoryview(data).nbytes
 
 
-@final
-class Output:
-    """The process's stdout and stderr, which never fail from now on."""
-
-    def __init__(self) -> None:
-        # The next open file would take a closed descriptor. Text, also from C++, must not end up in a checkpoint.
-        for descriptor in (0, 1, 2):
-            try:
-                os.fstat(descriptor)
-            except OSError:
-                _discard(descriptor)
-        self._stdout, stderr = _SafeFile(1, "w", closefd=False), _SafeFile(2, "w", closefd=False)
-        sys.stdout = _text(self._stdout, sys.stdout)
-        sys.stderr = _text(stderr, sys.stderr)
-
-    def lost(self) -> OSError | None:
-        """Return why text for stdout was lost. Return None if it was not, or if its reader left."""
-        sys.stdout.flush()
-        return self._stdout.lost
-
-
-def _discard(descriptor: int) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    if null != descriptor:
-        os.dup2(null, descriptor)
-        os.close(null)
-
-
-def _text(raw: _SafeFile, before: Any) -> TextIO:
-    """Return a text stream like `before`. It escapes characters that its encoding lacks, instead of failing."""
-    if before is None:
-        return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
-    before.flush()
-    errors = "backslashreplace" if before.errors == "strict" else before.errors
-    at_once = before.line_buffering or before.write_through
-    return io.TextIOWrapper(io.BufferedWriter(raw), before.encoding, errors, line_buffering=at_once)
+def outlive_readers() -> None:
+    """Let stdout and stderr take text whose reader has left, and escape characters that their encoding lacks."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        before = getattr(sys, name)
+        if before is not None:  # a program without stdout may have used the descriptor for a file
+            before.flush()
+            raw = io.BufferedWriter(_Pipe(descriptor, "w", closefd=False))
+            at_once = before.line_buffering or before.write_through
+            setattr(sys, name, io.TextIOWrapper(raw, before.encoding, "backslashreplace", line_buffering=at_once))

@@ -10,7 +10,3 @@ May import: core, topology.cluster, errors.
 from towpath.codecs.kernels.registered import register
 
 __all__ = ["register"]
-
-
-def __dir__() -> list[str]:
-    return __all__

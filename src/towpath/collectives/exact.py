@@ -20,18 +20,8 @@ from typing import final
 
 import torch
 
-from towpath.codecs.exact import (
-    MessageError,
-    decode_difference,
-    decode_slices,
-    decode_values,
-    encode_difference,
-    encode_values,
-    is_difference,
-    message_bytes,
-    problem_text,
-    raise_failed,
-)
+from towpath.codecs.exact import decode, decode_slices, encode, is_difference, message_bytes, raise_failed
+from towpath.codecs.exact.message import MessageError, Problem
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.columns_and_rows import grouped
 from towpath.collectives.point_to_point import PointToPoint
@@ -90,10 +80,7 @@ class ExactSync(Collective):
         is_first, self._is_first = self._is_first, False
         for cell, (start, end) in zip(cells, self._pieces[self._members.slot], strict=True):
             part = slice(start - self._own.start, end - self._own.start)
-            if is_first:
-                encode_values(shard[part], cell)
-            else:
-                encode_difference(before[part], shard[part], cell)
+            encode(None if is_first else before[part], shard[part], cell)
         before.copy_(shard)
         return not is_first
 
@@ -104,8 +91,7 @@ class ExactSync(Collective):
             for cell, (start, end) in zip(cells[slot], pieces, strict=True):
                 try:
                     if slot != self._members.slot:
-                        decode = decode_difference if is_difference(cell) else decode_values
-                        raise_failed([decode(cell, region[start:end])])
+                        raise_failed([decode(cell, region[start:end], is_difference(cell))])
                 except MessageError as error:
                     problem = str(error)
             self._note(slot, problem)
@@ -202,4 +188,4 @@ class AgreedAllGather(ExactSync):
             self._end.synchronize()
             self._end = None
             for slot, code in enumerate(self._outcomes.tolist()):
-                self._note(slot, problem_text(code) if code else "")
+                self._note(slot, Problem(code).text if code else "")

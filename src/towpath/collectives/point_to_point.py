@@ -15,7 +15,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.exact import decode_values, encode_values, message_bytes, raise_failed
+from towpath.codecs.exact import decode, encode, message_bytes, raise_failed
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.core.exact import crossing, message_cell
 from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
@@ -49,7 +49,7 @@ class PeerMessage:
         """
         if self.cell is None:
             return self.content
-        return self.cell[: encode_values(self.content, self.cell)] if self.leaves else self.cell
+        return self.cell[: encode(None, self.content, self.cell)] if self.leaves else self.cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Posted:
             if message.cell is not None:
                 self.workspace.count_exact(message.content.nbytes, message_bytes([message.cell])[0])
                 if not message.leaves:
-                    raise_failed([decode_values(message.cell, message.content)])
+                    raise_failed([decode(message.cell, message.content, difference=False)])
 
 
 def post(messages: Sequence[PeerMessage], members: GroupRank, where: str, workspace: Workspace, tag: int) -> Posted:

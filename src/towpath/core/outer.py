@@ -119,15 +119,13 @@ class Outer:
         """Return the fragments whose exchange belongs to the parameter sync after optimizer step `step`, from 1."""
         if step < 1:
             return ()
-        return tuple(f for f in range(self.fragments) if step % self.every == self._first(f) % self.every)
+        # Fragments are spread evenly over a period.
+        first = [(fragment + 1) * self.every // self.fragments for fragment in range(self.fragments)]
+        return tuple(fragment for fragment, begins in enumerate(first) if (step - begins) % self.every == 0)
 
     def applied_at(self, step: int) -> tuple[int, ...]:
         """Return the fragments whose result is applied at the parameter sync after optimizer step `step`."""
         return self.begun_at(step - self.delay)
-
-    def _first(self, fragment: int) -> int:
-        """Return the first step that a fragment's exchange belongs to. Fragments are spread evenly over a period."""
-        return (fragment + 1) * self.every // self.fragments
 
     def to_table(self) -> dict[str, Any]:
         """Return the settings that differ from the defaults, as TOML can hold them, without the transport."""

@@ -113,7 +113,7 @@ class OuterPlan(SentBytes):
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps for outer steps: slow weights, momentum, differences and feedback."""
-        exchanges = [t for part in self._parts for t in part.exchange]
+        exchanges = [t for fragment in self.fragments for part in fragment.parts for t in part.exchange]
         feedback = sum(4 * (sum(t.kept_elements) + t.kept_by_gather) for t in exchanges)
         found = {} if self.strategy.optimizer_on_host else self._slow_bytes()
         return found | {"outer differences": self._slow_bytes()["slow weights"], "outer feedback": feedback}
@@ -124,10 +124,6 @@ class OuterPlan(SentBytes):
             return {}
         found = self._slow_bytes()
         return found | {"outer values": found["slow weights"]}
-
-    @property
-    def _parts(self) -> list[Part]:
-        return [part for fragment in self.fragments for part in fragment.parts]
 
     def _slow_bytes(self) -> dict[str, int]:
         slow = sum(fragment.rank_bytes for fragment in self.fragments)

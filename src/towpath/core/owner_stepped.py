@@ -97,30 +97,22 @@ class MatrixPlan:
         rounds = self.rounds if names is None else [r.of(names) for r in self.rounds]
         return tuple(r for r in rounds if r.matrices)
 
-    def gathers(self, each: Round) -> tuple[Transfer, ...]:
-        """Return the transfers before the owners' work on a round."""
-        return self._all(each)[:2]
-
-    def scatters(self, each: Round) -> tuple[Transfer, ...]:
-        """Return the transfers after the owners' work on a round."""
-        return self._all(each)[2:]
-
-    def _all(self, each: Round) -> tuple[Transfer, ...]:
-        if each not in self._made:
-            self._made[each] = tuple(self._transfers_of(each))
-        return self._made[each]
-
-    def _transfers_of(self, each: Round) -> Iterator[Transfer]:
+    def transfers_of(self, each: Round) -> tuple[Transfer, ...]:
+        """Return the transfers of a round: two before the owners' work, and one after it."""
         if not self.strategy.moves.assemble:
-            return
-        # Matrices whose owner already holds all of them are included. Ranks compare the transfers that they submit, and
-        # so they also compare which matrices they step.
-        payload, topology = Matrices(each.matrices, each.dtype), self.strategy.topology
-        groups = self.strategy.moves.assemble[0].groups
-        to_owners, from_owners = (GroupCollective(op, 1, groups) for op in (Op.TO_OWNERS, Op.FROM_OWNERS))
-        yield Transfer(TransferKind.MATRIX_GRADIENTS, payload, to_owners, self.gradients, topology)
-        yield Transfer(TransferKind.MATRIX_WEIGHTS, payload, to_owners, Transport(), topology)
-        yield Transfer(TransferKind.MATRIX_UPDATES, payload, from_owners, Transport(), topology)
+            return ()
+        if each not in self._made:
+            # Matrices whose owner already holds all of them are included. Ranks compare the transfers that they submit,
+            # and so they also compare which matrices they step.
+            payload, topology = Matrices(each.matrices, each.dtype), self.strategy.topology
+            groups = self.strategy.moves.assemble[0].groups
+            to_owners, from_owners = (GroupCollective(op, 1, groups) for op in (Op.TO_OWNERS, Op.FROM_OWNERS))
+            self._made[each] = (
+                Transfer(TransferKind.MATRIX_GRADIENTS, payload, to_owners, self.gradients, topology),
+                Transfer(TransferKind.MATRIX_WEIGHTS, payload, to_owners, Transport(), topology),
+                Transfer(TransferKind.MATRIX_UPDATES, payload, from_owners, Transport(), topology),
+            )
+        return self._made[each]
 
     def transfers(self, names: Collection[str] | None = None) -> Iterator[Transfer]:
         """Yield the transfers of one step, in the order in which the engine submits them."""
@@ -159,9 +151,10 @@ def step_actions(
     Args:
         rounds: The rounds to execute, from `plan.step()`.
     """
-    travels = [[t for t in plan.gathers(each) if gradients or t.kind is TransferKind.MATRIX_WEIGHTS] for each in rounds]
-    gathers = [_task(TransferKind.MATRIX_GRADIENTS, number, tuple(each)) for number, each in enumerate(travels)]
-    scatters = [_task(TransferKind.MATRIX_UPDATES, number, plan.scatters(each)) for number, each in enumerate(rounds)]
+    travels = [plan.transfers_of(each) for each in rounds]
+    first = 0 if gradients else 1  # the weights follow the gradients
+    gathers = [_task(TransferKind.MATRIX_GRADIENTS, number, each[first:2]) for number, each in enumerate(travels)]
+    scatters = [_task(TransferKind.MATRIX_UPDATES, number, each[2:]) for number, each in enumerate(travels)]
     for number in range(len(rounds)):
         for ahead in range(0 if number == 0 else number + 1, min(number + ROUNDS_IN_FLIGHT, len(rounds))):
             gather, before = gathers[ahead], scatters[ahead - ROUNDS_IN_FLIGHT] if ahead >= ROUNDS_IN_FLIGHT else None

@@ -191,7 +191,7 @@ def _slice_sizes(
     members: int, parts: int, elements: int, item: int, codec: Codec | None
 ) -> tuple[list[int], list[int]]:
     """Return the bytes of each slice in a gather, and in a reduction."""
-    plain = [_length(elements, members, slot, 1) * item for slot in range(members)]
+    plain = [(end - start) * item for start, end in (bounds(elements, members, slot) for slot in range(members))]
     if codec is None:
         return plain, plain
     reduced = parts * codec.cell_bytes(cell_elements(elements, members, parts, codec.grain))
@@ -208,11 +208,6 @@ def pair_traffic(move: GroupCollective, topology: Topology, message_bytes: int) 
         else:
             leaving[source] += message_bytes
     return Traffic(inside, tuple(leaving))
-
-
-def _length(elements: int, pieces: int, index: int, grain: int) -> int:
-    start, end = bounds(elements, pieces, index, grain)
-    return end - start
 
 
 @lru_cache(maxsize=4096)

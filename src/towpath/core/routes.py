@@ -236,7 +236,9 @@ def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) ->
     steps = max((s.until for s in gather), default=0)
     reduction = [_turned_back(s, steps) for s in reversed(gather)]
     reduction.sort(key=lambda s: s.step)
-    return iter(reduction if op is Op.REDUCE_SCATTER else [*reduction, *(_later(s, steps) for s in gather)])
+    if op is Op.REDUCE_SCATTER:
+        return iter(reduction)
+    return iter([*reduction, *(s._replace(step=s.step + steps, until=s.until + steps) for s in gather)])
 
 
 def _gather(route: str, slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> list[Send]:
@@ -246,10 +248,6 @@ def _gather(route: str, slots: Sequence[int], grid: Grid, parts: int, places: Se
 
 def _turned_back(s: Send, steps: int) -> Send:
     return Send(steps - s.until, steps - s.step, s.target, s.source, s.slot, s.part, s.parts, adds=True)
-
-
-def _later(s: Send, steps: int) -> Send:
-    return Send(s.step + steps, s.until + steps, s.source, s.target, s.slot, s.part, s.parts)
 
 
 def _ring(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> Iterator[Send]:

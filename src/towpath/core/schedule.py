@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from towpath.core.collective_log import log_bytes
 from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
 from towpath.core.outer_plan import OuterPlan, plan_outer
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
@@ -19,6 +18,7 @@ from towpath.core.pipeline import Compression, Message, Order, StagePass, messag
 from towpath.core.placement import everyone, send
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
+from towpath.core.scopes import log_bytes
 from towpath.core.sent_bytes import SentBytes
 from towpath.core.steady_step import staged_tasks, steady_tasks
 from towpath.core.step_state import Task, slot_groups
@@ -35,7 +35,7 @@ def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tu
     """Return the all-reduce with which the ranks compare their step at the boundary.
 
     It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
-    Then follow digests of what each rank has submitted (`core/collective_log.py`).
+    Then follow digests of what each rank has submitted (`engine/agree/digest.py`).
 
     Args:
         parameters: The number of trainable parameters. Without any, nothing is compared.

@@ -371,7 +371,12 @@ class Strategy:
             placement = Placement(**{k: Extent(*v) for k, v in table.pop("placement").items()})
             if (outer := table.pop("outer", None)) is not None:
                 table["outer"] = Outer(**outer | {"transport": Transport(**outer.pop("transport", {}))})
-            return Strategy(Topology(**table.pop("topology")), placement, **transports, **_checked(table))
+            topology = Topology(**table.pop("topology"))
+            if unknown := set(table) - {"name", "frozen", "frozen_codec", "offload", "outer"}:
+                raise ConfigError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
+            if isinstance(extent := table.get("frozen"), list):
+                table["frozen"] = Extent(*extent)
+            return Strategy(topology, placement, **transports, **table)
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
             raise ConfigError(f"not a strategy: {error}. Expected what Strategy.to_toml() writes.") from error
 
@@ -383,14 +388,6 @@ def _transport_lines(transport: Transport) -> list[str]:
     if not transport.exact:  # the default
         del told["exact"]
     return [f"{name} = {written(value)}" for name, value in told.items()]
-
-
-def _checked(rest: dict[str, Any]) -> dict[str, Any]:
-    if unknown := set(rest) - {"name", "frozen", "frozen_codec", "offload", "outer"}:
-        raise ConfigError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
-    if isinstance(extent := rest.get("frozen"), list):
-        rest["frozen"] = Extent(*extent)
-    return rest
 
 
 @lru_cache(maxsize=256)

@@ -1,34 +1,29 @@
 """Construction of the engine for a model and a strategy.
 
-`agree` compares the ranks. `check_exchangeable` refuses models that cannot be sharded, before anything is changed.
+`check_exchangeable` refuses models that cannot be sharded, before anything is changed.
 `build` turns the parameters into ShardTensors, and makes everything that a training step needs.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import weakref
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
-from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from towpath.core.collective_log import Call, CollectiveLog
 from towpath.core.exact import SMALLEST_BYTES
 from towpath.core.formats import Precision
 from towpath.core.outer_plan import plan_outer
+from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
 from towpath.core.unit_plan import UnitPlan, plan_unit
-from towpath.engine.checks.optimizer_check import watch_optimizers
+from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept, is_saved
@@ -47,90 +42,13 @@ from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
-from towpath.errors import MismatchError, ShardError, TowpathError
+from towpath.engine.trial_steps import watch_optimizers
+from towpath.errors import ShardError
 from towpath.logs import logger
 from towpath.topology.groups import Groups
+from towpath.topology.together import together
 
 _LOG = logger("engine")
-
-
-class Gathering(Protocol):
-    """Interface of ranks that exchange objects, such as `Groups`."""
-
-    @property
-    def members(self) -> list[int]: ...
-
-    def gather_objects(self, value: Any) -> list[Any]: ...
-
-
-_SAME_MODEL = "Build the same model and pass the same strategy on every rank."
-
-
-def agree(
-    groups: Gathering,
-    mine: Sequence[str],
-    failure: TowpathError | None,
-    call: str = "shard()",
-    advice: str = _SAME_MODEL,
-) -> None:
-    """Return if all ranks have the same lines and none has failed; otherwise raise on every rank.
-
-    Args:
-        groups: The ranks to compare. Every one of them must call this.
-        failure: The error that this rank has met, if any. It is raised here.
-    """
-    mine_failed = str(failure) if failure is not None else None
-    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    answers = groups.gather_objects((digest, mine_failed))
-    if failure is not None:
-        raise failure
-    for rank, (_, error) in enumerate(answers):
-        if error is not None:
-            raise MismatchError(f"{call} failed on rank {groups.members[rank]}: {error}")
-    if len({d for d, _ in answers}) == 1:
-        return
-    lines: list[list[str]] = groups.gather_objects(list(mine))
-    raise MismatchError(f"{_difference(lines, groups.members)} {advice}")
-
-
-@contextmanager
-def agreement(groups: Gathering, call: str = "shard()", advice: str = _SAME_MODEL) -> Generator[list[str]]:
-    """Raise on every rank if one rank raises a `TowpathError` in this context, or if the ranks' lines differ.
-
-    It yields an empty list. Every rank fills it with the lines that `agree` compares at the end.
-    """
-    lines: list[str] = []
-    try:
-        yield lines
-    except TowpathError as failure:
-        agree(groups, [], failure, call, advice)  # raises `failure`
-    else:
-        agree(groups, lines, None, call, advice)
-
-
-def _difference(lines: list[list[str]], ranks: list[int]) -> str:
-    other = next(place for place, theirs in enumerate(lines) if theirs != lines[0])
-    here, there = _first_difference(lines[0], lines[other])
-    return f"the ranks were given different things: rank {ranks[0]} has {here}, rank {ranks[other]} has {there}."
-
-
-def _first_difference(mine: list[str], theirs: list[str]) -> tuple[str, str]:
-    """Return the first line that two ranks do not share, and what the other rank has in its place, for a message."""
-    # One rank may have a line that the other lacks, and all lines behind it would be compared with the wrong ones.
-    matcher = difflib.SequenceMatcher(None, mine, theirs, autojunk=False)
-    _, i, end_i, j, end_j = next(block for block in matcher.get_opcodes() if block[0] != "equal")
-    here, there = mine[i:end_i], theirs[j:end_j]
-    for line in here:
-        setting = line.partition(" = ")[0] + " = "
-        if alike := [each for each in there if each.startswith(setting)]:
-            return repr(line), repr(alike[0])
-    if here and there and " = " not in here[0] + there[0]:
-        return repr(here[0]), repr(there[0])
-
-    def nothing(lines: list[str], end: int) -> str:
-        return "'nothing more'" if end == len(lines) else "no such line"
-
-    return (repr(here[0]), nothing(theirs, end_j)) if here else (nothing(mine, end_i), repr(there[0]))
 
 
 def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Groups) -> None:
@@ -284,7 +202,7 @@ def build(
     if root_is_real:
         materialise_buffers(model, comm.device, starts, source)
     else:
-        with agreement(job):  # one rank's model may be on the meta device, and another's not
+        with together(job):  # one rank's model may be on the meta device, and another's not
             if values is None:
                 check_initialisers(model, _places(layouts))
             materialise_buffers(model, comm.device, starts, source)
@@ -295,7 +213,9 @@ def build(
     ]
     _fill_buffers(model, source, job)  # after the parameters, because a module may initialize both together
     if values is not None:
-        agree(job, [], source.failure())
+        with together(job):
+            if source.failure is not None:
+                raise source.failure
     synced = None if outer is None else OuterSync(outer, units, comm)
     return Engine(strategy, precision, units, comm, shared.writes, synced)
 
@@ -343,7 +263,7 @@ def _replica(strategy: Strategy, trains: bool, comm: CommContext, mesh: TensorPa
     groups, moves = comm.groups, strategy.of(trains).moves.assemble
     program = comm.program if groups.parent is not None else None
     # Calls are compared among the ranks that share the optimizer states. Frozen parameters may use other groups.
-    call = Call.SHARED if strategy.of(trains).placement.optimizer == strategy.placement.optimizer else None
+    call = LoggedCall.SHARED if strategy.of(trains).placement.optimizer == strategy.placement.optimizer else None
     if not moves:
         return Replica(None, (0,), groups.rank, mesh.groups, groups.parent, groups.first, program=program, call=call)
     group = moves[0].group_of(groups.rank)

@@ -20,14 +20,14 @@ import torch.distributed as dist
 from towpath.collectives.collective import Collective, GroupRank
 from towpath.collectives.owners import OwnersExchange
 from towpath.collectives.select import CoalescedAllGather, CoalescedReduceScatter, form_for, group_rank, select
-from towpath.core.collective_log import CollectiveLog
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes, shared_lanes
 from towpath.core.routes import WITH_OWNERS
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Ranks, Transfer
 from towpath.core.unit_plan import UnitPlan
-from towpath.engine.checks.activity import StallMonitor
-from towpath.engine.checks.program import Program
+from towpath.engine.agree.digest import CollectiveLog
+from towpath.engine.agree.program import Program
+from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.queues import CudaStream, Queues, RankTransfer, Stream
 from towpath.engine.streams.record import Record
 from towpath.engine.threads import ThreadStream
@@ -84,7 +84,7 @@ class Streams(dict[str, Stream]):
 
         def make() -> Streams:
             streams = Streams(device)
-            atexit.register(leave, weakref.ref(streams), StallMonitor.of(groups))
+            atexit.register(leave, weakref.ref(streams), Watchdog.of(groups))
             return streams
 
         return groups.shared(f"streams on {device}", make)
@@ -99,7 +99,7 @@ class Streams(dict[str, Stream]):
             stream.finish()
 
 
-def leave(streams: weakref.ref[Streams], peers: StallMonitor) -> None:
+def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
     """Wait at the program's end for jobs that are under way, because their threads cannot be stopped.
 
     If the ranks have diverged, such a job can never end. It would block the program until the process group's timeout.
@@ -145,12 +145,13 @@ class CommContext:
         self.groups, self.job = groups, job or groups
         self.log = log
         self._backend = groups.backend(device)
-        self.record = Record(StallMonitor.of(groups), timer_for(device), self.job.world // groups.world)
-        self._everyone = StallMonitor.of(self.job)
-        self._everyone.oversee(self.record.peers)
+        self.watchdog = Watchdog.of(groups)
+        self.record = Record(self.watchdog, timer_for(device), self.job.world // groups.world)
+        self._everyone = Watchdog.of(self.job)
+        self._everyone.oversee(self.watchdog)
         if device.type == "cuda":
             self._everyone.watch_processes()
-        self.program = Program(log, self.record.peers)
+        self.program = Program(log, self.watchdog)
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
         self.form = form_for(self._backend)
         self._lanes = Lanes()
@@ -171,7 +172,7 @@ class CommContext:
             else:
                 collective = select(transfer, members, self.device)
             # Errors of transfers between islands name ranks of the whole job.
-            peers = self._everyone if transfer.kind in OUTER_KINDS else self.record.peers
+            peers = self._everyone if transfer.kind in OUTER_KINDS else self.watchdog
             bound.append(RankTransfer([transfer], members, collective, self.record, peers.describe_ranks))
         return bound
 
@@ -182,13 +183,13 @@ class CommContext:
             collective: Collective = CoalescedReduceScatter(members)
         else:
             collective = CoalescedAllGather(transfers, members, self.device)
-        return RankTransfer(transfers, members, collective, self.record, self.record.peers.describe_ranks)
+        return RankTransfer(transfers, members, collective, self.record, self.watchdog.describe_ranks)
 
     def tell(self, failure: str) -> None:
         """Post the error of an exchange between islands. Ranks of all islands that wait for this rank quote it."""
-        if self.record.peers.activity.failure:  # the first failure is the cause of others
+        if self.watchdog.activity.failure:  # the first failure is the cause of others
             return
-        for monitor in {self.record.peers, self._everyone}:
+        for monitor in {self.watchdog, self._everyone}:
             monitor.tell(failure)
 
     def _members(self, transfer: Transfer) -> GroupRank:

@@ -19,8 +19,8 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from towpath.core.collective_log import Call
 from towpath.core.formats import Precision
+from towpath.core.scopes import LoggedCall
 from towpath.core.step import StepMachine
 from towpath.core.step_state import (
     Action,
@@ -42,17 +42,18 @@ from towpath.core.step_state import (
 )
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
+from towpath.engine.agree.boundary import UnusedParams
+from towpath.engine.agree.watchdog import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
-from towpath.engine.checks.activity import EndOfBackward, FailedPasses
-from towpath.engine.checks.registrations import registrations
 from towpath.engine.comm import CommContext
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
-from towpath.engine.parameters.unit import Unit, UnusedParams
+from towpath.engine.parameters.unit import Unit
 from towpath.engine.queues import Handle, RankTransfer, TransferRun, Work
+from towpath.engine.registrations import registrations
 from towpath.engine.timing import eager, on_host
 from towpath.errors import ShardError, StepError
 
@@ -101,7 +102,7 @@ class Engine:
         self._unused_params = UnusedParams(strategy, self._trained, comm)
         self.exact_syncs = ExactSyncs(strategy, units, comm)
         comm.queues.plan(u.plan for u in units)
-        self._failures = FailedPasses(comm.groups, comm.record.peers, strategy, comm.log)
+        self._failures = FailedPasses(comm.groups, comm.watchdog, strategy, comm.log)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
@@ -115,7 +116,7 @@ class Engine:
 
     def check_values_every(self, boundaries: int) -> None:
         """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
-        self._unused_params.check_every = boundaries if self.comm.log.compares(Call.VALUES) else 0
+        self._unused_params.check_every = boundaries if self.comm.log.compares(LoggedCall.VALUES) else 0
 
     @property
     def writes(self) -> int:
@@ -312,6 +313,7 @@ class Engine:
                 )
         self._registrations = made
 
+    @eager
     @on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         """Give the unit's modules their ShardTensors back. `graph_follows`: whether the outputs have a graph."""
@@ -479,7 +481,7 @@ class Engine:
         self._writes_before_step = self.writes
         if self.outer is not None:
             self.outer.begin()
-        self.comm.record.peers.activity.step = self.step
+        self.comm.watchdog.activity.step = self.step
         if self.step in self._changes:
             self._use_transports()
 

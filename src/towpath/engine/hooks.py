@@ -234,7 +234,7 @@ class _Forward:
             self._engine.forward_failed(self.unit, error)
             raise
         finally:  # after an exception, too, the modules must get their ShardTensors back
-            self._after(graph_follows)
+            self._engine.after_forward(self.unit, graph_follows)
             self._engine.call_ends(graph_follows)
 
     @eager
@@ -255,10 +255,6 @@ class _Forward:
         with self._engine.host:
             self._engine.check_forward(self.unit, _tensors(output))
             return passed is not None and self._watch(passed, entries, output)
-
-    @eager
-    def _after(self, graph_follows: bool) -> None:
-        self._engine.after_forward(self.unit, graph_follows)
 
     def _enter(self, passed: ForwardPass | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
         """Cast the inputs to the compute dtype, and register hooks for their gradients if the forward makes a graph.

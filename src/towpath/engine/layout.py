@@ -568,7 +568,9 @@ def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
     mine = available_bytes() if device.type == "cpu" else None
     if device.type == "cuda":
         mine = torch.cuda.mem_get_info(device)[0]
-    told: list[tuple[str, int | None, int]] = groups.gather_objects((_host(), mine, returned))
+    # All containers of a machine share this identifier.
+    machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
+    told: list[tuple[str, int | None, int]] = groups.gather_objects((machine, mine, returned))
     hosts = [host for host, _, _ in told]
     found: list[int] = []
     for host, free, theirs in told:
@@ -583,8 +585,3 @@ def available_bytes() -> int | None:
         return None
     lines = (line.split() for line in _MEMINFO.read_text().splitlines())
     return next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)
-
-
-def _host() -> str:
-    """Return an identifier of the machine that all of its containers share."""
-    return _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()

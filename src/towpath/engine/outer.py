@@ -23,17 +23,19 @@ import torch
 from torch import Tensor
 
 from towpath.collectives.collective import Workspace
-from towpath.core.collective_log import Call, differing_islands
 from towpath.core.outer import Outer
 from towpath.core.outer_plan import Fragment, OuterPlan, Part, gathered_in
 from towpath.core.outer_steps import OuterSteps
+from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ApplyOuter, Task
 from towpath.core.strategy import OUTER_KINDS, TransferKind
+from towpath.engine.agree.boundary import checksum
+from towpath.engine.agree.digest import differing_islands
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.gradients import host_memory, slice_within
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.parameters.unit import Unit, checksum
+from towpath.engine.parameters.unit import Unit
 from towpath.engine.queues import Handle
 from towpath.errors import StepError
 
@@ -109,9 +111,9 @@ class OuterSync:
         """
         problems, self._problems = self._problems, []
         for what in problems:
-            if not self._comm.log.compares(Call.SLOW_WEIGHTS):
+            if not self._comm.log.compares(LoggedCall.SLOW_WEIGHTS):
                 raise StepError(f"rank {self._comm.number}: {differing_islands(what)}")
-            self._comm.log.note(Call.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
+            self._comm.log.note(LoggedCall.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
 
     def check_steps(self, step: int, awaits_step: bool) -> None:
         """Compare how many steps all islands have made, and check that none has begun another. Every rank must call it.
@@ -262,7 +264,8 @@ class FragmentExchange:
             for bound in self._check:
                 bound.run(self._digest, self._digest, workspace)
             for part in self.parts:
-                part.run_exchange(workspace)
+                for bound in part.exchange:  # sums the differences of all islands, in place
+                    bound.run(part.difference, part.difference, workspace)
         except StepError as error:
             what = f"the exchange of fragment {self._number} between islands failed"
             # The other ranks of the island notice it only by their next transfer with this rank. They quote this.
@@ -350,11 +353,6 @@ class PartExchange:
         torch.sub(self.slow, values, out=values)
         if values is not self.difference:
             self.difference.copy_(values, non_blocking=True)
-
-    def run_exchange(self, workspace: Workspace) -> None:
-        """Sum the differences of all islands, in place."""
-        for bound in self.exchange:
-            bound.run(self.difference, self.difference, workspace)
 
     @property
     def kept(self) -> list[torch.Tensor]:

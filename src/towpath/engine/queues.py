@@ -16,15 +16,15 @@ from typing import Any, final
 
 import torch
 
-from towpath.codecs.exact import MessageError
+from towpath.codecs.exact.message import MessageError
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
-from towpath.core.collective_log import CollectiveLog
 from towpath.core.queues import QUEUES
 from towpath.core.routes import Op
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Needs, Range, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
-from towpath.engine.checks.activity import is_capturing
+from towpath.engine.agree.digest import CollectiveLog
+from towpath.engine.agree.watchdog import is_capturing
 from towpath.engine.streams.record import Record, TransferWait, profiled
 from towpath.errors import StepError
 
@@ -298,12 +298,12 @@ class Queues:
             begin: The first part of the first transfer. It may run as soon as the job before has released the links.
         """
         record = self._record
-        record.peers.raise_if_diverged()
+        record.watchdog.raise_if_diverged()
         submitted = [transfer for bound in transfers for transfer in bound.transfers]
         record.submitted(submitted, self.micro_step)
         if submitted:
             self._log.note(kind, submitted[0].unit)
-            record.peers.log = self._log
+            record.watchdog.log = self._log
         stream = self._streams[QUEUES[kind]]
         index = stream.next_buffer_index()
         watch = None if record.trace is None else record.trace.watch_codecs(self.micro_step)

@@ -11,7 +11,7 @@ and on another number of ranks. Several models may be prepared, and each optimiz
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from towpath.checkpoint.state_dicts import get_model_state_dict
 from towpath.core.presets import StrategyLike
-from towpath.engine.build import agree
 from towpath.errors import CheckpointError, ConfigError, ShardError
 from towpath.integrations.common import (
     FOLDER,
@@ -37,6 +36,7 @@ from towpath.integrations.common import (
 )
 from towpath.sharded_module import admit_accelerate
 from towpath.topology.groups import Groups
+from towpath.topology.together import together
 
 try:
     import accelerate
@@ -158,12 +158,8 @@ class Accelerator(accelerate.Accelerator):
             )
         if not dist.is_initialized():  # a script also runs without a launcher
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        failure: ConfigError | None = None
-        try:
+        with together(Groups(), "prepare()"):
             self._check_world()
-        except ConfigError as error:
-            failure = error
-        agree(Groups(), [], failure, "prepare()")
         placed = self.device_placement if device_placement is None else device_placement
         self.sharding.apply(model, self.mixed_precision, self.device if placed else None)
         for optimizer in self._optimizers:
@@ -290,7 +286,8 @@ class Accelerator(accelerate.Accelerator):
         owner = {id(p): number for number, model in enumerate(models) for p in model.parameters()}
         found: dict[int, list[Optimizer]] = {n: [] for n, model in enumerate(models) if is_sharded(model)}
         for optimizer in map(_plain, self._optimizers):
-            numbers = {owner[id(p)] for p in _parameters(optimizer) if id(p) in owner} & found.keys()
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            numbers = {owner[id(p)] for p in parameters if id(p) in owner} & found.keys()
             if len(numbers) > 1:
                 raise CheckpointError(
                     "an optimizer steps parameters of several sharded models, which cannot be saved: make one for each."
@@ -324,11 +321,6 @@ def _plain(optimizer: Any) -> Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 @contextmanager

@@ -16,22 +16,22 @@ from torch.optim import Optimizer
 from towpath.api import shard
 from towpath.checkpoint import Saver, State, latest, load
 from towpath.checkpoint.folders import step_of
-from towpath.checkpoint.rank_contents import described
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import StrategyLike
-from towpath.engine.checks.optimizer_check import adopt
+from towpath.engine.agree.boundary import CHECK_EVERY
 from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import engine_with
-from towpath.engine.parameters.unit import CHECK_EVERY
+from towpath.engine.trial_steps import adopt
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
 from towpath.optim import members_of, whole_of
-from towpath.planner.request import Workload
+from towpath.plan.request import Workload
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
+from towpath.topology.together import Together
 
 # The names of frameworks for mixed precision. As under FSDP, gradients are reduced in float32.
 _MIXED: Mapping[str, torch.dtype] = {
@@ -149,7 +149,7 @@ def not_installed(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError
 def save_into(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Replace the checkpoint in `folder`. Every rank must call it, and every rank raises if it fails."""
     state = State(model, optimizer)
-    newest = _on_rank_0(model, lambda: latest(folder))
+    newest = _reading(model).on_rank_0(lambda: latest(folder))
     step = 0 if newest is None else step_of(newest) + 1
     saver = Saver(folder, state, keep_last=1, background=False)
     outcome = saver.save(step).outcome()
@@ -180,12 +180,12 @@ def load_full(
 ) -> None:
     """Load ordinary state dicts of full tensors, which rank 0 reads. Every rank must call it."""
     if read_model is not None:
-        found = _on_rank_0(model, read_model, share=False)
-        set_model_state_dict(model, dict(found or {}), options=replace(_FROM_RANK_0, strict=strict))
+        found = _only_on_rank_0(model, read_model)
+        set_model_state_dict(model, found, options=replace(_FROM_RANK_0, strict=strict))
     if optimizer is not None and read_optimizer is not None:
         stepped, read = optimizer, read_optimizer
-        found = _on_rank_0(model, lambda: _by_name(model, stepped, read()), share=False)
-        set_optimizer_state_dict(model, optimizer, found or {}, options=_FROM_RANK_0)
+        found = _only_on_rank_0(model, lambda: _by_name(model, stepped, read()))
+        set_optimizer_state_dict(model, optimizer, found, options=_FROM_RANK_0)
 
 
 def _by_name(model: nn.Module, optimizer: Optimizer, numbered: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,16 +220,12 @@ def numbered_state(model: nn.Module, optimizer: Optimizer, by_name: Mapping[str,
     }
 
 
-def _on_rank_0(model: nn.Module, work: Callable[[], Any], share: bool = True) -> Any:
-    """Call `work` on rank 0 and return its result, on all ranks if `share`. If it fails, every rank raises."""
-    groups = engine_of(model).comm.job
-    found, problem = None, None
-    if groups.rank == 0:
-        try:
-            found = work()
-        except Exception as error:  # of any kind, because the other ranks wait for an answer
-            problem = described(error)
-    shared, problem = groups.gather_objects((found if share else None, problem))[0]
-    if problem is not None:
-        raise CheckpointError(problem)
-    return shared if share else found
+def _reading(model: nn.Module) -> Together:
+    return Together(engine_of(model).comm.job, "reading a checkpoint", CheckpointError)
+
+
+def _only_on_rank_0(model: nn.Module, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what rank 0 reads, and nothing on the other ranks. If it fails, every rank raises."""
+    found: dict[str, Any] = {}
+    _reading(model).on_rank_0(lambda: found.update(read()))
+    return found

@@ -25,6 +25,7 @@ from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.tensor_parallel import local_part, parallel_of
 from towpath.errors import ShardError, StepError
 from towpath.topology.groups import Groups
+from towpath.topology.together import together
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -193,7 +194,7 @@ class CallCheck:
         self._first = self._pipeline.rank() == 0
         self._others = [group for group in others if group.size() > 1]
 
-    def agree(self, call: str, step: int, refusal: StepError | None) -> None:
+    def check(self, call: str, step: int, refusal: StepError | None) -> None:
         """Return if all ranks make this call in the same optimizer step and none refuses it. Otherwise raise on all.
 
         Args:
@@ -210,20 +211,8 @@ class CallCheck:
         dist.broadcast(word, group=self._pipeline, group_src=0)
         most, least = word.tolist()
         if most != -least:
-            self._raise(call, step, refusal)
-
-    def _raise(self, call: str, step: int, refusal: StepError | None) -> None:
-        mine = f"Pipeline.{call} of step {step + 1}"
-        gathered = self._everyone.gather_objects((mine, None if refusal is None else str(refusal)))
-        if refusal is not None:
-            raise refusal
-        by_rank = dict(zip(self._everyone.members, gathered, strict=True))
-        own = dist.get_rank()
-        for rank, (_, error) in by_rank.items():
-            if error is not None:
-                raise StepError(f"rank {own}: Pipeline.{call} was refused on rank {rank}: {error}")
-        rank, other = next((rank, theirs) for rank, (theirs, _) in by_rank.items() if theirs != mine)
-        raise StepError(
-            f"rank {own} is in {mine}, and rank {rank} in {other}. Let every rank make the same calls in the same "
-            "order, and load the same checkpoint."
-        )
+            advice = "Let every rank make the same calls in the same order, and load the same checkpoint."
+            with together(self._everyone, f"Pipeline.{call}", advice, StepError) as lines:
+                if refusal is not None:
+                    raise refusal
+                lines.append(f"Pipeline.{call} of step {step + 1}")

@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from towpath.checkpoint.rank_contents import (
+    LOADING,
+    ControlGroup,
     NamedTensors,
     RankContents,
     RankState,
     engine_state,
-    gather_or_raise,
     named_tensors,
 )
 from towpath.engine.codec_state import fingerprint
@@ -98,8 +99,7 @@ def contents_of(
         aliases = {**_named_in(stages, prefixes, twin).aliases, **twin}
         return names, aliases, [fingerprint(engine) for _, engine in engines]
 
-    gathered: list[tuple[dict[int, list[str]], dict[str, str], list[str]]]
-    gathered = gather_or_raise(groups, "the pipeline's stages", of_this_rank)
+    gathered = ControlGroup(groups, LOADING).together(of_this_rank, lambda found: found)
     aliases = {alias: first for _, each, _ in gathered for alias, first in each.items()}
     lowest: dict[str, int] = {}  # the first stage that has each name
     for of_rank, _, _ in gathered:
@@ -110,8 +110,10 @@ def contents_of(
     copied = {name for stage, names in own.items() for name in names if lowest[name] not in (stage, *own)}
     codec_states = "\n".join([how, *(line for _, _, fingerprints in gathered for line in fingerprints)])
     others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
+    layers = "tp" in (mesh.mesh_dim_names or ())  # ranks share them
     return RankContents(
         groups=groups,
+        peers=Groups(mesh["tp"].get_group()).members if layers else (groups.rank,),
         named=lambda: replace(_named_in(stages, prefixes, twin), aliases=aliases),
         writes_copies=not any(mesh.get_local_rank(name) for name in others),
         engines=tuple(engine for _, engine in engines),

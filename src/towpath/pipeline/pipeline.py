@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from itertools import count as count_up
 from typing import Any
 
@@ -36,7 +37,6 @@ from towpath.core.pipeline import compression as compression_preset
 from towpath.core.schedule import JobSchedule, Schedule, Stage, job_schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.engine.build import agreement
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
@@ -66,9 +66,11 @@ from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.store import StatusStore
+from towpath.topology.together import together
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
+_SAME = "Pass the same arguments to Pipeline on every rank."
 # How long a rank whose step has failed waits for the other ranks' reports of theirs.
 _REPORT_SECONDS = 2.0
 
@@ -133,7 +135,7 @@ class Pipeline(Observable):
         self._everyone = MeshRanks(mesh)
         ranks, count = mesh["pp"].size(), len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-        with _fail_together(self._everyone) as given:
+        with together(self._everyone, "Pipeline()", _SAME) as given:
             precision = Precision.of(precision)
             self._compression = compression if isinstance(compression, Compression) else compression_preset(compression)
             kind = schedule_class(schedule)
@@ -145,9 +147,9 @@ class Pipeline(Observable):
             given += [f"example={shapes_of(self._example)}", f"precision={precision}", f"tied={tied}"]
             given += [f"compression.{f.name}={getattr(self._compression, f.name)}" for f in fields(Compression)]
             given += [f"mesh={mesh.mesh.tolist()}"]
-        with _fail_together(self._everyone):
+        with together(self._everyone, "Pipeline()", _SAME):
             modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
-        with _fail_together(self._everyone):
+        with together(self._everyone, "Pipeline()", _SAME):
             exchanged = exchanged_tensors(modules, self.owners, self._example, precision, group)
             check_exchanged(exchanged[1:-1], self._compression)
             self._target_rows = {t.shape[0] for t in (*self._example, *exchanged[-1]) if t.dim()}
@@ -155,7 +157,7 @@ class Pipeline(Observable):
             ends = find_ends(tied, modules, self.owners, mesh)
         self._stages: list[TowpathStage] = []
         copies = mesh["dp"].get_group()
-        with _fail_together(self._everyone):
+        with together(self._everyone, "Pipeline()", _SAME):
             fused = self._compression.fused_embeddings
             self._tied = None if ends is None else TiedEmbeddings(ends, modules, mesh, precision, fused, values)
             for index, module in modules.items():
@@ -181,11 +183,7 @@ class Pipeline(Observable):
         groups = [Groups(mesh[name].get_group()) for name in mesh.mesh_dim_names or () if name != "dp"]
         # The steps at which a codec of a strategy begins or ends. Those of presets are always used.
         changes = self._compression.changes.union(*(s.changes for s in strategies if isinstance(s, Strategy)))
-
-        def plan(step: int, accumulated: int) -> JobSchedule:
-            return self.schedule(None, step, accumulated)
-
-        self._counter = StepCounter(self._sharded_modules, plan, changes, groups)
+        self._counter = StepCounter(self._sharded_modules, partial(self.schedule, None), changes, groups)
         self._accumulated = 0  # steps inside no_sync since the last boundary
         self._unfinished = ""  # the call that runs, or has failed while it ran
         number: int = next(self._ranks.shared("pipelines made", count_up))
@@ -373,14 +371,14 @@ class Pipeline(Observable):
                 "pipeline cannot go on after that: let the error end the program, or build the Pipeline again and load "
                 "a checkpoint."
             )
-            self._calls.agree(call, self._stages[0].engine.step, refusal)
+            self._calls.check(call, self._stages[0].engine.step, refusal)
         self._walks += 1
         for stage in self._stages:
             stage.begin_walk()
         # Also for a refused batch: the next step would send the same, and no rank with the same stage waits for it.
         for engine in self._engines:
             engine.param_sync()
-        self._calls.agree(call, self._stages[0].engine.step, refusal)
+        self._calls.check(call, self._stages[0].engine.step, refusal)
         self._unfinished = f"Pipeline.{call} of step {self._stages[0].engine.step + 1}"
         losses: list[torch.Tensor] = []
         trace = self.running_trace
@@ -539,23 +537,11 @@ class Pipeline(Observable):
         self._accumulated = 0
 
 
-@contextmanager
-def _fail_together(everyone: MeshRanks) -> Generator[list[str]]:
-    """Raise on every rank if the block raises on any. Otherwise ranks would wait for one that refuses.
-
-    Yield a list of lines. The block fills it with what must be equal on all ranks.
-    """
-    with agreement(everyone, "Pipeline()", "Pass the same arguments to Pipeline on every rank.") as given:
-        try:
-            yield given
-        except TowpathError:
-            raise
-        except Exception as error:  # whatever a user's module raises
-            raise ShardError(f"a stage cannot be made: {type(error).__name__}: {error}") from error
-
-
 def _module(stage: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    module = stage if isinstance(stage, nn.Module) else stage()
+    try:
+        module = stage if isinstance(stage, nn.Module) else stage()
+    except Exception as error:  # whatever a user's function raises
+        raise ShardError(f"a stage cannot be made: {type(error).__name__}: {error}") from error
     if isinstance(module, ShardedModule):
         raise ShardError(
             f"Pipeline: a stage, {type(module).__name__}, is sharded already. Build it anew: Pipeline shards it."

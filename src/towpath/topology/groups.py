@@ -28,10 +28,6 @@ _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = WeakKeyDictionar
 _SHARED_ALONE: dict[Any, Any] = {}
 
 
-def _wait(work: Any) -> None:
-    work.wait()
-
-
 class Groups:
     """The process groups inside `parent` (default: the whole world), created on demand and shared by all its models.
 
@@ -202,7 +198,15 @@ class Groups:
         dist.gather_object(value, out, group=self.parent, group_dst=0)
         return out or []
 
-    def gather_rows(self, row: torch.Tensor, wait: Callable[[Any], None] = _wait) -> torch.Tensor:
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the value of rank 0 on every rank."""
+        if self._alone:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=self.parent, group_src=0)
+        return values[0]
+
+    def gather_rows(self, row: torch.Tensor, wait: Callable[[Any], None] = lambda work: work.wait()) -> torch.Tensor:
         """Return the row of every rank, stacked: [ranks, ...]. Rows are in host memory, of one shape and dtype.
 
         Args:

@@ -93,7 +93,7 @@ class CheckpointManager:
             self._resume(self._source)
         # Only a run that begins may move checkpoints. With a wrong checkpoint.resume, it has raised before.
         if self._source != self._folder:
-            with self._job.fail_together():
+            with self._job.together():
                 self._set_aside()
         return self
 
@@ -181,5 +181,8 @@ class CheckpointManager:
             self._job.print_once(f"stopped after step {step}. The same command goes on from there.")
 
     def _newest(self) -> str:
-        newest = checkpoint.latest(self._folder)
+        try:
+            newest = checkpoint.latest(self._folder)
+        except (OSError, CheckpointError) as error:  # it must not hide why the run ends
+            return f"its checkpoints cannot be read ({error})"
         return "there is no checkpoint of this run" if newest is None else f"the same command goes on from {newest}"

@@ -22,7 +22,7 @@ from towpath.core.outer import Outer, outer_transport
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES
 from towpath.core.strategy import OFFLOADS, Strategy, written
 from towpath.errors import ConfigError
-from towpath.planner.request import OUTER
+from towpath.plan.request import OUTER
 from towpath.topology.cluster import Topology
 
 DTYPES: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16"}
@@ -428,11 +428,6 @@ def _typed(kind: Any, value: Any, name: str) -> Any:
         return float(value)
     if type(value) is not kind:
         raise ConfigError(f"{name} = {json.dumps(value, default=str)}: expected {expected[kind]}.")
-    if kind is str and not value.isascii():
-        try:  # the name of a file may hold bytes that are not UTF-8, which Python keeps as lone surrogates
-            value.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"{name} = {value!a}: expected Unicode text, in UTF-8.") from None
     return value
 
 

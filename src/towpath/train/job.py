@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -18,6 +18,7 @@ from towpath.errors import ConfigError, StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.init import alone, device_of_rank, first_line, init
+from towpath.topology.together import together
 
 # If ranks receive different signals, the first of these counts.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -46,20 +47,9 @@ class Job:
         """Whether this is the first rank of its node."""
         return self.rank % self.topology.ranks_per_node == 0
 
-    @contextmanager
-    def fail_together(self) -> Generator[None]:
-        """Raise on every rank if any rank raises inside the context. Every rank must enter it."""
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        texts = self.groups.gather_objects(None if failure is None else str(failure))
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise ConfigError(f"rank {rank} cannot take part: {text}")
+    def together(self) -> AbstractContextManager[list[str]]:
+        """Return the context of `topology.together` over all ranks. Its errors are those of the command."""
+        return together(self.groups, "the start", "Give all ranks the same files and arguments.", ConfigError)
 
     @contextmanager
     def as_step_errors(self) -> Generator[None]:

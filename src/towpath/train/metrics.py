@@ -159,7 +159,7 @@ class MetricsLogger:
         flops = stated_flops(job.device, getattr(torch, DTYPES[config.train.precision]))
         step_flops = trainer.bundle.flops_per_token(config.train.length) * self._tokens
         self._mfu_at_one_second = None if flops is None else step_flops / (flops * job.world)
-        with job.fail_together():
+        with job.together():
             self._writers = open_writers(config, self._topology, self._first_step) if job.rank == 0 else []
         self._printed = -math.inf  # when the progress was printed last
         self._sums = self._current_sums()

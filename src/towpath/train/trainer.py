@@ -29,13 +29,13 @@ from towpath.api import average_islands
 from towpath.core.strategy import Strategy
 from towpath.engine.executor import engine_of
 from towpath.engine.saved_activations import offload_activations
-from towpath.errors import ConfigError, StepError
+from towpath.errors import StepError
 from towpath.observing import running_trace
 from towpath.topology.cluster import counted
 from towpath.topology.init import alone
 from towpath.train.checkpoints import CheckpointManager, TrainState
 from towpath.train.config import Config
-from towpath.train.data import Batch, Tokens, open_tokens
+from towpath.train.data import Batch, open_tokens
 from towpath.train.job import SIGNALS, Agreement, Job, StopRequest, handle_signals, init_distributed
 from towpath.train.metrics import JsonLines, MetricsLogger
 from towpath.train.models.bundle import build_model, checkpoint_blocks, compile_blocks, next_token_loss
@@ -85,19 +85,21 @@ class Trainer:
 
         # Data, and the model on the meta device. Whatever cannot train is refused on all ranks.
         strategy: Strategy | None = None
-        with job.fail_together():
+        with job.together() as lines:
             if job.rank == 0:
                 JsonLines(Path(config.log.folder, "metrics.jsonl")).close()  # refuses a folder that it cannot write to
             self.copies = copies_of_model(parallel, job.world)
             if not config.strategy.auto:
                 train.micro_steps(self.copies)  # refuses a batch that the copies cannot share
                 strategy = config.strategy.build(topology_of_copies(parallel, job.topology))
-            self.tokens = open_tokens(config.data, train.length, seed=train.seed, verify=job.leads_node)
+            leads_node = job.rank % job.topology.ranks_per_node == 0
+            self.tokens = open_tokens(config.data, train.length, seed=train.seed, verify=leads_node)
             bundle = build_model(config.model, self.tokens.vocabulary)
             if parallel.tensor > 1:  # refuses layers that these ranks cannot share
                 bundle = replace(bundle, tensor_plan=plan_for(bundle.model, bundle.tensor_plan, parallel.tensor))
+            # Ranks with other configurations or data would silently train apart.
+            lines += [*str(config).splitlines(), f"data.fingerprint = {self.tokens.fingerprint}"]
         self.bundle = bundle
-        _check_same_on_all_ranks(config, self.tokens, job)
         windows = f"{len(self.tokens.train):,} sequences of {train.length} tokens"
         job.print_once(f"{self.tokens.about}: {windows}, vocabulary {self.tokens.vocabulary:,}")
 
@@ -336,14 +338,3 @@ class Trainer:
         with nullcontext() if trace is None or what == "passes" else trace.phase(what):
             yield
         self.timers[what] += time.perf_counter() - began
-
-
-def _check_same_on_all_ranks(config: Config, tokens: Tokens, job: Job) -> None:
-    """Refuse configurations and data that differ between ranks. Such ranks would silently train apart."""
-    own = {"configuration": str(config), "data": tokens.fingerprint}
-    for rank, other in enumerate(job.groups.gather_objects(own)):
-        for what in own:
-            if other[what] != own[what]:
-                raise ConfigError(
-                    f"rank {job.rank} and rank {rank} differ in their {what}. Give all the same files and arguments."
-                )

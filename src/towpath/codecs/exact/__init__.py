@@ -33,47 +33,33 @@ from towpath.logs import logger
 
 _log = logger("codecs")
 
-__all__ = [
-    "MessageError",
-    "decode_difference",
-    "decode_slices",
-    "decode_values",
-    "encode_difference",
-    "encode_values",
-    "is_difference",
-    "message_bound",
-    "message_bytes",
-    "problem_text",
-    "raise_failed",
-]
 
-
-def encode_difference(old: torch.Tensor, new: torch.Tensor, out: torch.Tensor) -> int | None:
-    """Encode the change from `old` to `new`.
+def encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int | None:
+    """Encode the change from `old` to `values`, or `values` for receivers that hold nothing.
 
     Args:
-        old: The values that every receiver holds.
-        new: As many values of the same dtype. Both are contiguous.
+        old: The values that every receiver holds, or None.
+        values: As many values of the same dtype. Both are contiguous.
         out: `message_bound` bytes (uint8), or more. All of them may be written. On a GPU they start at a multiple of
             8 bytes.
 
     Returns:
         The bytes of the message on a CPU. None on a GPU, where `message_bytes` reads them.
     """
-    return _encode(old, new, out)
+    messages.check_arguments(values, old, out)
+    assert out.numel() >= message_bound(values.numel(), values.dtype), (out.shape, values.shape)
+    if values.device.type == "cuda":
+        return _gpu().encode(old, values, out)
+    return messages.encode(_host(values.device.type), old, values, out)
 
 
-def encode_values(values: torch.Tensor, out: torch.Tensor) -> int | None:
-    """Encode `values` for receivers that hold nothing. Arguments and result are those of `encode_difference`."""
-    return _encode(None, values, out)
-
-
-def decode_difference(message: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
-    """Decode a message of `encode_difference` in place.
+def decode(message: torch.Tensor, values: torch.Tensor, difference: bool) -> torch.Tensor | None:
+    """Decode a message into `values`.
 
     Args:
         message: The bytes that arrived. There may be more of them than the message has.
         values: The old values, which become the new ones.
+        difference: Whether the message has differences, relative to what `values` hold.
 
     Returns:
         None on a CPU. On a GPU, the outcome for `raise_failed`. After a failed check `values` are as before, unless a
@@ -82,12 +68,10 @@ def decode_difference(message: torch.Tensor, values: torch.Tensor) -> torch.Tens
     Raises:
         MessageError: On a CPU, if the message is damaged or too short, or if it is relative to other values.
     """
-    return _decode(message, values, difference=True)
-
-
-def decode_values(message: torch.Tensor, out: torch.Tensor) -> torch.Tensor | None:
-    """Decode a message of `encode_values` into `out`. Result and errors are those of `decode_difference`."""
-    return _decode(message, out, difference=False)
+    messages.check_arguments(values, None, message)
+    if values.device.type == "cuda":
+        return _gpu().decode(message, values, difference)
+    return messages.decode(_host(values.device.type), message, values, difference)
 
 
 def decode_slices(encoded: torch.Tensor, slices: torch.Tensor, own: int, difference: bool) -> torch.Tensor:
@@ -100,15 +84,10 @@ def decode_slices(encoded: torch.Tensor, slices: torch.Tensor, own: int, differe
         difference: Whether the messages have differences.
 
     Returns:
-        The outcome of each row, and `problem_text` has the text of those that are not 0. No value of such a row has
+        The outcome of each row: a `Problem`, or 0. No value of such a row has
         changed, unless a correct checksum had impossible content (`Problem.INVALID`).
     """
     return _gpu().decode_slices(encoded, slices, own, difference)
-
-
-def problem_text(code: int) -> str:
-    """Return what was wrong with a message, and what to do, for an outcome of decoding that is not 0."""
-    return Problem(code).text
 
 
 def message_bytes(encoded: Sequence[torch.Tensor]) -> list[int]:
@@ -130,21 +109,6 @@ def raise_failed(outcomes: Sequence[torch.Tensor | None]) -> None:
         for index, code in enumerate(torch.stack(on_device).flatten().tolist()):
             if code:
                 raise MessageError(f"message {index} of {len(on_device)}: {Problem(code).text}")
-
-
-def _encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int | None:
-    messages.check_arguments(values, old, out)
-    assert out.numel() >= message_bound(values.numel(), values.dtype), (out.shape, values.shape)
-    if values.device.type == "cuda":
-        return _gpu().encode(old, values, out)
-    return messages.encode(_host(values.device.type), old, values, out)
-
-
-def _decode(message: torch.Tensor, values: torch.Tensor, difference: bool) -> torch.Tensor | None:
-    messages.check_arguments(values, None, message)
-    if values.device.type == "cuda":
-        return _gpu().decode(message, values, difference)
-    return messages.decode(_host(values.device.type), message, values, difference)
 
 
 @cache

@@ -110,7 +110,7 @@ def check_arguments(values: torch.Tensor, old: torch.Tensor | None, message: tor
 def encode(kernels: Kernels, old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int:
     """Write a message into `out`. Return its bytes."""
     end = HEADER_BYTES + kernels.encode(old, values, out[HEADER_BYTES:])
-    nbytes = _padded(end)
+    nbytes = -(-end // 8) * 8
     out[end:nbytes] = 0
     first, elements = header_words(values.numel(), values.dtype, old is not None)
     relative_to = 0 if old is None else kernels.digest(old, 0)
@@ -147,7 +147,3 @@ def decode(kernels: Kernels, message: torch.Tensor, values: torch.Tensor, differ
 def _checksum(kernels: Kernels, whole: torch.Tensor) -> int:
     words = _CHECKSUM_AT // 8
     return (kernels.digest(whole[:_CHECKSUM_AT], 0) + kernels.digest(whole[HEADER_BYTES:], words + 1)) % 2**64
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // 8) * 8

@@ -127,7 +127,8 @@ def decode(body: torch.Tensor, values: torch.Tensor, difference: bool) -> bool:
             bits = work(form, reader, parameter, form.bits_of(block))
             if -(-reader.at // 8) != length:
                 return False
-            block.copy_(_signed(bits, form).view(values.dtype))
+            signed = torch.where(bits > form.all >> 1, bits - form.all - 1, bits).to(form.integer)
+            block.copy_(signed.view(values.dtype))
         elif not difference:
             block.zero_()
         end += length
@@ -294,7 +295,3 @@ def _of_eight(flags: torch.Tensor) -> torch.Tensor:
 
 def _each(of_eight: torch.Tensor, count: int) -> torch.Tensor:
     return of_eight.bool().repeat_interleave(8)[:count]
-
-
-def _signed(bits: torch.Tensor, form: Format) -> torch.Tensor:
-    return torch.where(bits > form.all >> 1, bits - form.all - 1, bits).to(form.integer)

@@ -15,8 +15,8 @@ import torch
 
 from towpath.collectives.collective import Workspace
 from towpath.collectives.exact import AgreedAllGather, ExactSync
-from towpath.core.collective_log import Call
 from towpath.core.schedule import message_sizes_transfers
+from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.comm import CommContext
 from towpath.engine.parameters.unit import Unit
@@ -66,7 +66,7 @@ class ExactSyncs:
     def note_problems(self) -> None:
         """Tell all ranks at the boundary what could not be decoded. They compare their logs there, and raise."""
         for transfer, text in self.problems():
-            self._comm.log.note(Call.UNDECODED, transfer, ((("problem", text),),))
+            self._comm.log.note(LoggedCall.UNDECODED, transfer, ((("problem", text),),))
 
     def raise_problems(self, together: bool = False) -> None:
         """Raise `StepError` on this rank if it could not decode a message, where no boundary follows.

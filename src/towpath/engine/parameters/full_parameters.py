@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from towpath.core.collective_log import Call
-from towpath.engine.build import agree
+from towpath.core.scopes import LoggedCall
+from towpath.engine.agree.boundary import checksum
 from towpath.engine.executor import Engine
-from towpath.engine.parameters.unit import Unit, checksum
-from towpath.errors import ShardError, StepError, TowpathError
+from towpath.engine.parameters.unit import Unit
+from towpath.errors import ShardError, StepError
+from towpath.topology.together import together
 
 
 def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> list[Unit]:
@@ -24,21 +25,21 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
 
     Every rank must pass the same modules.
     """
-    engine.comm.record.peers.come_together("full_parameters()")
-    failure: TowpathError | None = None
-    known, modules = set(model.modules()), list(modules)
-    stranger = next((module for module in modules if module not in known), None)
-    if stranger is not None:
-        failure = ShardError(
-            f"full_parameters(modules=): expected modules of the model, got a {type(stranger).__name__} that is none "
-            "of them. Take them from the model, as model.layers[0], say."
-        )
-    inside = {id(m) for module in modules for m in module.modules()}
-    found = [unit for unit in engine.units if any(id(owner) in inside for owner in unit.shown.owners)]
-    if engine.root in found:
-        found += [leaf for leaf in engine.leaves if leaf not in found]
-    asked = [repr(unit.name or "root") for unit in found]
-    agree(engine.comm.groups, asked, failure, "full_parameters()", "Name the same modules on every rank.")
+    call = "full_parameters()"
+    engine.comm.watchdog.meet(call)
+    with together(engine.comm.groups, call, "Name the same modules on every rank.") as lines:
+        known, modules = set(model.modules()), list(modules)
+        stranger = next((module for module in modules if module not in known), None)
+        if stranger is not None:
+            raise ShardError(
+                f"full_parameters(modules=): expected modules of the model, got a {type(stranger).__name__} that is "
+                "none of them. Take them from the model, as model.layers[0], say."
+            )
+        inside = {id(m) for module in modules for m in module.modules()}
+        found = [unit for unit in engine.units if any(id(owner) in inside for owner in unit.shown.owners)]
+        if engine.root in found:
+            found += [leaf for leaf in engine.leaves if leaf not in found]
+        lines += [repr(unit.name or "root") for unit in found]
     return found
 
 
@@ -50,7 +51,7 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
     """
     engine.begin()
     made = [u for u in (engine.units if units is None else units) if not engine.machine.is_kept_unsharded(u.index)]
-    with engine.comm.program.shared("full_parameters()", Call.PROGRAM):
+    with engine.comm.program.shared("full_parameters()", LoggedCall.PROGRAM):
         engine.param_sync()
         for unit in made:
             engine.execute(engine.machine.keep_unsharded(unit.index))
@@ -104,7 +105,7 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
         return
     mine = torch.cat([torch.stack([u.checksums, checksums(u)]) for u in units], dim=1)
     program = engine.comm.program
-    with program.shared("the end of full_parameters()", Call.PROGRAM):
+    with program.shared("the end of full_parameters()", LoggedCall.PROGRAM):
         everyones = groups.gather_rows(mine, program.wait)  # [ranks, before and after, parameters]
     before, after = everyones[:, 0], everyones[:, 1]
     # Where replicas differed in their last bits before, equal values cannot be expected afterwards. They must still

@@ -34,7 +34,12 @@ Flat = Callable[[Partition, torch.dtype], torch.Tensor]
 
 
 class Source(ABC):
-    """The source of a model's initial values. `build` uses one for all buckets and buffers."""
+    """The source of a model's initial values. `build` uses one for all buckets and buffers.
+
+    `failure` is the error of this rank, if any, once all values were requested. Other ranks do not know it yet.
+    """
+
+    failure: TowpathError | None = None
 
     @abstractmethod
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
@@ -48,10 +53,6 @@ class Source(ABC):
     @abstractmethod
     def gives(self, name: str, buffer: torch.Tensor) -> bool:
         """Return whether the persistent buffer `name` gets its values from here, and not from the model."""
-
-    @abstractmethod
-    def failure(self) -> TowpathError | None:
-        """Return the error of this rank, if any, after all values were requested. Other ranks do not know it yet."""
 
 
 @final
@@ -98,9 +99,6 @@ class FromModel(Source):
     def gives(self, name: str, buffer: torch.Tensor) -> bool:
         return False
 
-    def failure(self) -> TowpathError | None:
-        return None
-
 
 # The most elements in one call of `values`, which may have to hold in memory what it reads.
 PIECE = 1 << 22
@@ -115,7 +113,6 @@ class FromValues(Source):
 
     def __init__(self, values: Values, rank: int, device: torch.device) -> None:
         self._values, self._rank, self._device = values, rank, device
-        self._failure: TowpathError | None = None
 
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
         """Return the values of one bucket. The user's function is called when slices are taken."""
@@ -142,15 +139,12 @@ class FromValues(Source):
 
     def gives(self, name: str, buffer: torch.Tensor) -> bool:
         """Return whether the user's function knows `name`, or has failed, which is raised after all values."""
-        return self.buffer(name, buffer) is not buffer or self._failure is not None
-
-    def failure(self) -> TowpathError | None:
-        return self._failure
+        return self.buffer(name, buffer) is not buffer or self.failure is not None
 
     def fill(self, target: torch.Tensor, names: Sequence[str], start: int, needed: bool = True) -> bool:
         """Fill `target` with the elements from `start` on, under the first name that the user's function knows.
 
-        An error is kept for `failure()`. That no name is known counts as an error only if `needed`.
+        An error is kept for `failure`. That no name is known counts as an error only if `needed`.
 
         Returns:
             Whether a name was known.
@@ -159,18 +153,18 @@ class FromValues(Source):
             try:
                 for at in range(0, target.numel(), PIECE):
                     piece = target[at : at + PIECE]
-                    if self._failure is None:
+                    if self.failure is None:
                         piece.copy_(self._ask(name, start + at, start + at + piece.numel(), piece))
                 return True
             except KeyError:
                 continue
             except TowpathError as error:
-                self._failure = error
+                self.failure = error
             except Exception as error:
-                self._failure = ShardError(f"values of {name} from {start} on: {type(error).__name__}: {error}")
-                self._failure.__cause__ = error
-        if needed and self._failure is None:
-            self._failure = ShardError(
+                self.failure = ShardError(f"values of {name} from {start} on: {type(error).__name__}: {error}")
+                self.failure.__cause__ = error
+        if needed and self.failure is None:
+            self.failure = ShardError(
                 f"values knows no parameter {' or '.join(map(repr, names))}: it raised KeyError. Pass values of this "
                 "model, under the names that named_parameters() gives."
             )

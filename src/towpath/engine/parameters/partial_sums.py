@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from towpath.core.collective_log import Call
+from towpath.core.scopes import LoggedCall
 from towpath.errors import ShardError
 
 if TYPE_CHECKING:
-    from towpath.engine.checks.program import Program
+    from towpath.engine.agree.program import Program
     from towpath.engine.parameters.shard_spec import ShardSpec
 
 
@@ -55,7 +55,7 @@ class Replica:
     first: int = 0
     is_a_stage: bool = False
     program: Program | None = None  # the model's program log, if several ranks share the model
-    call: Call | None = Call.SHARED  # the kind of log entry under which ranks compare these collectives
+    call: LoggedCall | None = LoggedCall.SHARED  # the kind of log entry under which ranks compare these collectives
     # The model's engine, by which parameters lead to it. It is weak, because optimizers may outlive the model.
     engine: Callable[[], object] | None = None
 
@@ -72,7 +72,7 @@ class Replica:
         return tensor
 
     def _all_reduce(
-        self, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, what: str, call: Call | None
+        self, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, what: str, call: LoggedCall | None
     ) -> None:
         assert self.program is not None
         with self.program.shared(what, call):
@@ -81,7 +81,7 @@ class Replica:
     def mean_of_everyone(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Average `tensor` over all ranks in place, and return it. `what` is the call, for error messages."""
         if self.everyone is not None:
-            self._all_reduce(tensor, dist.ReduceOp.SUM, self.everyone, what, Call.PROGRAM)
+            self._all_reduce(tensor, dist.ReduceOp.SUM, self.everyone, what, LoggedCall.PROGRAM)
             tensor.div_(dist.get_world_size(self.everyone))
         return tensor
 

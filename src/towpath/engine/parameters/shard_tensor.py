@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import _foreach_supported_types as known_to_optimizers  # pyright: ignore
 from torch.utils._foreach_utils import _foreach_supported_types as known_to_clipping  # pyright: ignore
 
-from towpath.core.collective_log import Call
 from towpath.core.formats import Codec
+from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, Partial
 from towpath.engine.parameters.shard_spec import EncodedSlice, ShardSpec, whole_tensors
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 class RunningStep:
     """The optimizer whose step is running, and the remedy if it cannot step slices, for error messages.
 
-    Hooks set both around each step (`checks/optimizer_check.py`).
+    Hooks set both around each step (`engine/trial_steps.py`).
     """
 
     optimizer: str = ""
@@ -479,7 +479,7 @@ def _draw(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     func(whole, *args[1:], **kwargs)
     program = where.replica.program
     if program is not None:  # several ranks share the model
-        with program.shared(f"{func.overloadpacket.__name__}() of {where.name!r}", Call.PROGRAM):
+        with program.shared(f"{func.overloadpacket.__name__}() of {where.name!r}", LoggedCall.PROGRAM):
             where.replica.engine().comm.job.broadcast(whole)
     target.write(where.part_of(whole))
     _mark_written(func, args, kwargs)

@@ -1,0 +1,397 @@
+"""The log in which a rank notes what its peers must do identically, and the comparison at each boundary.
+
+Collectives match by their order alone. If two ranks gather different experts of the same size, each computes with a
+mixture of both, and nothing fails. A rank that steps its optimizer with another learning rate drifts away as silently.
+At every boundary, the ranks of each group that must agree therefore compare digests of their logs. The digests are
+sent with the bits of unused parameters, which all ranks combine by maximum. Each group has a slot there, with its
+digest and the complement of the digest. If all members agree, each byte and its complement add up to 255. If two
+differ, some add up to more.
+
+`core/scopes.py` says what is compared, and by which ranks.
+
+A rank may run any number of forward passes between two boundaries. The log keeps only the last entries, and folds
+earlier ones into a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from towpath.core.queues import SharedLane
+from towpath.core.scopes import DIGEST_BYTES, SLOT_BYTES, LoggedCall, Scope, log_bytes, scopes
+from towpath.core.strategy import Strategy, TransferKind
+from towpath.errors import StepError
+
+_AFTER_MODEL = "after_a_transfer_of_model"  # the name of a detail
+_COMPLEMENT = bytes(255 - byte for byte in range(256))
+
+# How many entries of a scope are folded at a time. The number is fixed, so that ranks with lists of different lengths
+# fold at the same entries, and can compare digests. Up to twice as many are kept. No rank gets further ahead of its
+# peers, because they take part in its transfers.
+FOLD = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a log: a transfer of one unit (all its buckets together), or a call.
+
+    `what` is the name of the unit, or the call in words. `details` has named values that must be equal as well, in
+    groups such as an optimizer's parameter groups.
+    """
+
+    kind: TransferKind | LoggedCall
+    what: str
+    details: tuple[tuple[tuple[str, Any], ...], ...] = ()
+
+    def __str__(self) -> str:
+        return self.what if isinstance(self.kind, LoggedCall) else f"{self.kind.value} of unit {self.what or 'root'!r}"
+
+    def to_json(self) -> list[Any]:
+        return [self.kind.value, self.what, self.details]
+
+    @staticmethod
+    def from_json(fields: Sequence[Any]) -> Entry:
+        kind, what, details = fields
+        return Entry(_KINDS[kind], what, _tuples(details))
+
+
+_KINDS: Mapping[str, TransferKind | LoggedCall] = {each.value: each for each in (*TransferKind, *LoggedCall)}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The entries of one scope in order: the first `folded` of them as a digest, and the rest."""
+
+    folded: int = 0
+    digest: str = ""
+    entries: tuple[Entry, ...] = ()
+
+    def folded_to(self, count: int) -> Lines | None:
+        """Return these lines with the first `count` entries folded, or None if there are fewer."""
+        lines = self
+        while lines.folded < count:
+            if len(lines.entries) < FOLD:
+                return None
+            digest = _digest(lines.digest, lines.entries[:FOLD])
+            lines = Lines(lines.folded + FOLD, digest.hex(), lines.entries[FOLD:])
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first entry in which two ranks differ. A rank that has no more entries has None there.
+
+    With `folded`, the ranks differ among their first `number` entries, which are not kept any more. `lane` is that of
+    the scope.
+    """
+
+    number: int  # the position of the entry in the step
+    ranks: tuple[int, int]
+    entries: tuple[Entry | None, Entry | None]
+    folded: bool = False
+    lane: str = ""
+
+    @property
+    def kinds(self) -> set[TransferKind | LoggedCall]:
+        """The kinds of the entries that differ: one or two, since a rank may lack its entry."""
+        return {entry.kind for entry in self.entries if entry is not None}
+
+    def __str__(self) -> str:
+        if self.folded:
+            return f"rank {self.ranks[0]} and rank {self.ranks[1]} differ among the first {self.number} of the step"
+        described = [str(entry or "nothing more") for entry in self.entries]
+        detail = _first_detail(*self.entries)
+        if detail is not None:
+            described = [f"{what} with {said}" for what, said in zip(described, detail, strict=True)]
+        where = (f"rank {rank}: {what}" for rank, what in zip(self.ranks, described, strict=True))
+        subject = "call" if any(isinstance(kind, LoggedCall) for kind in self.kinds) else "transfer"
+        return f"{subject} {self.number + 1} of the step was, on {', on '.join(where)}"
+
+
+def _first_detail(one: Entry | None, other: Entry | None) -> tuple[str, str] | None:
+    """Return the first detail in which two entries of the same call differ, as text for each of them."""
+    if one is None or other is None or one.what != other.what:
+        return None
+    nothing: tuple[tuple[str, Any], ...] = ()
+    for number, (mine, theirs) in enumerate(zip_longest(one.details, other.details, fillvalue=nothing)):
+        here, there = dict(mine), dict(theirs)
+        for name in (*here, *(n for n in there if n not in here)):
+            if here.get(name) != there.get(name) or (name in here) != (name in there):
+                group = f" in group {number}" if len(one.details) > 1 or len(other.details) > 1 else ""
+                return tuple(f"{name}={each.get(name, 'unset')}{group}" for each in (here, there))  # pyright: ignore
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class StepLog:
+    """The entries of one rank in the running step, so far. Ranks exchange them to name a difference."""
+
+    model: int  # the number of the model, the same on all ranks
+    step: int
+    ended: bool  # the rank has reached the boundary
+    lines: tuple[Lines, ...]  # one for each scope
+    inside: str = ""  # the shared call that the rank is in, if any: no entry follows until it returns
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The entries of all scopes that are not folded."""
+        return tuple(entry for lines in self.lines for entry in lines.entries)
+
+    def to_json(self) -> list[Any]:
+        # Units repeat their entries in each micro-step, and scopes may have common ones. Each is written once.
+        distinct = dict[tuple[str, str, str], tuple[int, Entry]]()
+
+        def number(entry: Entry) -> int:
+            key = entry.kind.value, entry.what, repr(entry.details)
+            return distinct.setdefault(key, (len(distinct), entry))[0]
+
+        lines = [[each.folded, each.digest, [*map(number, each.entries)]] for each in self.lines]
+        return [self.model, self.step, self.ended, lines, self.inside, [e.to_json() for _, e in distinct.values()]]
+
+    @staticmethod
+    def from_json(fields: Sequence[Any]) -> StepLog:
+        model, step, ended, lines, inside, distinct = fields
+        entries = tuple(map(Entry.from_json, distinct))
+        parsed = (Lines(folded, digest, tuple(entries[number] for number in said)) for folded, digest, said in lines)
+        return StepLog(model, step, ended, tuple(parsed), inside)
+
+
+def has_not_made(step_log: StepLog, other: StepLog, scope: Scope) -> bool:
+    """Return whether the rank of `step_log` is in a shared call of this scope that the rank of `other` has not made."""
+    here, there = step_log.lines[scope.number], other.lines[scope.number]
+    is_in_it = bool(step_log.inside and here.entries) and here.entries[-1].what == step_log.inside
+    return is_in_it and there.folded + len(there.entries) < here.folded + len(here.entries)
+
+
+@dataclass(slots=True)
+class _ScopeLines:
+    """The lines of one scope while they are written."""
+
+    folded: int = 0
+    digest: str = ""
+    entries: list[Entry] = field(default_factory=list[Entry])
+
+    def note(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        if len(self.entries) == 2 * FOLD:
+            self.digest = _digest(self.digest, self.entries[:FOLD]).hex()
+            self.folded += FOLD
+            self.entries = self.entries[FOLD:]
+
+    def lines(self) -> Lines:
+        return Lines(self.folded, self.digest, tuple(self.entries))
+
+
+def _digest(before: str, entries: Iterable[Entry], nbytes: int = 16) -> bytes:
+    texts = (f"{e.kind.value} {e.what} {e.details}" if e.details else f"{e.kind.value} {e.what}" for e in entries)
+    return hashlib.blake2b("\n".join((before, *texts)).encode(), digest_size=nbytes).digest()
+
+
+class CollectiveLog:
+    """The log of one model on one rank. The engine notes transfers and calls, and compares step logs at boundaries.
+
+    Args:
+        model: The number of the model, the same on all ranks.
+        last: For each group of ranks, the model whose collective came last there. All models of a process group share
+            it, and their logs keep it up to date.
+        first: The number of rank 0 in the job. Errors name ranks by their numbers in the job.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        rank: int,
+        model: int = 0,
+        last: dict[Hashable, list[int]] | None = None,
+        lanes: tuple[SharedLane, ...] = (),
+        first: int = 0,
+    ) -> None:
+        self.first = first
+        self.rank, self.model, self._strategy, self._shared = rank, model, strategy, {} if last is None else last
+        self._step, self._ended = 0, False
+        self.share(lanes)
+
+    def share(self, lanes: tuple[SharedLane, ...]) -> None:
+        """Compare the order of transfers on these shared communicators, too. Call it before the first entry."""
+        self.scopes = scopes(self._strategy, lanes)
+        # By scope, a list of one item. Scopes without collectives have lists of their own, which never change.
+        self._last = [
+            self._shared.setdefault((each.kinds, each.group_of), [self.model])
+            if each.kinds.isdisjoint({LoggedCall.STEP, LoggedCall.VALUES})
+            else [self.model]
+            for each in self.scopes
+        ]
+        self.bytes = log_bytes(self._strategy, lanes)
+        self._scopes_of: dict[TransferKind | LoggedCall, list[int]] = {}
+        for scope in self.scopes:
+            for kind in scope.kinds:
+                self._scopes_of.setdefault(kind, []).append(scope.number)
+        self._kept = [_ScopeLines() for _ in self.scopes]  # what was noted since the last boundary
+
+    @property
+    def number(self) -> int:
+        return self.first + self.rank
+
+    def compares(self, kind: TransferKind | LoggedCall) -> bool:
+        """Return whether entries of this kind are compared with those of any other rank."""
+        return kind in self._scopes_of
+
+    def note(
+        self, kind: TransferKind | LoggedCall, what: str, details: tuple[tuple[tuple[str, Any], ...], ...] = ()
+    ) -> None:
+        """Add an entry, if its kind is compared. `UNUSED_PARAMS` instead marks that this rank reached the boundary."""
+        if kind is TransferKind.UNUSED_PARAMS:
+            self._ended = True
+            return
+        for number in self._scopes_of.get(kind, ()):
+            # Models over the same ranks share process groups, where collectives match by their order alone. So the
+            # first collective after one of another model says so.
+            last, noted = self._last[number], details
+            if last[0] != self.model:
+                noted = (*details, ((_AFTER_MODEL, last[0] + 1),))
+                last[0] = self.model
+            self._kept[number].note(Entry(kind, what, noted))
+
+    def turn(self) -> None:
+        self._step, self._ended, self._kept = self._step + 1, False, [_ScopeLines() for _ in self.scopes]
+
+    def step_log(self) -> StepLog:
+        """Return the step log of the running step so far. Any thread may call this, at any time."""
+        return StepLog(self.model, self._step, self._ended, tuple(kept.lines() for kept in self._kept))
+
+    def encoded(self) -> bytes:
+        """Return this rank's digests in the slots of its groups. Other slots are zeros, which the maximum ignores."""
+        slots = bytearray(self.bytes)
+        for scope, kept in zip(self.scopes, self._kept, strict=True):
+            # Ranks that run models in different orders meet here with logs that may be identical.
+            digest = _digest(f"{self.model} {kept.digest}", kept.entries, DIGEST_BYTES)
+            start = SLOT_BYTES * (scope.first_slot + scope.group_of[self.rank])
+            slots[start : start + SLOT_BYTES] = digest + digest.translate(_COMPLEMENT)
+        return bytes(slots)
+
+    def check(self, combined: bytes, of_all_ranks: Callable[[StepLog], list[StepLog]]) -> None:
+        """Begin the step log of the next step, and raise if ranks differ in this one.
+
+        Args:
+            combined: The maximum of what all ranks have encoded. It is the same on all ranks, so that all raise.
+            of_all_ranks: A collective that takes this rank's step log, and returns the step logs of all ranks.
+        """
+        found: list[tuple[Scope, int]] = []  # the groups whose members differ
+        for scope in self.scopes:
+            for group in range(scope.groups):
+                start = SLOT_BYTES * (scope.first_slot + group)
+                digest = combined[start : start + DIGEST_BYTES]
+                if digest.translate(_COMPLEMENT) != combined[start + DIGEST_BYTES : start + SLOT_BYTES]:
+                    found.append((scope, group))
+        step_log = self.step_log()
+        self.turn()
+        if not found:
+            return
+        for last in self._last:
+            last[0] = -1  # on all ranks, so that those which catch the error agree again
+        step_logs, texts = of_all_ranks(step_log), list[str]()
+        if other := next((rank for rank, theirs in enumerate(step_logs) if theirs.model != step_logs[0].model), 0):
+            raise StepError(
+                f"rank {self.number}: the ranks ran different models: in the order of their shard() calls, rank "
+                f"{self.first} ended a step of model {step_logs[0].model + 1}, rank {self.first + other} one of model "
+                f"{step_logs[other].model + 1}. Their gradients would be mixtures of both, and none is delivered. Let "
+                "every rank run the forward and backward passes of all models in the same order."
+            )
+        for scope, group in found[:2]:
+            first, *others = scope.members(group)
+            mine = self.first + first, step_logs[first]
+            differences = (difference(scope, mine, (self.first + rank, step_logs[rank]), ended=True) for rank in others)
+            texts.append(divergence_message(self.number, next(d for d in differences if d is not None)))
+        # The first difference may cause a second one, which may show better where the ranks differ.
+        raise StepError(" In addition, on ".join(texts))
+
+
+def difference(
+    scope: Scope, one: tuple[int, StepLog], other: tuple[int, StepLog], ended: bool = False
+) -> Difference | None:
+    """Return the first difference between the step logs of two ranks, or None if there is none yet.
+
+    Args:
+        one: A rank and its step log. The difference names ranks by the numbers that they have here.
+        ended: Treat both step logs as complete. Otherwise a missing entry is a difference only if its log has ended.
+    """
+    (rank, step_log), (peer, theirs) = one, other
+    if (step_log.model, step_log.step) != (theirs.model, theirs.step):
+        return None
+    here, there = step_log.lines[scope.number], theirs.lines[scope.number]
+    folded = max(here.folded, there.folded)
+    first, second = here.folded_to(folded), there.folded_to(folded)
+    if first is None or second is None:
+        return None if not ended else Difference(folded, (rank, peer), (None, None), folded=True, lane=scope.lane)
+    if first.digest != second.digest:
+        return Difference(folded, (rank, peer), (None, None), folded=True, lane=scope.lane)
+    for number, pair in enumerate(zip_longest(first.entries, second.entries), folded):
+        missing = [p for p, entry in zip((step_log, theirs), pair, strict=True) if entry is None]
+        if pair[0] != pair[1] and (ended or all(p.ended for p in missing)):
+            return Difference(number, (rank, peer), pair, lane=scope.lane)
+    return None
+
+
+def differing_islands(what: str) -> str:
+    """Return the message for slow weights that are not equal on all islands."""
+    return (
+        f"{what} differ between islands. They began with different weights, or something wrote to them on one island "
+        "alone. Let every island begin with the same values, or restart from a checkpoint."
+    )
+
+
+def divergence_message(rank: int, found: Difference) -> str:
+    if LoggedCall.UNDECODED in found.kinds:
+        who, what = next(
+            (r, e) for r, e in zip(found.ranks, found.entries, strict=True) if e and e.kind is LoggedCall.UNDECODED
+        )
+        return f"rank {rank}: rank {who} could not decode {what}: {dict(what.details[0])['problem']}"
+    if LoggedCall.SLOW_WEIGHTS in found.kinds:
+        entries = [entry for entry in found.entries if entry is not None]
+        return f"rank {rank}: {differing_islands(next(e.what for e in entries if e.kind is LoggedCall.SLOW_WEIGHTS))}"
+    if found.kinds & {LoggedCall.STEP, LoggedCall.PROGRAM}:
+        return (
+            f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "
+            "apart, so no gradient is delivered. Let every rank make the same micro-steps, step the same optimizers "
+            "in the same order with the same hyperparameters, and zero their gradients at the same place."
+        )
+    if LoggedCall.VALUES in found.kinds:
+        return (
+            f"rank {rank}: ranks that hold copies of the same parameters hold different values: {found}. Something "
+            "wrote to them on one rank alone, or this hardware computes the same step differently. Restart from a "
+            "checkpoint that was saved before; check_every= of shard() says how often values are compared, and 0 "
+            "turns the comparison off."
+        )
+    if LoggedCall.SHARED in found.kinds and not found.lane:
+        return (
+            f"rank {rank}: the ranks made different calls that need all of them: {found}. Norms, sums and "
+            "full_tensor() of sharded tensors are collectives: let every rank make them, at the same place."
+        )
+    if any(name == _AFTER_MODEL for entry in found.entries if entry for group in entry.details for name, _ in group):
+        return (
+            f"rank {rank}: the ranks ran their models in different orders: {found} (models are counted in the order of "
+            "their shard() calls). Their transfers may have met, and no gradient is delivered. Let every rank run the "
+            "forward and backward passes of all models in the same order."
+        )
+    if found.lane:
+        return (
+            f"rank {rank}: the ranks submitted the transfers of a shared communicator in different orders: {found}. On "
+            f"the communicator of the lane {found.lane!r}, they match by their order alone. They may have met, and no "
+            "gradient is delivered. Let every rank make its calls at the same place. A unit's backward must end at the "
+            "same place, too: let the same inputs and parameters of each unit get gradients on all ranks, or make one "
+            "unit of the module around it."
+        )
+    return (
+        f"rank {rank}: the ranks ran different units: {found}. Their gradients would be mixtures of both, and none is "
+        "delivered. All ranks that share parameters must run the same units in the same order. Where they differ in "
+        "what they use (experts, layers that are dropped at random), make one unit of the module around it: "
+        "shard(…, units=[Experts, …])."
+    )

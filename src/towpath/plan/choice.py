@@ -1,0 +1,307 @@
+"""strategy="auto": every rank gets the strategy that the planner ranks first for the running cluster.
+
+The cluster is measured once. The profile is kept, and used again if a message still takes what the profile says. The
+first measurement is short. A longer one follows if the planned steps take long enough for it to pay off. Only rank 0
+plans. The other ranks receive its answer, or its error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from towpath.core import presets
+from towpath.core.formats import Precision
+from towpath.core.strategy import Strategy
+from towpath.engine.layout import UnitLayout
+from towpath.errors import ConfigError, PlanError, TowpathError
+from towpath.plan import tables
+from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.cluster_probe import device_of_job, probe, still_holds
+from towpath.plan.islands import OuterPlanner, worth_it
+from towpath.plan.live import describe_by_parameters
+from towpath.plan.measure import describe_measured, ranks_measure_together
+from towpath.plan.model import Model
+from towpath.plan.pipelines import PipelinePrediction
+from towpath.plan.prediction import Batching, Prediction, Ranking
+from towpath.plan.profile import Profile
+from towpath.plan.request import OUTER, Optimizer, Request, Workload, codecs_for_both
+from towpath.plan.solver import Solver
+from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups
+
+# The seconds of the first, short probe, and the most seconds of a longer one. Together they take at most this share of
+# so many planned steps.
+SHORT_PROBE_SECONDS, FULL_PROBE_SECONDS = 1.0, 15.0
+_SHARE_OF_STEPS, _STEPS = 0.05, 1000
+_WORTH_IT = 3  # the longer probe takes at least this many times as long as the short one
+# The share of a device's memory that a rank may hold. The allocator, the driver and libraries need the rest.
+_SHARE_OF_MEMORY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen strategy, the predicted seconds of a step, and one line for people."""
+
+    strategy: Strategy
+    batching: Batching
+    seconds: float
+    why: str
+
+
+# Returns the best strategy of a model in stages on a cluster, or None if none fits.
+BestPipeline = Callable[[Model, Cluster, Request], PipelinePrediction | None]
+
+
+def choose(
+    groups: Groups,
+    topology: Topology,
+    describe: Callable[[torch.device], Model],
+    request: Request,
+    profile: str | Path = "",
+    staged: BestPipeline | None = None,
+) -> Choice:
+    """Choose a strategy, identical on all ranks. Every rank must call it.
+
+    `describe` describes the model for a device. Rank 0 uses the result. The other ranks call it at the same time,
+    because they also work at the same time in a step. With no memory in `request`, a rank may take most of its
+    device's. `staged` plans the job's stages, if it has any.
+    """
+    if groups.world != (dist.get_world_size() if dist.is_initialized() else 1):
+        raise PlanError(
+            f'strategy="auto" measures the whole job, and group= has {groups.world} of its ranks. Pass a strategy: '
+            "`towpath plan` finds one."
+        )
+    planner = _Planner(groups, describe, request, staged)
+    kept, where = _kept_profile(groups, topology, profile)
+    began = time.monotonic()
+    if kept is not None and (profile or still_holds(kept, groups)):  # a profile of the user's is not checked
+        made, choice = kept, planner.choose(kept, f"links as measured on {kept.date}")
+    else:
+        why = "once" if kept is None else f"anew, since its links are not what they were on {kept.date}"
+        made, choice = _probe_and_choose(groups, topology, planner, SHORT_PROBE_SECONDS, why)
+    spent = groups.gather_objects(time.monotonic() - began)[0]
+    longer = min(FULL_PROBE_SECONDS, _SHARE_OF_STEPS * _STEPS * choice.seconds - spent)
+    if not profile and longer >= _WORTH_IT * made.budget_seconds:
+        made, choice = _probe_and_choose(groups, topology, planner, longer, "longer, since its steps take so long")
+    if groups.rank == 0 and made is not kept:
+        # If the cache cannot be written, the next run measures again.
+        try:
+            where.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = where.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(made.to_json(), encoding="utf-8")
+            unfinished.replace(where)
+        except OSError as error:
+            sys.stderr.write(f"towpath: the profile could not be kept: {error}\n")
+    return choice
+
+
+def _probe_and_choose(
+    groups: Groups, topology: Topology, planner: _Planner, seconds: float, why: str
+) -> tuple[Profile, Choice]:
+    began = time.monotonic()
+    if groups.rank == 0:
+        sys.stderr.write(f'towpath: strategy="auto" measures this cluster {why}, for some {max(seconds, 3):.0f} s\n')
+    largest = groups.gather_objects(planner.largest_unit_bytes)[0]
+    made = probe(topology, seconds, largest=largest)
+    return made, planner.choose(made, f"links measured in {time.monotonic() - began:.0f} s")
+
+
+def choose_for(
+    model: nn.Module,
+    layouts: Sequence[UnitLayout],
+    workload: Workload,
+    groups: Groups,
+    topology: Topology,
+    precision: Precision,
+) -> Strategy:
+    """Return the strategy that the planner ranks first for a model and a workload. Rank 0 prints it, and why.
+
+    Every rank must call it, with the same arguments. `layouts` are the units of the model, as `lay_out` returns them.
+    """
+    if topology.world == 1:
+        return presets.strategy("ddp", topology, offload=workload.offload)  # nothing to share
+    dtype = next((bucket.dtype for layout in layouts for bucket in layout.spec.buckets), "float32")
+    weights, gradients = codecs_for_both(workload.allow)
+    request = Request(
+        workload.micro_steps * topology.world,
+        workload.memory or 0,
+        precision,
+        dtype,
+        Optimizer.named(workload.optimizer),
+        weights,
+        gradients,
+        micro_batches=(1,),
+        checkpointing=False,  # the model recomputes by itself, if at all
+        offload=workload.offload,
+        interleaved=workload.interleaved,
+        exact=workload.exact,
+        outer=OUTER in workload.allow,
+    )
+
+    def describe(device: torch.device) -> Model:
+        if not workload.inputs:
+            return describe_by_parameters(model, layouts, workload.tokens)
+        return describe_measured(model, layouts, lambda _: workload.inputs, [1], workload.tokens, device, precision)
+
+    choice = choose(groups, topology, describe, request, workload.profile)
+    if groups.rank == 0:
+        sys.stderr.write(f"towpath: {choice.why}\n")
+    return choice.strategy
+
+
+def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple[Profile | None, Path]:
+    """Return the cluster's profile and its file. Rank 0 reads it for all ranks."""
+    hosts = groups.gather_objects(os.uname().nodename)
+    where = Path(path)
+    if not path:
+        # The name of the cached file depends on all that a profile depends on: hosts, ranks, device and threads.
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        what = [
+            f"{topology}",
+            hosts[0],
+            sorted(set(hosts)),
+            device_of_job().type,
+            torch.get_num_threads(),
+            torch.__version__,
+        ]
+        digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+        where = cache / "towpath" / "profiles" / f"{digest}.json"
+    answer: tuple[str, str] | None = None
+    # `Path.exists` would raise in a folder that is not readable, while the other ranks wait.
+    if groups.rank == 0 and (path or os.path.exists(where)):  # noqa: PTH110
+        try:
+            answer = ("profile", Profile.load(where).to_json())
+        except ConfigError as error:
+            if path:
+                answer = ("error", str(error))
+            else:
+                sys.stderr.write(f"towpath: {error} It is measured anew.\n")
+    answer = groups.gather_objects(answer)[0]
+    if answer is None:
+        return None, where
+    kind, text = answer
+    if kind == "error":
+        raise ConfigError(text)
+    found = Profile.from_json(text)
+    found.check(topology, hosts[0], device_of_job().type)
+    return found, where
+
+
+# The plan ------------------------------------------------------------------------------------------------------------
+
+
+class _Planner:
+    """Plans on rank 0, while the other ranks wait for the result. It describes the model once."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        describe: Callable[[torch.device], Model],
+        request: Request,
+        staged: BestPipeline | None,
+    ) -> None:
+        self._groups, self._describe, self._request, self._staged = groups, describe, request, staged
+        self._model: Model | None = None
+
+    @property
+    def largest_unit_bytes(self) -> int | None:
+        """The bytes of the model's largest unit in float32, or None if this rank has not described it yet."""
+        return None if self._model is None else 4 * max(unit.numel for unit in self._model.units)
+
+    def choose(self, profile: Profile, how: str) -> Choice:
+        """Return the choice for a profile. `how` says in words where the profile comes from."""
+        answer: Choice | TowpathError | None = None
+        cause: Exception | None = None
+        try:
+            answer = self._answer(profile, how)
+        except TowpathError as error:
+            answer = error
+        except Exception as error:  # the others wait for an answer
+            cause, rank = error, self._groups.rank
+            answer = PlanError(f'strategy="auto": rank {rank} could not plan: {type(error).__name__}: {error}')
+        answers = self._groups.gather_objects(answer)
+        for rank, each in enumerate(answers):  # the error of the lowest rank, on every rank
+            if isinstance(each, TowpathError):
+                raise each from (cause if rank == self._groups.rank else None)
+        choice = answers[0]
+        assert choice is not None
+        return choice
+
+    def _answer(self, profile: Profile, how: str) -> Choice | None:
+        device = device_of_job()
+        if self._groups.rank == 0:
+            self._model = self._model or self._describe(device)
+            return _planned(profile, how, self._model, self._request, self._staged)
+        if self._model is None and ranks_measure_together(device):
+            self._model = self._describe(device)
+        return None
+
+
+def _planned(profile: Profile, how: str, model: Model, request: Request, staged: BestPipeline | None) -> Choice:
+    cluster = profile.cluster()
+    memory = request.memory or int(cluster.memory * _SHARE_OF_MEMORY)
+    solver = Solver(model, cluster, replace(request, memory=memory))
+    if staged is not None:
+        stages = staged(model, cluster, solver.request)
+        if stages is None:
+            raise PlanError(
+                f'strategy="auto": no stages fit into {solver.request.memory / GIB:.2f} GiB a rank. Take more of them, '
+                "a smaller micro-batch or activation checkpointing."
+            )
+        return _choice(stages, "the layout is as configured", how, solver)
+    found = solver.solve(best=1)
+    if isinstance(found, Ranking):
+        best = found.ranked[0]
+        outer = OuterPlanner(solver).solve() if solver.request.outer else None
+        if outer is not None and worth_it(outer, best):
+            best = outer
+        return _choice(best, _compared(best, found, solver), how, solver)
+    needed, limit = found.nearest.peak_bytes / GIB, solver.request.memory / GIB
+    raise PlanError(
+        f'strategy="auto": nothing fits into {limit:.2f} GiB a rank; what comes nearest needs {needed:.2f} GiB, '
+        f"{tables.extents(found.nearest.strategy)} (P, G, OS). Take more ranks, a smaller micro-batch or "
+        "activation checkpointing."
+    )
+
+
+def _choice(step: Prediction, compared: str, how: str, solver: Solver) -> Choice:
+    batching = step.batching
+    waits = f"{sum(step.exposed.values()) / step.seconds:.0%} of it waiting"
+    what = f"{tables.label(step.strategy)} (P, G, OS {tables.extents(step.strategy)})"
+    if isinstance(step, PipelinePrediction):
+        what, waits = str(step.layout), f"{step.idle:.0%} of it idle"
+    again = ", checkpointed" if batching.checkpointing else ""
+    told = "".join(f" {line}" for line in (*tables.exact_bits([step], solver), *tables.launches([step])))
+    why = (
+        f"auto: {what}, micro-batch {batching.micro_batch} × {batching.micro_steps}{again}: "
+        f"{tables.seconds(step.seconds)} a step as planned, {waits}, {step.peak_bytes / GIB:.2f} GiB; {compared}; "
+        f"{how}.{told}"
+    )
+    return Choice(step.strategy, batching, step.seconds, why)
+
+
+def _compared(best: Prediction, found: Ranking, solver: Solver) -> str:
+    """Say what the baseline would take, or the best synchronous strategy in place of outer steps."""
+    considered = f"; {found.considered:,} considered"
+    if best.strategy.outer is not None:
+        first = found.ranked[0]
+        label, seconds = tables.label(first.strategy), tables.seconds(first.seconds)
+        return f"{label}, which synchronizes in every step, {seconds}{considered}"
+    baseline = presets.strategy(tables.BASELINE, solver.cluster.topology, offload=solver.request.offload)
+    usual = solver.predict(baseline, best.batching)
+    if best.strategy == usual.strategy:
+        return f"nothing found was faster{considered}"
+    if usual.peak_bytes > solver.request.memory:
+        return f"{tables.BASELINE} would not fit{considered}"
+    return f"{tables.BASELINE} would take {tables.seconds(usual.seconds)}{considered}"

@@ -1,0 +1,483 @@
+"""Measures on all ranks of a running job what the planner must know of its cluster.
+
+Every rank must call `probe`. All ranks measure together, between barriers, and the slowest rank counts. Sizes and
+repetitions depend only on earlier results that all ranks share, so all ranks choose them identically.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+
+from towpath.codecs.exact import decode, encode
+from towpath.codecs.exact.message import message_bound
+from towpath.codecs.kernels import kernels_for
+from towpath.collectives.flat import all_gather_single, launched_together
+from towpath.core.exact import DIFFERENCES, VALUES
+from towpath.core.formats import Codec, dtype_name, registered_formats
+from towpath.errors import ConfigError
+from towpath.plan.measure import measure_host_work
+from towpath.plan.probed_collectives import Work, collectives_to_measure, sizes_up_to
+from towpath.plan.profile import (
+    LAUNCHED_CALLS,
+    LAUNCHED_CODEC,
+    LAUNCHED_IN_A_BATCH,
+    LAUNCHED_MESSAGES,
+    LAUNCHED_OPERATION,
+    LAUNCHED_TASK,
+    LAUNCHED_TOGETHER,
+    PRODUCT,
+    SEVERAL,
+    TOGETHER,
+    Point,
+    Profile,
+    pair_name,
+)
+from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups
+
+SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
+_GROWTH = 8
+# Each collective is repeated for at most so many seconds, this many times, and leaves time for larger sizes.
+_SUSTAINED_SECONDS, _REPEATS, _ROUNDS = 0.05, 2, 3
+_MOST_AT_ONCE = 200
+_LAUNCHES = 20  # at a time, so few that the device's queue has room for all
+_ELEMENTS = 1 << 20  # that a codec encodes
+_SHORT = 1024  # elements of what is launched to measure the launch
+_SIDE = {"cpu": 768, "cuda": 8192}
+# The parts of the budget. All else takes a few seconds, whatever the budget is.
+_SHARES = {"inter": 0.32, "intra": 0.1, "collectives": 0.4}
+# A stored profile is measured anew if one message now takes this many times as long, or as short. The message is the
+# largest that took at most so many seconds.
+_CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """How thorough the measurements are whose time does not depend on the budget."""
+
+    repeats: int  # number of repetitions
+    short_seconds: float  # the least time between two barriers
+    # The same for products on all ranks. A rank that leaves the barrier late must count little.
+    all_at_once_seconds: float
+    small_messages: int  # number of small messages that are sent during a product
+    warm_steps: int  # steps of a model before the measured ones
+    complete: bool  # whether collectives are measured
+
+
+_THOROUGH = _Effort(5, 0.01, 0.15, 100, 2, complete=True)
+_QUICK = _Effort(3, 0.003, 0.05, 30, 1, complete=False)
+_QUICK_BUDGET = 3.0  # below this many seconds, the effort is quick
+
+
+def probe(
+    topology: Topology | None = None,
+    budget_seconds: float = 60.0,
+    largest: int | None = None,
+) -> Profile:
+    """Measure the cluster of the running job. Every rank must call it.
+
+    Args:
+        topology: The nodes, and the ranks of each node. Default: as the launcher placed them.
+        budget_seconds: About how long it may take.
+        largest: The bytes of the largest unit of the model that will be planned. Collectives are measured with no more.
+            Default: 64 MiB.
+
+    Returns:
+        The profile, identical on all ranks.
+
+    Raises:
+        ConfigError: If there is no process group, or the topology does not fit the job.
+    """
+    if not dist.is_initialized():
+        raise ConfigError("probe: there is no process group. Call towpath.init() first.")
+    if device_of_job().type == "cpu" and not Path("/proc/stat").exists():
+        raise ConfigError("probe: on CPUs it needs Linux, which tells what moving bytes takes of the processors.")
+    groups = Groups()
+    topology = topology or Topology.detect()
+    if topology.world != groups.world:
+        raise ConfigError(f"probe: the job has {groups.world} ranks, and {topology} are {topology.world}.")
+    return _Prober(groups, topology, budget_seconds, largest).run()
+
+
+def device_of_job() -> torch.device:
+    """Return the device that this rank computes on, according to its process group."""
+    nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def still_holds(profile: Profile, groups: Groups) -> bool:
+    """Return whether a message still takes about as long as in the profile. Every rank must call it."""
+    if groups.world == 1:
+        return True
+    return _Prober(groups, profile.topology, 0.0).repeats(profile)
+
+
+class _Prober:
+    def __init__(self, groups: Groups, topology: Topology, budget: float, largest: int | None = None) -> None:
+        self._groups, self._topology, self._budget, self._largest = groups, topology, budget, largest
+        self._effort = _THOROUGH if budget >= _QUICK_BUDGET else _QUICK
+        self._device = device_of_job()
+        self._rank = groups.rank
+        groups.connect()  # the first messages are sent by some of the ranks only
+        # All processes on one kernel have the same boot id. Containers and network namespaces share its processors.
+        boot_id = Path("/proc/sys/kernel/random/boot_id")
+        host = boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
+        homes = groups.gather_objects((host, socket.gethostname()))
+        self._ranks_on_host = sum(home[0] == homes[self._rank][0] for home in homes)
+        self._first_on_host = [home[0] for home in homes].index(homes[self._rank][0]) == self._rank
+        self._points: list[Point] = []
+        self._spent = 0.0  # seconds that the last measurement took
+        self._host = homes[0][1]
+        self._everyone = (tuple(range(groups.world)),)
+
+    def run(self) -> Profile:
+        parts = [
+            partial(self._links, "inter", self._budget * _SHARES["inter"]),
+            partial(self._links, "intra", self._budget * _SHARES["intra"]),
+            *([partial(self._collectives, self._budget * _SHARES["collectives"])] if self._effort.complete else []),
+            self._codecs,
+            self._memory,
+            self._compute,
+            self._host_work,
+            self._launches,
+            self._beside_products,
+        ]
+        for part in parts:
+            part()
+        memory = self._memory_of_a_rank()
+        return Profile(
+            self._topology,
+            self._device.type,
+            self._host,
+            datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+            os.cpu_count() or 1,
+            self._ranks_on_host,
+            memory,
+            tuple(self._points),
+            self._budget,
+        )
+
+    def repeats(self, profile: Profile) -> bool:
+        """Return whether the largest message that takes little time still takes as long, on the slowest link."""
+        which = "inter" if profile.has("inter, all") else "intra"
+        points = profile.of(f"{which}, all")
+        then = max((p for p in points if p.usual <= _CHECK_SECONDS), default=points[0], key=lambda p: p.size)
+        self._measure(then.what, then.size, self._exchange(*self._neighbors(which), then.size, 1))
+        now = self._points[-1].usual
+        return 1 / _MOST_CHANGED <= now / then.usual <= _MOST_CHANGED
+
+    # Links ----------------------------------------------------------------------------------------------------------
+
+    def _links(self, which: str, seconds: float) -> None:
+        """Exchange messages with a neighbor: from one rank alone, from all ranks, and several at once."""
+        topology = self._topology
+        if (topology.nodes if which == "inter" else topology.ranks_per_node) == 1:
+            return
+        to, origin = self._neighbors(which)
+        alone = (topology.local_of if which == "inter" else topology.node_of)(self._rank) == 0
+        for name, takes_part in (("one", alone), ("all", True)):
+            for size in self._sizes(seconds / 3):
+                work = self._exchange(to, origin, size, 1) if takes_part else _nothing
+                self._measure(f"{which}, {name}", size, work)
+        work = self._exchange(to, origin, SMALLEST, SEVERAL) if alone else _nothing
+        self._measure(f"{which}, several", SMALLEST, work)
+
+    def _neighbors(self, which: str) -> tuple[int, int]:
+        """Return the rank to which this rank sends, and the rank from which it receives."""
+        node, local = self._topology.node_of(self._rank), self._topology.local_of(self._rank)
+        nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
+        if which == "inter":
+            return (node + 1) % nodes * ranks + local, (node - 1) % nodes * ranks + local
+        return node * ranks + (local + 1) % ranks, node * ranks + (local - 1) % ranks
+
+    def _exchange(self, to: int, origin: int, size: int, count: int, group: dist.ProcessGroup | None = None) -> Work:
+        sent = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        received = [torch.empty_like(tensor) for tensor in sent]
+
+        def work() -> None:
+            operations = [dist.P2POp(dist.irecv, tensor, origin, group) for tensor in received]
+            operations += [dist.P2POp(dist.isend, tensor, to, group) for tensor in sent]
+            for handle in dist.batch_isend_irecv(operations):
+                handle.wait()
+
+        return work
+
+    def _sizes(self, seconds: float) -> Iterator[int]:
+        """Yield larger and larger sizes, while the next one probably fits into what is left of `seconds`."""
+        size, left = SMALLEST, seconds
+        while size <= LARGEST:
+            yield size
+            left -= self._spent
+            if (self._effort.repeats + 2) * self._points[-1].usual * _GROWTH > left:
+                return
+            size *= _GROWTH
+
+    def _collectives(self, seconds: float) -> None:
+        """Measure all collectives of a mesh with the two smallest sizes, the largest that fits, and those in between.
+
+        So all routes of a mesh are known for the same sizes, and the planner prefers none for how it was measured.
+        """
+        sizes = sizes_up_to(self._largest)
+        for share, works in collectives_to_measure(self._groups, self._topology, self._device):
+            # A shaped link lets the first bytes of a message pass at once. Collectives of a step follow one another, so
+            # each is repeated until these bytes count little.
+            sustained = min(_SUSTAINED_SECONDS, share * seconds / (_ROUNDS * (_REPEATS + 1) * len(works)))
+            before, spent = 0, 0.0
+            for size in (*sizes[:2], *reversed(sizes[2:])):
+                expected = [size / before * point.usual for point in self._points[-len(works) :]] if before else []
+                if spent + (_REPEATS + 1) * sum(max(sustained, each) for each in expected) > share * seconds and before:
+                    continue
+                for name, work in works:  # the first round makes connections
+                    self._measure(name, size, work(size), False, sustained, _REPEATS, warm=not before)
+                    spent += self._spent
+                before = size
+            seconds = max(0.0, seconds - spent)
+
+    # Work of single ranks --------------------------------------------------------------------------------------------
+
+    def _codecs(self) -> None:
+        for name in ("int8", "int4", "bf16", *registered_formats()):
+            encode, decode = self._coding(name)
+            self._measure(f"encode {name}", _ELEMENTS, encode, alone=True)
+            self._measure(f"decode {name}", _ELEMENTS, decode, alone=True)
+        for name, (encode, decode) in exact_coding(self._device, _ELEMENTS).items():
+            self._measure(f"encode {name}", _ELEMENTS, encode, alone=True)
+            self._measure(f"decode {name}", _ELEMENTS, decode, alone=True)
+
+    def _coding(self, name: str) -> tuple[Work, Work]:
+        kernels, codec = kernels_for(self._device), Codec.parse(name)
+        x = torch.randn(_ELEMENTS, device=self._device)
+        message = torch.empty(codec.encoded_bytes(_ELEMENTS), dtype=torch.uint8, device=self._device)
+        return lambda: kernels.encode(codec, x, message), lambda: kernels.decode(codec, message, x)
+
+    def _memory(self) -> None:
+        for size in (1 << 16, 1 << 20, 1 << 24):
+            x, y = (torch.ones(size // 4, device=self._device) for _ in range(2))
+            self._measure("copy", size, partial(x.copy_, y), alone=True)
+            self._measure("add", size, partial(x.add_, y), alone=True)
+
+    def _compute(self) -> None:
+        side = _SIDE[self._device.type]
+        for dtype in (torch.float32, torch.bfloat16):
+            product = self._product(dtype)
+            self._measure(f"matmul {dtype_name(dtype)}", side, product, alone=True)
+            if dtype == torch.float32:
+                self._measure(TOGETHER, side, product, least_seconds=self._effort.all_at_once_seconds)
+
+    def _product(self, dtype: torch.dtype) -> Work:
+        side = _SIDE[self._device.type]
+        a, b = (torch.ones(side, side, dtype=dtype, device=self._device) for _ in range(2))
+        out = torch.empty_like(a)
+        return lambda: torch.mm(a, b, out=out)
+
+    def _host_work(self) -> None:
+        points = measure_host_work(self._groups, self._device, self._effort.warm_steps, self._effort.repeats)
+        # Rank 0's points count. The other ranks only worked at the same time.
+        self._points += self._groups.gather_objects(points)[0]
+
+    def _launches(self) -> None:
+        """Measure how long this thread is busy with launches. The device has nothing to do when they begin."""
+        if self._device.type == "cpu":
+            return
+        which = "inter" if self._topology.nodes > 1 else "intra"  # `_beside_products` uses the same group
+        group = None
+        if self._groups.world > 1:
+            group = self._groups.of(self._everyone, which, self._groups.backend(self._device))
+        for what, size, work in launches_to_measure(self._groups, group, self._device):
+            work()  # makes connections and compiles kernels
+            taken: list[float] = []
+            for _ in range(self._effort.repeats):
+                torch.cuda.synchronize(self._device)
+                self._groups.barrier()
+                began = time.perf_counter()
+                for _ in range(_LAUNCHES):
+                    work()
+                taken.append((time.perf_counter() - began) / _LAUNCHES)
+            torch.cuda.synchronize(self._device)
+            slowest = tuple(map(max, zip(*self._groups.gather_objects(taken), strict=True)))
+            self._points.append(Point(what, size, slowest))
+
+    def _beside_products(self) -> None:
+        """Exchange small messages while all ranks multiply: how long do they wait for a processor that computes?"""
+        if self._device.type != "cpu":
+            return
+        product = self._product(torch.float32)
+        for which in ("inter", "intra"):
+            if sizes := [p.size for p in self._points if p.what == f"{which}, all"]:
+                group = self._groups.of(self._everyone, which)
+                message = self._exchange(*self._neighbors(which), min(sizes), 1, group)
+                message()
+                self._groups.barrier()
+                seconds = self._groups.gather_objects(seconds_beside(product, message, self._effort.small_messages))
+                self._points.append(Point(pair_name(f"{which}, all", PRODUCT), min(sizes), (max(seconds),)))
+
+    # Measuring ------------------------------------------------------------------------------------------------------
+
+    def _measure(
+        self,
+        what: str,
+        size: int,
+        work: Work,
+        alone: bool = False,
+        least_seconds: float | None = None,
+        repeats: int | None = None,
+        warm: bool = True,
+    ) -> None:
+        """Record each repetition's seconds on the slowest rank. With `alone`, only rank 0 works."""
+        repeats = repeats or self._effort.repeats
+        if alone and self._rank:
+            work = _nothing
+        if warm:
+            work()  # makes connections and fills caches
+        # Ranks do not leave a barrier at the same time. Short work is therefore repeated between two barriers.
+        once = max(self._groups.gather_objects(self._timed(work, 1)))
+        count = max(1, min(_MOST_AT_ONCE, round((least_seconds or self._effort.short_seconds) / once)))
+        taken: list[float] = []
+        self._groups.barrier()
+        busy = self._busy()
+        for _ in range(repeats):
+            self._groups.barrier()
+            taken.append(self._timed(work, count))
+        self._groups.barrier()
+        busy = (self._busy() - busy) / (repeats * count) if self._first_on_host else 0.0
+        rows = self._groups.gather_objects((taken, busy))
+        slowest = tuple(max(row[0][i] for row in rows) for i in range(repeats))
+        self._points.append(Point(what, size, slowest, max(row[1] for row in rows)))
+        self._spent = once + count * sum(slowest)
+
+    def _timed(self, work: Work, count: int) -> float:
+        """Return the mean seconds of `count` repetitions."""
+        began = time.perf_counter()
+        for _ in range(count):
+            work()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return (time.perf_counter() - began) / count
+
+    def _busy(self) -> float:
+        """Return the busy seconds of all processors of this host, with the kernel's work for the network."""
+        if self._device.type != "cpu":
+            return 0.0  # processors do not move the bytes
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+        user, nice, system, _idle, _iowait, irq, softirq = map(int, fields)
+        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+    def _memory_of_a_rank(self) -> int:
+        if self._device.type == "cuda":
+            return min(self._groups.gather_objects(torch.cuda.get_device_properties(self._device).total_memory))
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(self._groups.gather_objects(total // self._ranks_on_host))
+
+
+def _nothing() -> None:
+    pass
+
+
+# Launches ------------------------------------------------------------------------------------------------------------
+
+
+def launches_to_measure(
+    groups: Groups, group: dist.ProcessGroup | None, device: torch.device
+) -> Iterator[tuple[str, int, Work]]:
+    """Yield the name of each kind of launch, how many calls or messages it has, and a function that launches it.
+
+    `group` has all ranks, and all of them launch the same. It is None if there are no others.
+    """
+    region, shard = (torch.zeros(n, device=device) for n in (_SHORT * groups.world, _SHORT))
+
+    def calls(group: dist.ProcessGroup, count: int) -> None:
+        with launched_together(group, count):
+            for _ in range(count):
+                all_gather_single(region, shard, group)
+
+    def messages(group: dist.ProcessGroup, count: int) -> None:
+        to, origin = ((groups.rank + step) % groups.world for step in (1, -1))
+        kinds = (dist.irecv, origin), (dist.isend, to)
+        sent = [dist.P2POp(kind, shard, group=group, group_peer=peer) for kind, peer in kinds]
+        for handle in dist.batch_isend_irecv(sent * (count // 2)):
+            handle.wait()
+
+    def task() -> None:
+        if stream is not None:
+            event = torch.cuda.Event()
+            event.record()
+            with torch.cuda.stream(stream):
+                event.wait()
+
+    kernels, codec = kernels_for(device), Codec.parse("int8")
+    message = torch.empty(codec.encoded_bytes(_SHORT), dtype=torch.uint8, device=device)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    if group is not None:
+        for count in LAUNCHED_TOGETHER:
+            yield LAUNCHED_CALLS, count, partial(calls, group, count)
+        for count in LAUNCHED_MESSAGES:
+            yield LAUNCHED_IN_A_BATCH, count, partial(messages, group, count)
+    yield LAUNCHED_CODEC, 1, partial(kernels.encode, codec, shard, message)
+    yield LAUNCHED_OPERATION, 1, partial(shard.add_, 1)
+    yield LAUNCHED_TASK, 1, task
+
+
+# Exact codecs --------------------------------------------------------------------------------------------------------
+
+
+def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, Work]]:
+    """Return functions that encode and decode with each exact codec, by its name.
+
+    The values are bfloat16: normally distributed gradients, and weights that a step of the optimizer has changed by
+    about a hundredth of their size.
+    """
+    old, step = 0.02 * torch.randn(2, elements, generator=torch.Generator().manual_seed(0)).to(device)
+    weights = [old.bfloat16(), (old + 0.01 * step).bfloat16()]
+    values, held, received = step.bfloat16(), weights[0].clone(), torch.empty_like(weights[0])
+    messages = [torch.empty(message_bound(elements, held.dtype), dtype=torch.uint8, device=device) for _ in range(3)]
+    # Decoding changes the values that the receiver holds. So there and back take turns.
+    for at in (0, 1):
+        encode(weights[at], weights[1 - at], messages[at])
+    encode(None, values, messages[2])
+    turns = cycle(messages[:2])
+    return {
+        DIFFERENCES: (partial(encode, *weights, messages[0]), lambda: decode(next(turns), held, difference=True)),
+        VALUES: (partial(encode, None, values, messages[2]), partial(decode, messages[2], received, difference=False)),
+    }
+
+
+# Two activities at the same time -------------------------------------------------------------------------------------
+
+
+def seconds_beside(product: Work, message: Work, times: int) -> float:
+    """Run `message` in a thread for so many times, and `product` until it ends. Return the seconds of one message."""
+    taken: list[float] = []
+    failure: list[BaseException] = []
+
+    def run_messages() -> None:
+        try:
+            for _ in range(times):
+                began = time.perf_counter()
+                message()
+                taken.append(time.perf_counter() - began)
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run_messages, name="towpath-probe", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        product()
+    thread.join()
+    if failure:
+        raise failure[0]
+    # Sometimes a thread waits so long for a processor that this one time would outweigh all others.
+    left_out = times // 20
+    return fmean(sorted(taken)[left_out : times - left_out])

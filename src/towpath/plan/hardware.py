@@ -1,0 +1,502 @@
+"""The simulated cluster, and the cost of a transfer on it. All ranks are equal, and so are all nodes.
+
+The cost of a transfer is a sequence of phases. A phase describes the work of one rank and its node. All other ranks do
+the same work at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, log2
+
+from towpath.core.exact import DIFFERENCES, VALUES, Shares, exact_codec, expected_share
+from towpath.core.formats import Codec, item_bytes
+from towpath.core.launches import Launches
+from towpath.core.route_costs import Phase, phases, share_leaving_racks
+from towpath.core.routes import Form, Grid, Op, effective_route, hops_of, parts_of, slice_bytes
+from towpath.core.strategy import MoveShape
+from towpath.core.transfer import Activation, Range, Transfer
+from towpath.core.transport import Transport
+from towpath.errors import ConfigError
+from towpath.plan.measured import MeasuredCollectives, Mesh
+from towpath.topology.cluster import Topology
+
+# The resources that concurrent activities share, from the view of one node or one rank.
+CABLE, INSIDE, SPINE, PROCESSOR = "cable", "inside", "spine", "processor"
+
+# The low-rank codec builds and multiplies its thin factors as fast as memory is read and written. Each of its two
+# messages reads the matrices about five times. That costs as much as this many copies of them.
+_FACTOR_COPIES, _FACTOR_BYTES = 2.5, 4
+# The same for a low-rank message between pipeline stages. The sender adds the earlier error, multiplies twice, and
+# subtracts the received value from the sent one. The receiver multiplies once.
+_ENCODED_COPIES, _DECODED_COPIES = 4.0, 1.0
+# Where the speed of an exact codec is not known: a processor encodes or decodes an element in the time in which it
+# copies so many bytes.
+_BYTES_OF_AN_EXACT_ELEMENT = 16
+# The share of a ring's rate that NCCL's tuner expects of a tree (`busBw * .92` in its tuning.cc).
+_TREE_RATE = 0.92
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link between nodes (the cable of one node), or inside a node (what one rank sends there)."""
+
+    rate: float  # bytes per second in each direction
+    latency: float  # seconds from the start of a message to its first byte
+    message: float = 0.0  # seconds for which each message keeps its sender busy, however short it is
+    # Core seconds per byte, both ends together. Nonzero only where processors move the bytes.
+    work: float = 0.0
+    message_work: float = 0.0  # core seconds per message, both ends together
+    # Extra latency while the processors that carry the message compute. A thread that a message wakes up then waits for
+    # a core.
+    busy_latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Racks:
+    """A third level of links: each rack of `nodes` nodes shares one of `rate` bytes per second in each direction."""
+
+    # The nodes of a full rack. A job uses `Topology.nodes_per_rack` of them.
+    nodes: int
+    rate: float  # the bytes per second that leave a rack, and as many that enter it
+
+    def topology(self, nodes: int, ranks_per_node: int) -> Topology:
+        """Return the topology of a job on `nodes` nodes. Racks must divide them, unless one rack holds them all."""
+        return Topology(nodes, ranks_per_node, self.nodes if nodes > self.nodes else None)
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSpeed:
+    """The elements per second that one rank encodes and decodes."""
+
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class PassWork:
+    """The processor seconds that the engine adds to a pass, for each unit and for each parameter of it."""
+
+    unit: float = 0.0
+    parameter: float = 0.0
+
+    def of(self, parameters: int) -> float:
+        """Return the seconds that the engine adds for one unit with so many parameters."""
+        return self.unit + self.parameter * parameters
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """The processor time of the engine and the optimizer, apart from arithmetic and messages."""
+
+    forward: PassWork = PassWork()  # work of the engine in a forward pass
+    backward: PassWork = PassWork()  # work of the engine in a backward pass
+    optimizer: float = 0.0  # seconds per parameter in the optimizer's step, with the norm of the gradients
+    transfer: float = 0.0  # seconds per transfer, whatever its size
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The memory of the host, to which states can be offloaded."""
+
+    copy_rate: float  # bytes per second between one rank's device and the host, in each direction, while all ranks copy
+    memory_rate: float  # bytes per second that one rank's share of the host's processors copies
+
+
+@dataclass(frozen=True, slots=True)
+class Launching:
+    """The seconds for which the thread that trains is busy with each launch, where a device computes.
+
+    The defaults were measured on an H200 with PyTorch 2.11 and NCCL 2.28.9, except for `unit`, which is estimated.
+    """
+
+    call: float = 55e-6  # a call of a collective
+    # a call that is launched together with others, in addition to one `call` for all of them.
+    call_of_several: float = 10e-6
+    batch: float = 130e-6  # a batch of point-to-point messages
+    message: float = 13e-6  # each message of a batch
+    codec: float = 28e-6  # a kernel of a codec
+    operation: float = 10e-6  # any other kernel, such as a copy or a product
+    task: float = 30e-6  # what surrounds the transfers of one task: a switch of the stream, and events
+    unit: float = 200e-6  # the engine's own work in a unit's pass
+
+    def of(self, launches: Launches) -> float:
+        """Return the seconds that these launches take."""
+        return (
+            launches.calls * self.call
+            + launches.together * self.call_of_several
+            + launches.batches * self.batch
+            + launches.messages * self.message
+            + launches.codecs * self.codec
+            + launches.operations * self.operation
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The speed of a cluster's links, processors and kernels."""
+
+    topology: Topology  # the nodes, and the ranks of each node
+    intra: Link  # the link inside a node
+    inter: Link  # the link between nodes
+    memory_rate: float  # bytes per second that one rank copies
+    sum_rate: float  # bytes per second that one rank adds to others
+    # The speed of each codec. Those of exact codecs may be left out.
+    codecs: tuple[tuple[str, CodecSpeed], ...] = ()
+    racks: Racks | None = None  # links that several nodes share, if there are any
+    # Cores that compute, move bytes and encode for `ranks_sharing` ranks together. None means that each rank has a
+    # device, which computes without slowing messages down.
+    cores: float | None = None
+    ranks_sharing: int = 1  # ranks that share the cores of one host
+    host: HostWork = HostWork()  # work of the engine and the optimizer on the processor
+    host_memory: HostMemory | None = None  # the host's memory, for offloaded states
+    # What launches cost the thread that trains. None means that they cost nothing, as where processors compute: there,
+    # `host` has the engine's work.
+    launching: Launching | None = None
+    # Collectives that were measured on this cluster. They correct the costs of the same collectives.
+    measured: MeasuredCollectives | None = None
+    # The bytes of exact messages as a share of their values, as a run of the same model has measured them. Default: as
+    # expected on paper.
+    exact_shares: Shares = ()
+
+    @property
+    def form(self) -> Form:
+        """The form of transfers: ranks with a device use NCCL, which takes collectives."""
+        return Form.COLLECTIVES if self.cores is None else Form.MESSAGES
+
+    @property
+    def offloading(self) -> HostMemory:
+        """The memory for offloaded states. Where the processors compute, it is the same memory."""
+        if self.host_memory is not None:
+            return self.host_memory
+        if self.cores is None:
+            raise ConfigError(
+                "offload: the cluster's description says nothing of the host's memory. Describe it under [host] "
+                "(docs/guides/describe-a-cluster.md), or plan without offload."
+            )
+        return HostMemory(self.memory_rate, self.memory_rate)
+
+    @property
+    def capacities(self) -> dict[str, float]:
+        """The capacity of each shared resource per second. The processor counts in ranks' seconds, or in cores."""
+        found = {CABLE: self.inter.rate, INSIDE: self.intra.rate}
+        if self.racks is not None:
+            found[SPINE] = self.racks.rate
+        found[PROCESSOR] = 1.0 if self.cores is None else self.cores
+        return found
+
+    def codec_speed(self, codec: str) -> CodecSpeed:
+        """Return the speed of a codec, or raise ConfigError if the cluster's description has none."""
+        speed = dict(self.codecs).get(codec)
+        if speed is None and codec in (DIFFERENCES, VALUES):
+            return CodecSpeed(*(self.memory_rate / _BYTES_OF_AN_EXACT_ELEMENT,) * 2)
+        if speed is None:
+            known = ", ".join(name for name, _ in self.codecs) or "none"
+            raise ConfigError(
+                f"the cluster's description has no speed of the codec {codec}; it has {known}. Probe the cluster "
+                "with it, or describe it under [codecs]."
+            )
+        return speed
+
+    def exact_share(self, op: Op, dtype: str) -> float:
+        """Return the bytes of exact messages as a share of their values: as measured, or else as expected on paper."""
+        measured = dict(self.exact_shares).get((exact_codec(op), dtype))
+        return expected_share(op, dtype) if measured is None else measured
+
+    def processor(self, seconds: float) -> float:
+        """Return the processor need of `seconds` of work by one rank, if all ranks that share it do the same."""
+        return seconds * (1 if self.cores is None else self.ranks_sharing)
+
+
+@dataclass(frozen=True, slots=True)
+class StageLocation:
+    """The node and host of the first copy of a pipeline stage, and how many copies are there.
+
+    All copies of a stage do the same, so the first one represents them. Resources get one name per node, rank and
+    host. Without a `name` there are no stages: all ranks do the same, and resources keep their plain names.
+    """
+
+    name: str = ""
+    node: int = 0
+    host: int = 0
+    ranks_on_node: int = 1
+    ranks_on_host: int = 1
+    rack: int = 0
+
+    @staticmethod
+    def of(name: str, ranks: Sequence[int], hardware: Hardware) -> StageLocation:
+        """Return the location of a stage whose copies are on `ranks`."""
+        topology = hardware.topology
+        node = topology.node_of(ranks[0])
+        rack = topology.rack_of(node)
+        on_node = sum(topology.node_of(rank) == node for rank in ranks)
+        if hardware.cores is None:  # each rank has its own device
+            return StageLocation(name, node, ranks[0], on_node, 1, rack)
+        host = ranks[0] // hardware.ranks_sharing
+        on_host = sum(rank // hardware.ranks_sharing == host for rank in ranks)
+        return StageLocation(name, node, host, on_node, on_host, rack)
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The name of each resource here. Cables and racks have two: one for each direction, out of it and into it."""
+        return {
+            CABLE: (f"{CABLE} out of node {self.node}", f"{CABLE} into node {self.node}"),
+            INSIDE: (f"{INSIDE}, {self.name}",),
+            PROCESSOR: (f"{PROCESSOR} of host {self.host}",),
+            SPINE: (f"{SPINE} out of rack {self.rack}", f"{SPINE} into rack {self.rack}"),
+        }
+
+    def named(self, needs: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the needs of a collective under the names of this location. It uses both directions equally."""
+        if not self.name:
+            return needs
+        names = self.names
+        return {name: amount for resource, amount in needs.items() for name in names[resource]}
+
+    def capacities(self, hardware: Hardware) -> dict[str, float]:
+        """Return the capacity of each resource of this location."""
+        every = hardware.capacities
+        return {name: every[what] for what, names in self.names.items() if what in every for name in names}
+
+
+EVERYWHERE = StageLocation()
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCost:
+    """The cost of one phase of a transfer."""
+
+    seconds: float  # time in addition to the needs, such as the latency of messages
+    needs: Mapping[str, float]  # the amount of each resource
+    busy_seconds: float = 0.0  # extra time while the processors compute
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the phase uses the link between nodes."""
+        return bool(self.needs.get(CABLE))
+
+    def times(self, factor: float) -> PhaseCost:
+        """Return the phase with `factor` times its seconds and needs."""
+        return PhaseCost(
+            factor * self.seconds, {name: factor * need for name, need in self.needs.items()}, self.busy_seconds
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferShape:
+    """The parts of a transfer that determine its cost."""
+
+    op: Op  # the collective operation
+    grid: Grid  # nodes and ranks per node of one group
+    stride: int  # distance between two nodes of a group
+    route: str  # the route of the messages
+    parts: int  # number of parts into which slices are cut
+    elements: int  # number of elements of a group's buffer
+    slice_bytes: float  # bytes of one member's slice, or of the message, as they are sent
+    codec: Codec | None  # the codec, if the transport encodes
+    factored: int = 0  # elements of the matrices that are sent as low-rank factors
+    encoded: bool = False  # whether the gathered shards are stored encoded
+    form: Form = Form.MESSAGES  # how the route is executed
+    exact: str | None = None  # the dtype of the elements, if what crosses nodes is encoded without losing a bit
+
+    @staticmethod
+    def of(transfer: Transfer) -> TransferShape:
+        """Return the shape of a transfer."""
+        move, grid, codec = transfer.move, transfer.grid, transfer.transport.encoding
+        nodes = [transfer.topology.node_of(rank) for rank in move.groups[0].ranks[:: grid.width]]
+        stride = nodes[1] - nodes[0] if len(nodes) > 1 else 1
+        if isinstance(transfer.payload, Activation):
+            size = transfer.message_bytes
+        else:
+            size = slice_bytes(transfer.elements, move.members, item_bytes(transfer.dtype), codec)
+        shape = TransferShape(
+            move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec, form=transfer.form
+        )
+        if not isinstance(transfer.payload, Range):
+            return shape
+        exact = transfer.dtype if transfer.exact else None
+        return replace(shape, factored=transfer.payload.factored, encoded=transfer.payload.encoded, exact=exact)
+
+    @staticmethod
+    def of_move(
+        move: MoveShape, transport: Transport, numel: int, dtype: str, form: Form = Form.MESSAGES
+    ) -> TransferShape:
+        """Return the shape of a collective over a buffer of `numel` elements, without naming its ranks."""
+        elements, codec = numel // move.regions, transport.encoding
+        exact = transport.encodes_exactly(move.op, move.grid, elements, dtype, form)
+        route = transport.route_on(move.op, move.grid, form, exact)
+        size = slice_bytes(elements, move.members, item_bytes(dtype), codec)
+        parts = parts_of(route, move.grid, size, move.op, form)
+        shape = TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec, form=form)
+        return replace(shape, exact=dtype) if exact else shape
+
+
+def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ...]:
+    """Return the phases of a collective, in order."""
+    moved = [
+        _messages_cost(shape, p, hardware) for p in phases(shape.op, shape.route, shape.grid, shape.parts, shape.form)
+    ]
+    if shape.codec is None and (tree := _tree_cost(shape, moved, hardware)) is not None:
+        moved = min(moved, [tree], key=lambda costs: seconds_alone(costs, hardware))
+    measured = hardware.measured
+    # The messages of an encoded gather are those of a gather of as many bytes. Encoded reductions were not measured.
+    if (
+        measured is not None
+        and measured.topology == hardware.topology
+        and (shape.codec is None or shape.op is Op.ALL_GATHER)
+    ):
+        size = shape.slice_bytes * shape.grid.nodes * shape.grid.width
+        ratio = measured.ratio(shape.op, Mesh(shape.grid, shape.stride), shape.route, size)
+        moved = [cost.times(ratio) for cost in moved]
+    costs: list[PhaseCost] = []
+    if shape.factored:
+        copied = _FACTOR_COPIES * shape.factored * _FACTOR_BYTES
+        costs.append(PhaseCost(0.0, {PROCESSOR: hardware.processor(copied / hardware.memory_rate)}))
+    if shape.exact is not None:
+        before, after = _exact_costs(shape, hardware)
+        costs += [before, *moved, after]
+    elif shape.codec is None:
+        costs += moved
+    else:
+        # Coding comes before the first messages, between hops, and after the last messages.
+        before, *between, after = _coding_costs(shape, shape.codec, hardware)
+        costs.append(before)
+        for index, cost in enumerate(moved):
+            costs.append(cost)
+            if index < len(between) and index < len(moved) - 1:
+                costs.append(between[index])
+        costs.append(after)
+    return tuple(cost for cost in costs if cost.seconds or any(cost.needs.values()))
+
+
+def seconds_alone(costs: Iterable[PhaseCost], hardware: Hardware) -> float:
+    """Return the seconds of phases that run one after the other, while nothing else runs."""
+    return sum(
+        cost.seconds + max((n / hardware.capacities[r] for r, n in cost.needs.items()), default=0.0) for cost in costs
+    )
+
+
+def message_cost(transfer: Transfer, hardware: Hardware, source: StageLocation, target: StageLocation) -> PhaseCost:
+    """Return the cost of a message between two stages, with those of all other copies of the stages.
+
+    The message arrives as it is sent: still encoded, if it is.
+    """
+    size = transfer.message_bytes
+    crosses = source.node != target.node
+    link = hardware.inter if crosses else hardware.intra
+    needs: dict[str, float] = {source.names[INSIDE][0]: size}
+    if crosses:
+        leaving, entering = source.names[CABLE][0], target.names[CABLE][1]
+        needs = {leaving: size * source.ranks_on_node, entering: size * target.ranks_on_node}
+    if hardware.racks is not None and source.rack != target.rack:
+        needs |= {source.names[SPINE][0]: size * source.ranks_on_node}
+        needs |= {target.names[SPINE][1]: size * target.ranks_on_node}
+    work = (size * link.work + link.message_work) / 2  # at each end
+    for end in (source, target) if work else ():
+        (processor,) = end.names[PROCESSOR]
+        needs[processor] = needs.get(processor, 0.0) + end.ranks_on_host * work
+    return PhaseCost(link.latency + link.message, needs, link.busy_latency)
+
+
+def encoding_seconds(transfer: Transfer, hardware: Hardware) -> float:
+    """Return the seconds in which one member encodes its slice for an exact parameter sync."""
+    return transfer.elements / transfer.move.members / hardware.codec_speed(exact_codec(transfer.move.op)).encode
+
+
+def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> float:
+    """Return the seconds that one end of a message between stages needs to encode it, or to decode it."""
+    codec = transfer.transport.encoding
+    if codec is not None:
+        speed = hardware.codec_speed(codec.name)
+        return transfer.elements / (speed.encode if encodes else speed.decode)
+    if transfer.transport.low_rank is None or transfer.message_bytes >= transfer.elements * item_bytes(transfer.dtype):
+        return 0.0
+    copied = (_ENCODED_COPIES if encodes else _DECODED_COPIES) * transfer.elements * item_bytes(transfer.dtype)
+    return copied / hardware.memory_rate
+
+
+def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> PhaseCost:
+    """Return the cost of the messages of one phase. In a reduction, the receiver also adds."""
+    op, grid = shape.op, shape.grid
+    groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
+    cable, inside = phase.leaving * shape.slice_bytes * groups, phase.inside * shape.slice_bytes
+    if shape.exact is not None:
+        share = hardware.exact_share(op, shape.exact)
+        cable *= share
+        inside *= share if op is Op.ALL_GATHER else 1.0  # a parameter sync stays encoded inside nodes
+    used = [link for link, sent in ((hardware.inter, phase.leaving), (hardware.intra, phase.inside)) if sent]
+    latency = max((link.latency for link in used), default=0.0)
+    busy = max((link.busy_latency for link in used), default=0.0)
+    messages = phase.messages_out * hardware.inter.message + phase.messages_inside * hardware.intra.message
+    nodes = hardware.ranks_sharing / hardware.topology.ranks_per_node
+    work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
+    work += hardware.ranks_sharing * phase.messages_out * hardware.inter.message_work
+    work += hardware.ranks_sharing * phase.messages_inside * hardware.intra.message_work
+    if op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE) and shape.codec is None:
+        received = (phase.leaving / grid.width + phase.inside) * shape.slice_bytes
+        work += hardware.processor(received / hardware.sum_rate)
+    needs = {CABLE: cable, INSIDE: inside, PROCESSOR: work}
+    if hardware.racks is not None:
+        needs[SPINE] = cable * share_leaving_racks(shape.route, grid.nodes, shape.stride, hardware.topology)
+    needed = {name: amount for name, amount in needs.items() if amount}
+    return PhaseCost(phase.rounds * latency + messages, needed, phase.rounds * busy)
+
+
+def _exact_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, PhaseCost]:
+    """Return the cost of encoding what crosses nodes, and of decoding what arrives."""
+    members, speed = shape.grid.nodes * shape.grid.width, hardware.codec_speed(exact_codec(shape.op))
+    if shape.op is Op.ALL_GATHER:  # each member encodes its slice once, and decodes those of all others
+        sent, received = shape.elements / members, shape.elements * (members - 1) / members
+        if shape.form is Form.COLLECTIVES:  # encoded before the ranks agree on sizes
+            sent = 0.0
+    else:
+        each = phases(shape.op, shape.route, shape.grid, shape.parts, shape.form)
+        sent = received = sum(p.leaving for p in each) / shape.grid.width * shape.elements / members
+    before, after = (hardware.processor(n / rate) for n, rate in ((sent, speed.encode), (received, speed.decode)))
+    return PhaseCost(0.0, {PROCESSOR: before}), PhaseCost(0.0, {PROCESSOR: after})
+
+
+def _tree_cost(shape: TransferShape, ring: Sequence[PhaseCost], hardware: Hardware) -> PhaseCost | None:
+    """Return the cost of NCCL's all-reduce along a tree, given that of its ring, or None if it has no tree.
+
+    NCCL connects the ranks of a node by a chain and the nodes by a tree, and goes through both twice. This has fewer
+    latencies than a ring, so it is faster for small sums. Gathers and reduce-scatters are always rings.
+    """
+    grid = shape.grid
+    if (shape.op, shape.form) != (Op.ALL_REDUCE, Form.COLLECTIVES) or grid.nodes == 1:
+        return None
+    if effective_route(shape.route, grid, shape.op, shape.form) != "flat":
+        return None
+    needs: dict[str, float] = {}
+    for cost in ring:
+        for name, need in cost.needs.items():
+            needs[name] = needs.get(name, 0.0) + need / (1.0 if name == PROCESSOR else _TREE_RATE)
+    latency = (grid.width - 1) * hardware.intra.latency + ceil(log2(grid.nodes)) * hardware.inter.latency
+    return PhaseCost(2 * latency + hardware.inter.message, needs)
+
+
+def _coding_costs(shape: TransferShape, codec: Codec, hardware: Hardware) -> Iterator[PhaseCost]:
+    """Yield the coding around and between hops. A receiver decodes and sums."""
+    speed = hardware.codec_speed(codec.name)
+
+    def cost(encoded: float, decoded: float) -> PhaseCost:
+        seconds = encoded / speed.encode + decoded / speed.decode
+        return PhaseCost(0.0, {PROCESSOR: hardware.processor(seconds)})
+
+    elements, members = shape.elements, shape.grid.nodes * shape.grid.width
+    if shape.op in (Op.ALL_GATHER, Op.SEND):
+        own = elements / members if shape.op is Op.ALL_GATHER else elements
+        yield cost(0 if shape.encoded else own, 0)
+        yield cost(0, elements)
+        return
+    hops = hops_of(shape.route, shape.grid) or (members,)
+    carried = float(elements)
+    yield cost(carried, 0)
+    for hop, size in enumerate(hops):
+        last = hop == len(hops) - 1
+        encodes = not (last and shape.op is Op.REDUCE_SCATTER)
+        yield cost(carried / size if encodes else 0.0, carried)
+        carried /= size
+    if shape.op is Op.ALL_REDUCE:
+        yield cost(0, elements)  # the result of the gather that follows

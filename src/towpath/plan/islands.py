@@ -1,0 +1,99 @@
+"""Plans outer steps: which strategy islands train with, and how often they must synchronize.
+
+Outer steps change the algorithm, so they are planned only where the user allows them. The longer a period is, the
+further islands drift apart. So of all periods that hide their exchanges, the shortest is proposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from towpath.core.formats import Codec
+from towpath.core.outer import Outer, outer_transport
+from towpath.core.transport import Transport
+from towpath.plan.prediction import Prediction, Ranking
+from towpath.plan.solver import Solver
+
+# The periods that are tried, in optimizer steps.
+PERIODS = (32, 64, 128, 256, 512)
+# Exchanges count as hidden if they make the mean step at most this much longer.
+HIDDEN = 1.05
+# An exchange may be under way for at most this share of a period, and then islands keep half of what they have learned.
+_LONGEST_DELAY, _BLEND = 0.25, 0.5
+# How often an island's strategy is planned, each time with the memory that is left beside what outer steps need.
+_TRIED = 3
+# How many candidates are replayed at most for an island.
+_REPLAYED = 16
+# Outer steps are proposed in place of a synchronous strategy if they take at most this share of its time.
+WORTH_IT = 0.8
+
+
+class OuterPlanner:
+    """Plans the outer steps of a model on a cluster."""
+
+    def __init__(self, solver: Solver) -> None:
+        self._solver = solver
+
+    def solve(self) -> Prediction | None:
+        """Return the prediction for the shortest period that hides its exchanges, or else for the longest.
+
+        It is None if no island can hold a copy of the model.
+        """
+        if (found := self._of_islands()) is None:
+            return None
+        islands, inner = found
+        first = self._predicted(Outer(PERIODS[0], transport=self._transport), islands, inner)
+        # What an exchange takes longer than a step does not depend on the period.
+        exchange = PERIODS[0] * max(0.0, first.seconds - inner.seconds)
+        settings = [self._settings(every, exchange, inner.seconds) for every in PERIODS]
+        outer, _ = next((each for each in settings if each[1]), settings[-1])
+        return self._predicted(outer, islands, inner)
+
+    def _of_islands(self) -> tuple[int, Prediction] | None:
+        """Return how many islands can hold the model with its slow weights, and the best step of one of them."""
+        topology, request = self._solver.cluster.topology, self._solver.request
+        for islands in (n for n in range(topology.nodes, 1, -1) if topology.nodes % n == 0):
+            if request.batch % islands:
+                continue
+            _, island = Outer(1, islands=islands).on(topology)
+            cluster = self._solver.cluster.on(island.nodes, island.ranks_per_node)
+            outer, reserved = Outer(1, transport=self._transport), 0
+            for _ in range(_TRIED):
+                mine = replace(request, batch=request.batch // islands, memory=request.memory - reserved)
+                ranked = Solver(self._solver.model, cluster, mine).solve(best=1, most=_REPLAYED)
+                if not isinstance(ranked, Ranking):
+                    break
+                step = ranked.ranked[0]
+                needed = self._predicted(outer, islands, step).peak_bytes
+                if needed <= request.memory:
+                    return islands, step
+                reserved = max(reserved + 1, needed - step.peak_bytes)  # the slow weights, feedback and messages
+        return None
+
+    def _settings(self, every: int, exchange: float, step: float) -> tuple[Outer, bool]:
+        """Return the settings for a period, and whether they hide an exchange of so many seconds behind its steps."""
+        outer = Outer(every, transport=self._transport)
+        if exchange <= (HIDDEN - 1) * every * step:
+            return outer, True
+        delay = ceil(exchange / step)
+        if delay > _LONGEST_DELAY * every:
+            return outer, False
+        return replace(outer, delay=delay, blend=_BLEND), True
+
+    @property
+    def _transport(self) -> Transport:
+        """The transport of exchanges: the codec of gradients with the fewest bits that is allowed, or float32."""
+        codecs = [Codec.parse(name) for name in self._solver.request.gradients if name != "none"]
+        usable = [codec for codec in codecs if not codec.stochastic]
+        smallest = min(usable, key=lambda codec: codec.bits, default=None)
+        return outer_transport("" if smallest is None else str(smallest))
+
+    def _predicted(self, outer: Outer, islands: int, inner: Prediction) -> Prediction:
+        settled, _ = replace(outer, islands=islands).on(self._solver.cluster.topology)
+        return self._solver.predict(replace(inner.strategy, outer=settled), inner.batching)
+
+
+def worth_it(outer: Prediction, synchronous: Prediction) -> bool:
+    """Return whether outer steps save enough time to change the algorithm for them."""
+    return outer.seconds <= WORTH_IT * synchronous.seconds

@@ -1,0 +1,437 @@
+"""The replay of one training step: a clock executes what the step machine asks for, in place of an engine.
+
+Without pipeline stages, one rank represents all. In a pipeline, one rank represents all copies of a stage. Each of
+these ranks walks its operations (`core/pipeline.py`), and its engines execute what their step machines ask for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from statistics import fmean
+from typing import Any
+
+from towpath.core.launches import Launches, launches_of
+from towpath.core.pipeline import Await, Compression, Message, Post, Run, StagePass, Walk
+from towpath.core.schedule import Shape, message_transfers
+from towpath.core.steady_step import Compute, Part, settled, settled_stage, steady_step
+from towpath.core.step_state import Action
+from towpath.core.strategy import Strategy, TransferKind
+from towpath.core.transfer import Transfer
+from towpath.core.unit_plan import UnitPlan
+from towpath.plan.bandwidth import BandwidthModel, Demand, Thread, run_threads
+from towpath.plan.hardware import (
+    Hardware,
+    PhaseCost,
+    StageLocation,
+    TransferShape,
+    coding_seconds,
+    message_cost,
+    phase_costs,
+)
+from towpath.plan.simulated_engine import LaunchingThread, QueuedTask, SimulatedEngine, start_phase
+from towpath.plan.timeline import Event, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeSeconds:
+    """The seconds that one rank computes if nothing else runs."""
+
+    forward: Sequence[float]  # forward pass of each unit, the root's first
+    backward: Sequence[float]  # backward pass of each unit, the root's first
+    forward_end: float  # forward pass of the root after all other units
+    backward_end: float  # backward pass of the root after all other units
+    optimizer: float = 0.0  # the optimizer's step
+    # The share of the passes' seconds in which the processor works. During the rest, a device computes, which does not
+    # slow down messages and codecs.
+    share: float = 1.0
+
+    @property
+    def micro_step(self) -> float:
+        """The seconds of one micro-step, without the optimizer's step."""
+        return sum(self.forward) + sum(self.backward) + self.forward_end + self.backward_end
+
+    def of(self, compute: Compute) -> float:
+        """Return the seconds of one computation of the schedule."""
+        match compute.part:
+            case Part.FORWARD:
+                return self.forward[compute.unit]
+            case Part.BACKWARD:
+                return self.backward[compute.unit]
+            case Part.FORWARD_END:
+                return self.forward_end
+            case Part.BACKWARD_END:
+                return self.backward_end
+
+    def kernels(self, compute: Compute) -> float:
+        """Return how many times as many kernels a computation has as the forward pass of its unit.
+
+        A backward pass has twice as many. If it recomputes the forward pass, it has three times as many.
+        """
+        backward = 3.0 if sum(self.backward) > 2.5 * sum(self.forward) else 2.0
+        match compute.part:
+            case Part.FORWARD:
+                return 1.0
+            case Part.BACKWARD:
+                return backward
+            case Part.FORWARD_END | Part.BACKWARD_END:  # the root has few, and the other part of its pass counts them
+                return 0.0
+
+
+class Replay:
+    """The replay of a step without pipeline stages. The root's plan comes first."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        plans: Sequence[UnitPlan],
+        hardware: Hardware,
+        seconds: ComputeSeconds,
+        micro_steps: int,
+    ) -> None:
+        self._seconds, self._micro_steps = seconds, micro_steps
+        self._bandwidth, self._timeline = BandwidthModel(hardware.capacities), Timeline()
+        self._engine = SimulatedEngine(strategy, plans, hardware, self._bandwidth, self._timeline)
+
+    def run(self) -> Timeline:
+        """Replay the step, with the optimizer's part."""
+        run_threads(self._bandwidth, [self._thread()], [self._engine])
+        self._timeline.seconds = self._bandwidth.now
+        return self._timeline
+
+    def _thread(self) -> Thread:
+        engine, plans = self._engine, self._engine.plans
+        for micro_step, action in steady_step(settled(plans), plans, self._micro_steps):
+            yield from computed(engine, self._seconds, action, micro_step)
+        yield from engine.compute(self._seconds.optimizer, "optimizer")
+
+
+def computed(
+    engine: SimulatedEngine, seconds: ComputeSeconds, action: Action | Compute, micro_step: int
+) -> Iterator[Demand | QueuedTask]:
+    """Compute or execute what a step consists of, and yield what the thread computes or waits for."""
+    if not isinstance(action, Compute):
+        yield from engine.execute(action, micro_step)
+        return
+    name = f"{action.part.value} of {engine.plans[action.unit].name or 'root'}"
+    yield from engine.compute(seconds.of(action), name, seconds.share)
+    yield from engine.launch_kernels(action.unit, seconds.kernels(action))
+
+
+# Pipelines -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SimulatedStage:
+    """A stage of a simulated pipeline.
+
+    `ranks` are numbered as in the job, and `outputs` are the tensors that it sends on. Each of its `parts`
+    tensor-parallel ranks has its own data-parallel group.
+    """
+
+    ranks: tuple[int, ...]
+    strategy: Strategy
+    plans: Sequence[UnitPlan]
+    seconds: ComputeSeconds
+    outputs: tuple[Shape, ...]
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTimeline:
+    """A simulated step of a pipeline. For each of its ranks, it has a timeline of one copy.
+
+    The bytes of a timeline are those of all copies of its rank together.
+    """
+
+    seconds: float
+    ranks: tuple[Timeline, ...]
+
+    def combined(self) -> Timeline:
+        """Return one timeline for all ranks.
+
+        It has the ranks' mean computation, the waits of the rank that waits longest, and all transfers and bytes.
+        """
+        longest = max(self.ranks, key=lambda rank: sum(rank.exposed.values()))
+        in_flight: Counter[TransferKind] = Counter()
+        for rank in self.ranks:
+            in_flight.update(rank.in_flight)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        names = "inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes"
+        sent: dict[str, Any] = {name: sum(getattr(rank, name) for rank in self.ranks) for name in names}
+        return Timeline(
+            self.seconds,
+            fmean(rank.computed for rank in self.ranks),
+            **sent,
+            exposed=dict(longest.exposed),
+            in_flight=dict(in_flight),
+            launching=max(rank.launching for rank in self.ranks),
+            unlaunched=max(rank.unlaunched for rank in self.ranks),
+        )
+
+
+class PipelineReplay:
+    """The replay of a step of a pipeline. `walk` has the operations of each of its ranks.
+
+    `tied` are the sums of tied gradients between the first and the last stage, and how many groups do each of them.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[SimulatedStage],
+        walk: Walk,
+        hardware: Hardware,
+        compression: Compression,
+        tied: Sequence[tuple[Transfer, int]] = (),
+    ) -> None:
+        self._hardware, self._walk, self._compression, self._stages = hardware, walk, compression, stages
+        self._passes: dict[int, list[StagePass]] = defaultdict(list)
+        self._owners: dict[int, int] = {}  # the rank of each stage
+        for rank, operations in walk.items():
+            for each in operations:
+                if isinstance(each, Run):
+                    self._passes[each.stage_pass.stage].append(each.stage_pass)
+                    self._owners[each.stage_pass.stage] = rank
+        self._locations = [
+            StageLocation.of(f"rank {rank}", stages[i].ranks, hardware) for i, rank in sorted(self._owners.items())
+        ]
+        capacities: dict[str, float] = {}
+        for location in self._locations:
+            capacities |= location.capacities(hardware)
+        self._bandwidth = BandwidthModel(capacities)
+        self._timelines = {rank: Timeline() for rank in walk}
+        self._links = MessageLinks(self._bandwidth, by_sockets=hardware.cores is not None)
+        self._loss = _Signal()
+        self._launchers = {rank: LaunchingThread(hardware.launching) for rank in walk}
+        self._engines = {i: self._engine(i, rank) for i, rank in sorted(self._owners.items())}
+        self._tied = [self._tied_sum(transfer, groups) for transfer, groups in tied]
+
+    def _tied_sum(self, transfer: Transfer, groups: int) -> _TiedSum:
+        ends = {self._owners[end]: self._locations[end] for end in (0, len(self._stages) - 1)}
+        locations = list(ends.values())
+        ranks = sum(location.ranks_on_host for location in locations if location.host == locations[0].host)
+        # A probe measures no sum between two stages alone.
+        own = replace(self._hardware, topology=transfer.topology, ranks_sharing=ranks, measured=None)
+        costs = [
+            replace(cost, needs={name: need for each in locations for name, need in each.named(cost.needs).items()})
+            for cost in phase_costs(TransferShape.of(transfer), own)
+        ]
+        for rank in ends:  # both ends have equally many ranks
+            self._timelines[rank].inter_bytes += groups * transfer.inter_bytes // len(ends)
+            self._timelines[rank].intra_bytes += groups * transfer.intra_bytes // len(ends)
+        return _TiedSum(self._bandwidth, deque(costs), len(ends))
+
+    def _engine(self, index: int, rank: int) -> SimulatedEngine:
+        stage, location = self._stages[index], self._locations[index]
+        # The topology of the stage's ranks: equally many on each of its nodes, and on each host.
+        topology = self._hardware.topology.of(stage.ranks)
+        own = replace(self._hardware, topology=topology, ranks_sharing=location.ranks_on_host)
+        suffix = f", stage {index}"
+        return SimulatedEngine(
+            stage.strategy,
+            stage.plans,
+            own,
+            self._bandwidth,
+            self._timelines[rank],
+            location,
+            suffix,
+            copies=stage.parts,
+            thread=self._launchers[rank],
+        )
+
+    def run(self) -> PipelineTimeline:
+        """Replay the step, with the optimizer's part."""
+        threads = [self._thread(rank) for rank in self._walk]
+        run_threads(self._bandwidth, threads, [*self._engines.values(), self._links, *self._tied])
+        return PipelineTimeline(self._bandwidth.now, tuple(self._timelines[rank] for rank in sorted(self._timelines)))
+
+    def _thread(self, rank: int) -> Thread:
+        own = sorted(i for i, owner in self._owners.items() if owner == rank)
+        stages = {i: settled_stage(self._engines[i].plans, self._passes[i]) for i in own}
+        for i in own:
+            for action in stages[i].machine.param_sync():
+                yield from self._engines[i].execute(action, 0)
+        for operation in self._walk[rank]:
+            match operation:
+                case Run(each):
+                    stage, engine = stages[each.stage], self._engines[each.stage]
+                    for action in stage.walk(each):
+                        yield from computed(engine, self._stages[each.stage].seconds, action, stage.micro_step)
+                case Post(message, sends):
+                    transfers = self._rank_message(message).transfers
+                    end = self._engines[message.source if sends else message.target]
+                    yield from end.launch(sum(map(launches_of, transfers), Launches()))
+                    if sends:
+                        yield from self._code(message, encodes=True)
+                    self._links.post(self._rank_message(message), sends)
+                case Await(message, sends):
+                    began, awaited = self._bandwidth.now, self._rank_message(message)
+                    yield awaited
+                    if self._bandwidth.now > began:
+                        self._timelines[rank].waited(awaited.kind, f"for {awaited.title}", began, self._bandwidth.now)
+                    if not sends:
+                        yield from self._code(message, encodes=False)
+        for i in own:
+            for action in stages[i].end_boundary():
+                yield from self._engines[i].execute(action, stages[i].micro_step)
+        if {0, len(self._stages) - 1} & set(own):
+            for each in self._tied:
+                each.posted += 1
+                yield each
+        if len(self._stages) - 1 in own:
+            self._loss.ended = True  # the last stage sends the loss to all others
+        yield self._loss
+        for i in own:
+            yield from self._engines[i].compute(self._stages[i].seconds.optimizer, "optimizer")
+
+    def _rank_message(self, message: Message) -> RankMessage:
+        """Return the message as it is on its way. Whichever end comes first makes it."""
+        if message not in self._links.messages:
+            between = self._owners[message.source], self._owners[message.target]
+            source, target = self._stages[message.source], self._stages[message.target]
+            pairs = list(zip(source.ranks, target.ranks, strict=True))
+            outputs, topology = self._stages[message.output_of].outputs, self._hardware.topology
+            transfers = list(message_transfers(message, pairs, outputs, topology, self._compression))
+            ends = self._locations[message.source], self._locations[message.target]
+            costs = deque(message_cost(transfer, self._hardware, *ends) for transfer in transfers)
+            timeline = self._timelines[between[0]]
+            timeline.inter_bytes += sum(t.inter_bytes for t in transfers)
+            timeline.intra_bytes += sum(t.intra_bytes for t in transfers)
+            self._links.messages[message] = RankMessage(message, between, transfers, costs, timeline)
+        return self._links.messages[message]
+
+    def _code(self, message: Message, *, encodes: bool) -> Iterator[Demand]:
+        """Encode or decode a message on the training thread."""
+        transfers = self._rank_message(message).transfers
+        seconds = sum(coding_seconds(t, self._hardware, encodes=encodes) for t in transfers)
+        stage = message.source if encodes else message.target
+        yield from self._engines[stage].compute(seconds, "encode" if encodes else "decode")
+
+
+# Messages between ranks of a pipeline --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class RankMessage:
+    """A message from one rank of the pipeline to another. It moves once both ends have posted it.
+
+    `costs` are the phases that have not begun, and `behind` is a message that must end first.
+    """
+
+    message: Message
+    between: tuple[int, int]
+    transfers: Sequence[Transfer]
+    costs: deque[PhaseCost]
+    timeline: Timeline
+    posted: int = 0
+    behind: RankMessage | None = None
+    began: float | None = None
+    ended: bool = False
+
+    @property
+    def may_move(self) -> bool:
+        """Whether no other message must end first."""
+        return self.behind is None or self.behind.ended
+
+    @property
+    def kind(self) -> TransferKind:
+        """The kind of transfer."""
+        return TransferKind.ACTIVATION_GRADIENT if self.message.backward else TransferKind.ACTIVATION
+
+    @property
+    def title(self) -> str:
+        """The name of the message in a trace."""
+        what = "gradient" if self.message.backward else "output"
+        return f"{what} of stage {self.message.source}, micro-batch {self.message.micro_batch}"
+
+
+class MessageLinks:
+    """Moves messages. Those between the same two ranks move one after the other, in the order of sending.
+
+    With `by_sockets`, as with gloo, the receiver uses the same connection to say that it is ready. A message then waits
+    for those that move the other way at that time.
+    """
+
+    def __init__(self, bandwidth: BandwidthModel, by_sockets: bool) -> None:
+        self._bandwidth, self._by_sockets = bandwidth, by_sockets
+        self.messages: dict[Message, RankMessage] = {}
+        self._queues: dict[tuple[int, int], deque[RankMessage]] = defaultdict(deque)
+        self._moving: dict[Demand, RankMessage] = {}
+
+    def post(self, message: RankMessage, sends: bool) -> None:
+        """Post one end of a message."""
+        message.posted += 1
+        if sends:
+            self._queues[message.between].append(message)
+        elif self._by_sockets:
+            source, target = message.between
+            back = self._queues[target, source]
+            moving = list(takewhile(lambda other: other.posted == 2 and other.may_move, back))
+            message.behind = moving[-1] if moving else None
+
+    def start_ready(self) -> None:
+        """Start the first message of each queue if both ends have posted it."""
+        moving = set(map(id, self._moving.values()))
+        for queue in self._queues.values():
+            while queue and queue[0].posted == 2 and queue[0].may_move and id(queue[0]) not in moving:
+                message = queue[0]
+                if message.began is None:
+                    message.began = self._bandwidth.now
+                if not message.costs:
+                    self._end(queue.popleft())
+                    continue
+                self._moving[start_phase(self._bandwidth, message.costs.popleft())] = message
+                break
+
+    def on_end(self, demand: Demand) -> bool:
+        """Handle the end of a phase, and return whether it belonged to a message."""
+        message = self._moving.pop(demand, None)
+        if message is None:
+            return False
+        if not message.costs:
+            self._end(self._queues[message.between].popleft())
+        return True
+
+    def _end(self, queued: RankMessage) -> None:
+        assert queued.began is not None
+        queued.ended = True
+        crosses = any(transfer.inter_bytes for transfer in queued.transfers)
+        unit, micro_batch = f"stage {queued.message.source}", queued.message.micro_batch
+        now = self._bandwidth.now
+        queued.timeline.sent(
+            Event("messages", queued.title, queued.began, now, queued.kind, unit, micro_batch, crosses)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Signal:
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _TiedSum:
+    """A sum over the ranks of both ends of the pipeline. It begins once all `parties` have posted it."""
+
+    bandwidth: BandwidthModel
+    costs: deque[PhaseCost]
+    parties: int
+    posted: int = 0
+    ended: bool = False
+    moving: Demand | None = None
+
+    def start_ready(self) -> None:
+        """Start the next phase if all parties are there."""
+        if self.posted < self.parties or self.ended or self.moving is not None:
+            return
+        if self.costs:
+            self.moving = start_phase(self.bandwidth, self.costs.popleft())
+        else:
+            self.ended = True
+
+    def on_end(self, demand: Demand) -> bool:
+        """Handle the end of a phase, and return whether it belonged to this sum."""
+        if demand is not self.moving:
+            return False
+        self.moving, self.ended = None, not self.costs
+        return True

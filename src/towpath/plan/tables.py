@@ -1,0 +1,279 @@
+"""The planner's results as rows and sentences for people, and as JSON for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, get_args
+
+from towpath.core.exact import SMALLEST_BYTES, exact_codec, in_bits
+from towpath.core.outer import Outer
+from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind, move_shapes
+from towpath.plan.cluster_file import GIB
+from towpath.plan.pipelines import PipelinePrediction
+from towpath.plan.prediction import Prediction
+from towpath.plan.solver import Solver
+
+BASELINE = "zero3"  # the strategy that a choice is compared with
+_WORTH_TELLING = 0.02  # the share of a step in which the device waits for launches
+
+HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed")
+
+
+def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
+    """Return one row of a ranking, with a cell for each of `HEADINGS`."""
+    return (
+        str(number),
+        title(step),
+        extents(step.strategy),
+        _batch(step),
+        seconds(step.seconds),
+        f"{tokens_per_second(step, solver):,.0f}",
+        f"{mfu(step, solver):.1%}",
+        f"{step.peak_bytes / GIB:.1f}",
+        _gigabytes(step.inter_bytes, step.saved_inter_bytes, solver.cluster.topology.nodes, 3),
+        f"{sum(step.exposed.values()) / step.seconds:.0%}",
+    )
+
+
+def _batch(step: Prediction) -> str:
+    """Return the micro-batch, the micro-steps, and whether blocks are recomputed."""
+    batching = step.batching
+    return f"{batching.micro_batch} × {batching.micro_steps}{', ckpt' if batching.checkpointing else ''}"
+
+
+def title(step: Prediction) -> str:
+    """Return the strategy's name and codecs. For a pipeline, add its number of ranks and its schedule."""
+    if not isinstance(step, PipelinePrediction):
+        return label(step.strategy)
+    layout = step.layout
+    parts = f" × {layout.tensor} tp" if layout.tensor > 1 else ""
+    packed = "" if layout.compression == "none" else f", {layout.compression}"
+    return f"{label(step.strategy)} in {layout.pipeline} pp{parts}, {layout.schedule}{packed}"
+
+
+def label(strategy: Strategy) -> str:
+    """Return the strategy's name, its codecs, whether it has exact transports, and how often islands synchronize."""
+    codecs = dict.fromkeys(w.encoding.name for k in WITH_TRANSPORT if (w := strategy.transport(k)).encoding is not None)
+    inner = " ".join([strategy.name, *codecs, *(["exact"] if strategy.is_exact else [])])
+    return inner if strategy.outer is None else f"{inner}, {_outer_label(strategy.outer)}"
+
+
+def _outer_label(outer: Outer) -> str:
+    codec = f" {outer.transport.codec}".partition(":")[0] if outer.transport.codec != "none" else ""
+    return f"every {outer.every}" + (f"+{outer.delay}" if outer.delay else "") + codec
+
+
+def extents(strategy: Strategy) -> str:
+    """Return the extents of parameters, gradients and optimizer states."""
+    placement = strategy.placement
+    words = f"{placement.params}, {placement.grads}, {placement.optimizer}"
+    return words if placement.backward_params is None else f"{words}; copy {placement.backward_params}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration with three digits."""
+    return f"{value:.3g} s" if value >= 1 else f"{round(value * 1e3, 4):.3g} ms"
+
+
+def tokens_per_second(step: Prediction, solver: Solver) -> float:
+    """Return the tokens per second of all ranks."""
+    return step.sequences(solver.cluster.topology.world) * solver.model.length / step.seconds
+
+
+def launches(steps: Sequence[Prediction]) -> list[str]:
+    """Return sentences about steps that the thread that trains holds up, because it cannot launch them fast enough.
+
+    The wait at the start of a step, before anything has been launched, is not worth a sentence.
+    """
+    found: list[str] = []
+    if late := [step for step in steps if step.launches_too_long]:
+        who = "All" if len(late) == len(steps) else f"{len(late)} of {len(steps)}, ranked last,"
+        found.append(
+            f"{who} launch for longer than they compute: {title(late[0])} launches for {seconds(late[0].launching)} "
+            f"and computes for {seconds(late[0].computing)}. Larger micro-batches help."
+        )
+    if held_up := [s for s in steps if not s.launches_too_long and s.unlaunched > _WORTH_TELLING * s.seconds]:
+        first = held_up[0]
+        found.append(
+            f"{title(first)}: of {seconds(first.seconds)}, the device waits {seconds(first.unlaunched)} for the thread "
+            f"that trains, which launches for {seconds(first.launching)}."
+        )
+    return found
+
+
+def exact_bits(steps: Sequence[Prediction], solver: Solver) -> list[str]:
+    """Return a sentence about the bits that exact messages of these steps are expected to take, if there are any."""
+    compute, reduce, _ = solver.request.precision.dtypes(solver.request.own)
+    hardware = solver.cluster.hardware
+    shares: dict[tuple[str, str], float] = {}
+    for step in steps:
+        shapes = move_shapes(step.strategy.placement, step.strategy.topology)
+        for kind in EXACT_KINDS if step.saved_inter_bytes else ():
+            dtype, transport = reduce if kind in GRADIENTS else compute, step.strategy.transport(kind)
+            for shape in shapes[kind]:
+                large = SMALLEST_BYTES * shape.grid.nodes * shape.grid.width
+                if transport.encodes_exactly(shape.op, shape.grid, large, dtype, hardware.form):
+                    shares[exact_codec(shape.op), dtype] = hardware.exact_share(shape.op, dtype)
+    seen = {key: share for key, share in shares.items() if key in dict(hardware.exact_shares)}
+    on_paper = {key: share for key, share in shares.items() if key not in seen}
+    return [
+        f"Exact transports lose nothing. Expected {where}: {in_bits(found)}."
+        for where, found in (("on paper", on_paper), ("as measured", seen))
+        if found
+    ]
+
+
+def _gigabytes(most: int, saved: int, nodes: int, digits: int) -> str:
+    """Return the bytes of a node in GB. Where exact transports save some, the expected ones and the upper bound."""
+    every = f"{most / nodes / 1e9:.{digits}g}"
+    return f"{(most - saved) / nodes / 1e9:.{digits}g} of {every}" if saved else every
+
+
+def mfu(step: Prediction, solver: Solver) -> float:
+    """Return the model FLOPs utilization: the share of the ranks' peak that goes into the model."""
+    peak = solver.cluster.peak_of(solver.request.compute_dtype)
+    return tokens_per_second(step, solver) * solver.model.flops / (peak * solver.cluster.topology.world)
+
+
+def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
+    """Return a prediction as data for JSON."""
+    layout: dict[str, Any] = {}
+    if isinstance(step, PipelinePrediction):
+        layout = {"layout": asdict(replace(step.layout, strategy=step.strategy.name))}
+    return layout | {
+        "strategy": step.strategy.name,
+        "toml": step.strategy.to_toml(),
+        "placement": {name: [e.local, e.nodes] for name, e in step.strategy.placement.extents()},
+        "transports": {
+            k.value: str(step.strategy.transport(k)) for k in WITH_TRANSPORT if getattr(step.strategy.moves, k.value)
+        },
+        "micro_batch": step.batching.micro_batch,
+        "micro_steps": step.batching.micro_steps,
+        "checkpointing": step.batching.checkpointing,
+        "seconds": step.seconds,
+        "tokens_per_second": tokens_per_second(step, solver),
+        "mfu": mfu(step, solver),
+        "memory_bytes": step.memory,
+        "peak_bytes": step.peak_bytes,
+        "margin_bytes": solver.request.memory - step.peak_bytes,
+        "host_memory_bytes": step.host_memory,
+        "host_copy_bytes": step.host_copy_bytes,
+        "inter_bytes": step.inter_bytes,
+        "intra_bytes": step.intra_bytes,
+        "expected_inter_bytes": step.expected_inter_bytes,
+        "expected_intra_bytes": step.expected_intra_bytes,
+        "exposed_seconds": {kind.value: found for kind, found in step.exposed.items()},
+        "launching_seconds": step.launching,
+        "unlaunched_seconds": step.unlaunched,
+        "in_flight_seconds": {kind.value: found for kind, found in step.in_flight.items()},
+    }
+
+
+def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]]:
+    """Compare predicted steps, transfer by transfer and part by part."""
+    nodes, rows = solver.cluster.topology.nodes, list[tuple[str, ...]]()
+
+    def add(name: str, cells: Sequence[str]) -> None:
+        rows.append((name, *cells))
+
+    add("P, G, OS", [extents(p.strategy) for p in steps])
+    add("batch", [_batch(p) for p in steps])
+    add("step", [seconds(p.seconds) for p in steps])
+    add("  tokens/s, MFU", [f"{tokens_per_second(p, solver):,.0f}, {mfu(p, solver):.1%}" for p in steps])
+    add("  computing", [seconds(p.computing) for p in steps])
+    if any(isinstance(p, PipelinePrediction) for p in steps):
+        add("  idle ranks", [f"{p.idle:.0%}" if isinstance(p, PipelinePrediction) else "–" for p in steps])
+    for kind in TransferKind:
+        if any(kind in p.in_flight for p in steps):
+            add(
+                f"  {kind.value}",
+                [
+                    f"{seconds(p.in_flight[kind])} in flight, {seconds(p.exposed.get(kind, 0.0))} exposed"
+                    if kind in p.in_flight
+                    else "–"
+                    for p in steps
+                ],
+            )
+    if any(p.unlaunched > _WORTH_TELLING * p.seconds for p in steps):
+        add(
+            "  launching",
+            [f"{seconds(p.launching)} of the thread, {seconds(p.unlaunched)} exposed" for p in steps],
+        )
+    add("GB out of a node", [_gigabytes(p.inter_bytes, p.saved_inter_bytes, nodes, 4) for p in steps])
+    add("GB inside a node", [_gigabytes(p.intra_bytes, p.saved_intra_bytes, nodes, 4) for p in steps])
+    add("GiB of a rank", [f"{p.peak_bytes / GIB:.2f}" for p in steps])
+    for part in dict.fromkeys(part for p in steps for part, size in p.memory.items() if size):
+        add(f"  {part}", [f"{p.memory.get(part, 0) / GIB:.2f}" for p in steps])
+    if any(p.host_memory for p in steps):
+        add("GiB of the host, for a rank", [f"{sum(p.host_memory.values()) / GIB:.2f}" for p in steps])
+        add("GB copied to and from it", [f"{p.host_copy_bytes / 1e9:.4g}" for p in steps])
+    return rows
+
+
+def explain(steps: Sequence[Prediction], solver: Solver) -> str:
+    """Explain in one sentence what makes one of two steps faster, or what a single step waits for."""
+    limit = solver.request.memory
+    if len(steps) == 1:
+        return _explain_one(steps[0], solver)
+    first, second = steps
+    for one, other in ((first, second), (second, first)):
+        if other.peak_bytes > limit >= one.peak_bytes:
+            return _does_not_fit(other, solver)
+    if min(first.peak_bytes, second.peak_bytes) > limit:
+        return f"Neither fits into the {limit / GIB:.1f} GiB of a rank."
+    faster, slower = (first, second) if first.seconds <= second.seconds else (second, first)
+    if slower.seconds - faster.seconds < 0.005 * faster.seconds:
+        return "They take the same time, within half a percent."
+    kinds = set(faster.exposed) | set(slower.exposed)
+    gain = {k: slower.exposed.get(k, 0.0) - faster.exposed.get(k, 0.0) for k in kinds}
+    most = max(gain, key=lambda kind: gain[kind], default=None)
+    why = ""
+    if most is not None and gain[most] > 0:
+        why = f": it waits {seconds(gain[most])} less for {most.value} in a step"
+    return f"{title(faster)} is {slower.seconds / faster.seconds:.2f} times as fast{why}."
+
+
+def _explain_one(step: Prediction, solver: Solver) -> str:
+    if step.peak_bytes > solver.request.memory:
+        return _does_not_fit(step, solver)
+    waits = sum(step.exposed.values())
+    if waits < 0.005 * step.seconds:
+        return f"{step.strategy.name} waits for nothing: what it sends is hidden behind what it computes."
+    most = max(step.exposed, key=lambda kind: step.exposed[kind])
+    return (
+        f"{step.strategy.name} waits {seconds(waits)} of {seconds(step.seconds)}, the longest for {most.value} "
+        f"({seconds(step.exposed[most])})."
+    )
+
+
+def _does_not_fit(step: Prediction, solver: Solver) -> str:
+    limit, staged = solver.request.memory, isinstance(step, PipelinePrediction)
+    fitting = [
+        offload
+        for offload in ([] if staged else further_offloads(solver, step.strategy.offload))
+        if sum(solver.predict_memory(replace(step.strategy, offload=offload), step.batching).values()) <= limit
+    ]
+    return (
+        f"{step.strategy.name} does not fit: {(step.peak_bytes - limit) / GIB:.2f} GiB more than the "
+        f"{limit / GIB:.1f} GiB of a rank. It needs {parts(step.memory)}."
+        + (f" With --offload {fitting[0]} it would fit." if fitting else "")
+    )
+
+
+def parts(memory: Mapping[str, int]) -> str:
+    """Return the parts of a rank's memory that make up at least a tenth of it, the largest first."""
+    named = sorted(memory.items(), key=lambda part: -part[1])
+    least = sum(memory.values()) / 10
+    return ", ".join(f"{size / GIB:.1f} GiB for {name}" for name, size in named if size >= least)
+
+
+def further_offloads(solver: Solver, present: Offload | None) -> list[Offload]:
+    """Return the offloads that move more to the host's memory than `present` does.
+
+    There are none if the cluster's ranks have no device, or its description lacks the host's memory.
+    """
+    if solver.cluster.hardware.host_memory is None:
+        return []
+    moved = set(present.split("+")) if present else set[str]()
+    return [offload for offload in get_args(Offload) if moved < set(offload.split("+"))]
