@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from towpath.engine.parameters.shard_tensor import ShardTensor
     from towpath.engine.saved_activations import offload_activations
     from towpath.errors import TowpathError
-    from towpath.observing import Stats, stats
+    from towpath.observe.stats import Stats, stats
     from towpath.outer.settings import Outer
     from towpath.plan.request import Workload
     from towpath.topology.cluster import Extent, Topology
@@ -87,7 +87,7 @@ _HOMES = {
     "Precision": "core.formats",
     "Schedule": "core.schedule",
     "ShardTensor": "engine.parameters.shard_tensor",
-    "Stats": "observing",
+    "Stats": "observe.stats",
     "Strategy": "core.strategy",
     "Topology": "topology.cluster",
     "TowpathError": "errors",
@@ -96,7 +96,7 @@ _HOMES = {
     "init": "topology.init",
     "offload_activations": "engine.saved_activations",
     "register_forward_method": "engine.hooks",
-    "stats": "observing",
+    "stats": "observe.stats",
     "strategies": "core.presets",
     "strategy": "core.presets",
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, Interval
+from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
 
 # One color for each strategy, or part of a bar. They can be told apart without seeing red and green.
 COLORS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#b08900", "#0b7285", "#c2255c", "#495057")

@@ -18,7 +18,6 @@ from towpath.core.placement import everyone, send
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.scopes import log_bytes
-from towpath.core.sent_bytes import SentBytes
 from towpath.core.steady_step import staged_tasks, steady_tasks
 from towpath.core.step_state import Task, slot_groups
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
@@ -27,6 +26,7 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, largest, plan_unit
 from towpath.core.units import UnitSpec
 from towpath.errors import ConfigError
+from towpath.observe.sent_bytes import SentBytes
 from towpath.outer.exchanges import OuterPlan, plan_outer
 from towpath.topology.cluster import Extent, Topology
 

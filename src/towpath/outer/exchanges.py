@@ -14,13 +14,13 @@ from towpath.core.formats import ENCODED, item_bytes, wide
 from towpath.core.placement import GroupCollective, Partition, over_islands, subdivided
 from towpath.core.queues import QUEUES, outer_communicator_bytes
 from towpath.core.routes import Form, Op
-from towpath.core.sent_bytes import SentBytes
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Needs, Range, Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.core.units import round_up
 from towpath.errors import ConfigError
+from towpath.observe.sent_bytes import SentBytes
 from towpath.outer.settings import Outer
 
 # Elements. The region of an all-gather starts in the wire buffer at a multiple of this.

@@ -18,9 +18,9 @@ from towpath.core.schedule import sum_by_kind
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.streams.record import Sums, TransferStats
-from towpath.engine.streams.trace import Interval, Trace
 from towpath.errors import StepError
+from towpath.observe.record import Sums, TransferStats
+from towpath.observe.trace import Interval, Trace
 from towpath.topology.groups import Groups
 
 
