@@ -42,7 +42,7 @@ from towpath.core.step_state import (
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.boundary import UnusedParams
-from towpath.engine.agree.watchdog import EndOfBackward, FailedPasses
+from towpath.engine.agree.failed_passes import EndOfBackward, FailedPasses
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.exact_syncs import ExactSyncs
@@ -447,7 +447,7 @@ class Engine:
         self._writes_before_step = self.writes
         if self.outer is not None:
             self.outer.begin()
-        self.comm.watchdog.activity.step = self.step
+        self.comm.watchdog.status.step = self.step
         if self.step in self._changes:
             self._use_transports()
 

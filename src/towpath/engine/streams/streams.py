@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, final
 import torch
 
 from towpath.collectives.collective import Workspace
-from towpath.engine.agree.watchdog import is_capturing
+from towpath.engine.agree.status import is_capturing
 
 if TYPE_CHECKING:
     from towpath.engine.streams.record import TransferWait
