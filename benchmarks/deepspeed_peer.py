@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from benchmarks.workload import Workload
-from towpath.auto.probe import device_of_job
 from towpath.errors import ConfigError
+from towpath.plan.cluster_probe import device_of_job
 
 FOLDER = "TOWPATH_DEEPSPEED"
 OPTIONS = ("stage", "hpz", "quantized", "tuned")

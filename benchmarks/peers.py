@@ -50,11 +50,10 @@ import towpath
 from benchmarks import deepspeed_peer
 from benchmarks.harness.candidates import give_freed_memory_back, timed
 from benchmarks.workload import LEARNING_RATE, Workload
-from towpath.auto.probe import device_of_job
 from towpath.bench import MicroStepContext as Context
 from towpath.bench import fully_shard_blocks, prefetch_next_block, register_bf16_hook
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
-from towpath.collectives.rank_transfer import select
+from towpath.collectives.select import select
 from towpath.core.formats import item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.presets import parse_strategy
@@ -62,6 +61,7 @@ from towpath.core.routes import Group, Op
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
+from towpath.plan.cluster_probe import device_of_job
 from towpath.topology.cluster import Topology
 
 BUCKET_MEBIBYTES = 8

@@ -23,12 +23,12 @@ from benchmarks.harness.figures import medians
 from benchmarks.peers import CandidateSpec
 from benchmarks.suites.planner import CHOSEN, CHOSEN_BY_MESSAGES, LOSSY, Plan
 from benchmarks.workload import Workload
-from towpath.auto.live import describe_module
 from towpath.core.routes import Grid
 from towpath.core.strategy import Strategy
-from towpath.planner.model import LinearSeconds, MeasuredPasses, Model, ModelUnit
-from towpath.planner.profile import Profile, collective_name
-from towpath.sim.measured import Mesh
+from towpath.plan.live import describe_module
+from towpath.plan.measured import Mesh
+from towpath.plan.model import LinearSeconds, MeasuredPasses, Model, ModelUnit
+from towpath.plan.profile import Profile, collective_name
 
 FILE = results.FOLDER / "planner-pricing.json"
 _WITH_CODECS = (*LOSSY, CHOSEN[1], CHOSEN_BY_MESSAGES[1])

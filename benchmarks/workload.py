@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import towpath
 from benchmarks import gpt, recording
-from towpath.auto.probe import device_of_job
+from towpath.plan.cluster_probe import device_of_job
 
 WIDTH, TINY = 384, 48
 DEPTH, HEADS, LONGEST, VOCABULARY = 9, 6, 256, 2048

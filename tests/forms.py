@@ -9,8 +9,8 @@ import pytest
 
 from towpath import api
 from towpath.core.routes import Form
+from towpath.engine import comm
 from towpath.engine.parameters import bucket
-from towpath.engine.streams import queue
 
 
 @contextmanager
@@ -20,9 +20,9 @@ def in_form(form: Form, shared: bool = False) -> Generator[None]:
     With `shared`, queues share process groups, as with NCCL. Then all of them must run on one thread.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in (api, queue):
+        for module in (api, comm):
             patch.setattr(module, "form_for", lambda backend: form)
-        patch.setattr(queue, "shares_groups", lambda backend: shared)
+        patch.setattr(comm, "shares_groups", lambda backend: shared)
         if form is Form.COLLECTIVES:
             patch.setattr(bucket, "host_is_apart", lambda device: True)
         yield

@@ -31,7 +31,7 @@ from benchmarks.harness import results
 from benchmarks.harness.fake_world import fake_world
 from towpath import planning
 from towpath.core import exact
-from towpath.planner.profile import VERSION
+from towpath.plan.profile import VERSION
 
 # A regret may differ by this much from the one before: half a point.
 MOST_REGRET = 0.005

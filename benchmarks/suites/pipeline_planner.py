@@ -35,16 +35,16 @@ from benchmarks.suites.pipeline import (
     loss_of,
     mesh_of_nodes,
 )
-from towpath.auto.measure import describe_measured
-from towpath.auto.probe import probe
 from towpath.core.pipeline import SCHEDULES
 from towpath.engine.layout import lay_out
 from towpath.pipeline.schedules import owners_of, schedule_class, walks
-from towpath.planner.model import Model, StagedModel
-from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
-from towpath.planner.profile import Profile
-from towpath.planner.request import Optimizer, Request
-from towpath.planner.solver import Batching
+from towpath.plan.cluster_probe import probe
+from towpath.plan.measure import describe_measured
+from towpath.plan.model import Model, StagedModel
+from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
+from towpath.plan.profile import Profile
+from towpath.plan.request import Optimizer, Request
+from towpath.plan.solver import Batching
 
 WARM_UP = 2
 PROBE_SECONDS = 20.0

@@ -36,21 +36,21 @@ from benchmarks.harness.figures import Check, medians
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import CandidateSpec, stepper
 from benchmarks.workload import SQUARE, Workload
-from towpath.auto.measure import describe_measured
-from towpath.auto.probe import probe
 from towpath.core.exact import Shares
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.engine.layout import lay_out
 from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.observing import Sums, sums
-from towpath.planner.model import Model
-from towpath.planner.prediction import Batching, Ranking
-from towpath.planner.profile import Profile
-from towpath.planner.request import Optimizer, Request, codecs_for_both
-from towpath.planner.solver import Solver
-from towpath.sim.outer import Period
-from towpath.sim.timeline import Event, Timeline
+from towpath.plan.cluster_probe import probe
+from towpath.plan.measure import describe_measured
+from towpath.plan.model import Model
+from towpath.plan.outer import Period
+from towpath.plan.prediction import Batching, Ranking
+from towpath.plan.profile import Profile
+from towpath.plan.request import Optimizer, Request, codecs_for_both
+from towpath.plan.solver import Solver
+from towpath.plan.timeline import Event, Timeline
 from towpath.tracing import simulated_intervals
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")

@@ -40,9 +40,9 @@ from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
-from towpath.sim.hardware import CodecSpeed, Hardware
-from towpath.sim.hardware import Link as SimulatedLink
-from towpath.sim.replay import ComputeSeconds, Replay
+from towpath.plan.hardware import CodecSpeed, Hardware
+from towpath.plan.hardware import Link as SimulatedLink
+from towpath.plan.replay import ComputeSeconds, Replay
 from towpath.topology.cluster import Topology
 
 SHAPES = (Topology(2, 2), Topology(4, 2), Topology(2, 4))

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from towpath.engine.saved_activations import offload_activations
     from towpath.errors import TowpathError
     from towpath.observing import Stats, stats
-    from towpath.planner.request import Workload
+    from towpath.plan.request import Workload
     from towpath.topology.cluster import Extent, Topology
     from towpath.topology.init import init
 
@@ -92,7 +92,7 @@ _HOMES = {
     "Topology": "topology.cluster",
     "TowpathError": "errors",
     "Transport": "core.transport",
-    "Workload": "planner.request",
+    "Workload": "plan.request",
     "init": "topology.init",
     "offload_activations": "engine.saved_activations",
     "register_forward_method": "engine.hooks",

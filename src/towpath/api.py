@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from towpath.checkpoint.weights import Safetensors
-from towpath.collectives.rank_transfer import form_for
+from towpath.collectives.select import form_for
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
@@ -33,7 +33,8 @@ from towpath.core.units import units_from_numels
 from towpath.engine.agree.boundary import CHECK_EVERY
 from towpath.engine.build import build, check_exchangeable
 from towpath.engine.executor import engine_of
-from towpath.engine.hooks import attach, check_arguments
+from towpath.engine.from_fsdp import check_arguments
+from towpath.engine.hooks import attach
 from towpath.engine.layout import (
     UnitChoice,
     UnitLayout,
@@ -50,7 +51,7 @@ from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import ConfigError, ShardError, StepError
 from towpath.logs import logger
-from towpath.planner.request import Workload
+from towpath.plan.request import Workload
 from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology, counted
 from towpath.topology.groups import Groups, check_process_group, detect_shape
@@ -178,7 +179,7 @@ def shard(
         # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
         lines += describe(model, layouts, groups)
     if chosen is None:
-        from towpath.auto.choice import choose_for  # imported here, because it also imports what traces a model
+        from towpath.plan.choice import choose_for  # imported here, because it also imports what traces a model
 
         assert workload is not None and topology is not None
         chosen = choose_for(model, layouts, workload, groups, topology, precision)

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import towpath
-from towpath.auto.probe import device_of_job
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.presets import parse_strategy
 from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.errors import ConfigError, StepError, TowpathError
+from towpath.plan.cluster_probe import device_of_job
 from towpath.topology.cluster import Topology
 from towpath.topology.init import first_line
 from towpath.topology.store import StatusStore

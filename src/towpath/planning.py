@@ -19,14 +19,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from towpath.planner.catalog import describe_model, load_cluster
-from towpath.planner.prediction import Batching, Ranking
-from towpath.planner.request import Request
-from towpath.planner.solver import Solver
+from towpath.plan.catalog import describe_model, load_cluster
+from towpath.plan.prediction import Batching, Ranking
+from towpath.plan.request import Request
+from towpath.plan.solver import Solver
 
 if TYPE_CHECKING:
-    from towpath.auto.live import describe_module
-    from towpath.auto.probe import probe
+    from towpath.plan.cluster_probe import probe
+    from towpath.plan.live import describe_module
 
 __all__ = [
     "Batching",
@@ -39,13 +39,13 @@ __all__ = [
     "probe",
 ]
 
-_HOMES = {"describe_module": "live", "probe": "probe"}
+_HOMES = {"describe_module": "live", "probe": "cluster_probe"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'towpath.planning' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"towpath.auto.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"towpath.plan.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

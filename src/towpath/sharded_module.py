@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from towpath.engine.executor import Engine
-from towpath.engine.hooks import HookedModule, add_mixin, register_known_methods
+from towpath.engine.hooks import HookedModule, register_known_methods
+from towpath.engine.module_class import add_mixin
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.errors import ShardError
 

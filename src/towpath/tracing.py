@@ -25,7 +25,7 @@ from torch import nn
 
 from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.observing import Observable, Trace, intervals_of_ranks, trace
-from towpath.sim.timeline import Event
+from towpath.plan.timeline import Event
 
 __all__ = ["Trace", "trace", "write_trace"]
 

@@ -130,7 +130,7 @@ def a_model_in_host_memory_is_moved_unit_by_unit(folder: Path) -> dict[str, Any]
 
 def probes(folder: Path, bound: bool) -> dict[str, Any]:
     """All ranks connect before some of them are probed: "auto" begins with messages between some ranks only."""
-    from towpath.auto.probe import probe
+    from towpath.plan.cluster_probe import probe
 
     join(folder, bound=bound)
     found = probe(towpath.Topology(2, 2), 1.0)

@@ -9,19 +9,23 @@ import pytest
 
 from lab import Lab, Rate
 from towpath.core.routes import ROUTES
-from towpath.planner.profile import BROADCAST, Profile, collective_of
+from towpath.plan.profile import BROADCAST, Profile, collective_of
 from towpath.topology.cluster import Topology
 
 RATE = "100mbit"
 
 
 def measured(rank: int, world: int) -> Profile:
-    from towpath.auto import probe
+    from towpath.plan import cluster_probe
 
     # Some of it takes as long as it does, whatever the budget; and nothing of that is looked at here.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "_THOROUGH", replace(probe._THOROUGH, warm_steps=1, repeats=3, all_at_once_seconds=0.05))
-        return probe.probe(Topology(2, 2), budget_seconds=4)
+        patch.setattr(
+            cluster_probe,
+            "_THOROUGH",
+            replace(cluster_probe._THOROUGH, warm_steps=1, repeats=3, all_at_once_seconds=0.05),
+        )
+        return cluster_probe.probe(Topology(2, 2), budget_seconds=4)
 
 
 @pytest.mark.parity

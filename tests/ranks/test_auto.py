@@ -22,18 +22,18 @@ from tests.profiles import made_profile
 from tests.ranks.models import TiedGPT
 from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, seldom
-from towpath.auto import choice as auto
-from towpath.auto.collectives import planned_collectives
-from towpath.auto.live import describe_by_parameters
 from towpath.core.routes import Form
 from towpath.engine.executor import engine_of
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, MismatchError, PlanError, ShardError, TowpathError
-from towpath.planner.model import Transformer
-from towpath.planner.pipelines import Layout, Pipelines
-from towpath.planner.profile import BROADCAST, Profile, collective_of
-from towpath.planner.request import Optimizer, Request
-from towpath.planner.solver import Ranking, Solver
+from towpath.plan import choice as auto
+from towpath.plan.live import describe_by_parameters
+from towpath.plan.model import Transformer
+from towpath.plan.pipelines import Layout, Pipelines
+from towpath.plan.probed_collectives import planned_collectives
+from towpath.plan.profile import BROADCAST, Profile, collective_of
+from towpath.plan.request import Optimizer, Request
+from towpath.plan.solver import Ranking, Solver
 from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.prepare import prepare
@@ -255,14 +255,14 @@ def test_one_message_tells_whether_a_profile_still_holds(world: Worlds) -> None:
 
 
 def _still_holds() -> tuple[bool, bool]:
-    from towpath.auto import probe
+    from towpath.plan import cluster_probe
     from towpath.topology.groups import Groups
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "_MOST_CHANGED", 1e6)  # two ranks on each core: anything may come in between
+        patch.setattr(cluster_probe, "_MOST_CHANGED", 1e6)  # two ranks on each core: anything may come in between
         found = made_profile(os.uname().nodename)
         slow = made_profile(os.uname().nodename, cable=1e-6)
-        return probe.still_holds(found, Groups()), probe.still_holds(slow, Groups())
+        return cluster_probe.still_holds(found, Groups()), cluster_probe.still_holds(slow, Groups())
 
 
 def test_a_probe_measures_all_collectives_over_every_mesh(world: Worlds) -> None:
@@ -275,11 +275,11 @@ def test_a_probe_measures_all_collectives_over_every_mesh(world: Worlds) -> None
 
 
 def _measured_collectives(topology: towpath.Topology) -> list[str]:
-    from towpath.auto import probe
+    from towpath.plan import cluster_probe
     from towpath.topology.groups import Groups
 
     groups = Groups()
-    prober = probe._Prober(groups, topology, 0.0, largest=1 << 10)
+    prober = cluster_probe._Prober(groups, topology, 0.0, largest=1 << 10)
     prober._collectives(0.0)
     assert "probe" not in groups.describe_made()  # communicators hold memory
     return [point.what for point in prober._points]
@@ -327,7 +327,7 @@ def test_a_training_is_laid_out_as_the_planner_ranks_first(
 
 def _laid_out(options: tuple[str, ...]) -> Any:
     """What was planned of the bytes of a step, on rank 0; the layout, the topology of a stage, and what is sent."""
-    from towpath.planner.pipelines import Pipelines
+    from towpath.plan.pipelines import Pipelines
 
     planned: list[Any] = []
     solve = Pipelines.solve

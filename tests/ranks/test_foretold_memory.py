@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 import towpath
 from tests.ranks.server import Worlds
 from tests.ranks.strategies import seldom
-from towpath.auto.live import describe_module
 from towpath.core.unit_plan import plan_unit
-from towpath.planner.catalog import describe_model
-from towpath.planner.model import activation_bytes, engine_bytes
-from towpath.planner.request import Optimizer
+from towpath.plan.catalog import describe_model
+from towpath.plan.live import describe_module
+from towpath.plan.model import activation_bytes, engine_bytes
+from towpath.plan.request import Optimizer
 
 SHAPE = towpath.Topology(2, 1)
 LOWERED = towpath.Precision("bfloat16", "bfloat16")

@@ -29,7 +29,7 @@ from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_leaves import Block
 from towpath import checkpoint
-from towpath.engine.hooks import ARGUMENTS, COUNTERPARTS
+from towpath.engine.from_fsdp import ARGUMENTS, COUNTERPARTS
 from towpath.errors import ConfigError, MismatchError, ShardError
 
 SHAPE = towpath.Topology(2, 1)
@@ -193,7 +193,7 @@ def test_what_is_no_strategy_names_the_preset_that_is_meant() -> None:
 
 @on_ranks(1)
 def test_every_method_of_theirs_is_ours_or_names_its_counterpart() -> None:
-    assert sorted(COUNTERPARTS) == THEIR_METHODS, "FSDPModule has other methods: add them to engine/hooks.py"
+    assert sorted(COUNTERPARTS) == THEIR_METHODS, "FSDPModule has other methods: add them to engine/from_fsdp.py"
     model: Any = towpath.shard(_net(), "zero3", units=[Block])
     for name in THEIR_METHODS:
         for module in (model, model.blocks[0], model.head):
@@ -261,7 +261,7 @@ def test_their_arguments_raise_and_name_the_counterpart() -> None:
     shard: Any = towpath.shard
     theirs = {*inspect.signature(fully_shard).parameters, *inspect.signature(FullyShardedDataParallel).parameters}
     ours = {*inspect.signature(shard).parameters, "module"}
-    assert theirs - ours - set(ARGUMENTS) == set(), "FSDP has other arguments: add them to engine/hooks.py"
+    assert theirs - ours - set(ARGUMENTS) == set(), "FSDP has other arguments: add them to engine/from_fsdp.py"
     for name in theirs - ours:
         with pytest.raises(ShardError, match=rf"no {name}=. Use instead"):
             shard(nn.Linear(2, 2), "zero3", **{name: None})

@@ -33,7 +33,7 @@ from tests.ranks.test_frozen import _loss as _loss_of_adapted
 from tests.ranks.test_offload import MIXED
 from tests.ranks.test_outer import STREAMING, TOLERANCE, adamw, sync
 from tests.ranks.test_owner_stepped import Iterated, _matrices, _others
-from tests.ranks.twin import Loss, distance, loss_on
+from tests.ranks.twin import Loss, _build, distance, loss_on
 from towpath import Outer, Precision, Topology, checkpoint, observing
 from towpath.core import exact
 from towpath.core.routes import Form
@@ -89,13 +89,8 @@ def _normed() -> nn.Module:
     return nn.Sequential(*(Normed() for _ in range(3)))
 
 
-def _rows(rank: int, micro: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
-    return torch.randn(4, 5, generator=generator, dtype=torch.float64).to(DEVICE)
-
-
 def _loss_of_rows(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    return (model(_rows(rank, micro, step)) - 1).square().mean()
+    return (model(noise(rank, micro, step, 4, 5)) - 1).square().mean()
 
 
 def _loss_of_branches(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
@@ -154,11 +149,6 @@ def _train(name: str, label: str, topology: Topology, outer: Outer) -> float:
     for found, kept in zip(model.buffers(), buffers[rank], strict=True):
         off = max(off, (found - kept).abs().max().item())
     return off
-
-
-def _build(build: Callable[[], nn.Module]) -> Any:
-    torch.manual_seed(7)
-    return build().double().to(DEVICE)
 
 
 def _backward(model: Any, case: Case, step: int) -> None:
@@ -308,7 +298,7 @@ def _state_dicts() -> tuple[int, str | None, list[str]]:
     model: Any = towpath.shard(Pretrained(*_normed()), strategy_of("zero3", SHAPE, outer=Outer(every=9)))
     optimizer = adamw(model)
     for step in range(2):
-        model(_rows(dist.get_rank(), 0, step).float()).square().mean().backward()
+        model(noise(dist.get_rank(), 0, step, 4, 5).float()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     towpath.broadcast_buffers(model)

@@ -23,10 +23,10 @@ from towpath.core.transport import Transport
 from towpath.core.units import UnitSpec
 from towpath.pipeline import Compression, Pipeline
 from towpath.pipeline.schedules import walks
-from towpath.planner.model import Model, ModelUnit, StagedModel
-from towpath.planner.pipelines import Layout, Pipelines
-from towpath.planner.request import Optimizer, Request
-from towpath.planner.solver import Batching
+from towpath.plan.model import Model, ModelUnit, StagedModel
+from towpath.plan.pipelines import Layout, Pipelines
+from towpath.plan.request import Optimizer, Request
+from towpath.plan.solver import Batching
 
 WIDTH, VOCABULARY, TOKENS = 16, 32, 8
 PACKED = Compression("low-rank:2")

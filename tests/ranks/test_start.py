@@ -159,12 +159,12 @@ def test_the_members_of_a_group_connect_when_it_is_made(bound: bool) -> None:
 @on_ranks(4)
 def test_all_ranks_connect_before_some_of_them_are_probed() -> None:
     """Else the ranks that send wait for those that do not to connect, and those wait for the result."""
-    from towpath.auto import probe
+    from towpath.plan import cluster_probe
 
     with _gpus(BOTH) as patch, _recorded(patch) as calls:
-        patch.setattr(probe, "device_of_job", lambda: torch.device("cpu"))
-        patch.setattr(probe, "LARGEST", probe.SMALLEST)
-        prober = probe._Prober(Groups(), towpath.Topology(2, 2), 0.0)
+        patch.setattr(cluster_probe, "device_of_job", lambda: torch.device("cpu"))
+        patch.setattr(cluster_probe, "LARGEST", cluster_probe.SMALLEST)
+        prober = cluster_probe._Prober(Groups(), towpath.Topology(2, 2), 0.0)
         prober._links("inter", 0.0)
     first = next(what for what, group in calls if group in (None, dist.group.WORLD))
     assert first == "all-reduce", calls[:3]

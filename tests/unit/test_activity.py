@@ -25,8 +25,9 @@ from towpath.core.transport import Transport
 from towpath.engine.agree.neighbor import Neighbor
 from towpath.engine.agree.status import RankStatus
 from towpath.engine.agree.watchdog import Watchdog, _end, _report
-from towpath.engine.streams.queue import ThreadStream, make_stream
-from towpath.engine.streams.streams import CudaStream, _CudaHandle
+from towpath.engine.comm import make_stream
+from towpath.engine.queues import CudaStream, _CudaHandle
+from towpath.engine.threads import ThreadStream
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

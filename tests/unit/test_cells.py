@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import towpath
 from towpath.codecs import packing
 from towpath.codecs.kernels.pieces import Piece, Pieces
-from towpath.collectives import native
+from towpath.collectives import flat
 from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
-from towpath.collectives.native import EncodedAllGather, of_bytes
+from towpath.collectives.flat import EncodedAllGather, of_bytes
 from towpath.core.formats import Codec, cell_alignment
 from towpath.core.placement import GroupCollective
 from towpath.core.presets import strategies
@@ -120,7 +120,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("_largest_kernel", "_encode_kernel", "_decode_kernel"):
         monkeypatch.setattr(module, name, _Kernel(name, counted))
     kernels = importlib.import_module("towpath.codecs.kernels")._of(module)
-    for user in (packing, native):
+    for user in (packing, flat):
         monkeypatch.setattr(user, "kernels_for", lambda device: kernels)
     return counted
 

@@ -14,7 +14,7 @@ from tests.documented import Fence, all_fences
 from towpath.core.formats import Precision
 from towpath.core.presets import strategy
 from towpath.errors import ConfigError
-from towpath.planner.catalog import describe_model, load_cluster
+from towpath.plan.catalog import describe_model, load_cluster
 from towpath.topology.cluster import Topology
 from towpath.train.config import GONE, Config, OuterConfig, StrategyConfig, TrainConfig
 

@@ -22,7 +22,7 @@ from towpath.core.steady_step import Compute, settled, steady_step
 from towpath.core.step_state import Submit, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range
-from towpath.engine.streams.queue import MAX_CTAS
+from towpath.engine.comm import MAX_CTAS
 
 SHAPES = ((2, 2), (2, 8), (8, 8))
 CODED = ("int8", "int4", "int4:64+hadamard+stochastic", "e4m3", "e5m2", "bf16")

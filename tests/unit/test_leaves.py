@@ -15,7 +15,7 @@ from towpath.core.steady_step import steady_tasks
 from towpath.core.strategy import TransferKind
 from towpath.core.units import LARGE_LEAF
 from towpath.engine.layout import lay_out
-from towpath.planner.model import Transformer
+from towpath.plan.model import Transformer
 from towpath.topology.cluster import Topology
 
 WIDTH = 64

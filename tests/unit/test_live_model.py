@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.unit.test_planner import GPT2, LLAMA, config
-from towpath.auto.live import describe_module
 from towpath.errors import ConfigError
-from towpath.planner.catalog import describe_model
+from towpath.plan.catalog import describe_model
+from towpath.plan.live import describe_module
 
 LENGTH, BATCH = 128, 2
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from towpath.auto import measure
-from towpath.auto.measure import describe_measured, line_through
-from towpath.auto.probe import seconds_beside
 from towpath.core.formats import Precision
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
-from towpath.planner.catalog import load_cluster
-from towpath.planner.cluster import Cluster
-from towpath.planner.model import LinearSeconds, Model, compute_seconds
+from towpath.plan import measure
+from towpath.plan.catalog import load_cluster
+from towpath.plan.cluster_file import Cluster
+from towpath.plan.cluster_probe import seconds_beside
+from towpath.plan.measure import describe_measured, line_through
+from towpath.plan.model import LinearSeconds, Model, compute_seconds
 from towpath.train.models.gpt import GPT, Shape
 
 CPU = torch.device("cpu")

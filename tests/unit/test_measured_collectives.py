@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.profiles import made_profile
-from towpath.auto.collectives import planned_collectives, sizes_up_to
 from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
 from towpath.core.routes import ROUTES, Form, Grid, Op
@@ -16,9 +15,10 @@ from towpath.core.strategy import WITH_TRANSPORT, MoveShape, Strategy, move_shap
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.planner.profile import BROADCAST, Point, Profile, collective_name, collective_of
-from towpath.sim.hardware import Hardware, TransferShape, phase_costs, seconds_alone
-from towpath.sim.measured import Mesh, interpolated
+from towpath.plan.hardware import Hardware, TransferShape, phase_costs, seconds_alone
+from towpath.plan.measured import Mesh, interpolated
+from towpath.plan.probed_collectives import planned_collectives, sizes_up_to
+from towpath.plan.profile import BROADCAST, Point, Profile, collective_name, collective_of
 from towpath.topology.cluster import Topology
 
 SIZES = (1 << 16, 1 << 20)

@@ -9,16 +9,15 @@ import pytest
 
 from tests.unit.test_plan_command import run
 from tests.unit.test_planner import small_cluster
-from towpath.auto import choice
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import ConfigError
-from towpath.planner import islands
-from towpath.planner.catalog import load_cluster
-from towpath.planner.islands import HIDDEN, OuterPlanner, worth_it
-from towpath.planner.model import Transformer
-from towpath.planner.prediction import Prediction, Ranking
-from towpath.planner.request import Request, Workload, codecs_for_both
-from towpath.planner.solver import Solver
+from towpath.plan import choice, islands
+from towpath.plan.catalog import load_cluster
+from towpath.plan.islands import HIDDEN, OuterPlanner, worth_it
+from towpath.plan.model import Transformer
+from towpath.plan.prediction import Prediction, Ranking
+from towpath.plan.request import Request, Workload, codecs_for_both
+from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.train.config import Config
 

@@ -16,12 +16,12 @@ from towpath.core.pipeline import Compression, gpipe, most_in_flight, one_forwar
 from towpath.core.strategy import Strategy
 from towpath.errors import PlanError
 from towpath.pipeline.schedules import walks
-from towpath.planner.catalog import describe_model, load_cluster, named_models
-from towpath.planner.cluster import GIB
-from towpath.planner.model import Transformer
-from towpath.planner.pipelines import STRATEGIES, Layout, Pipelines
-from towpath.planner.request import Request
-from towpath.planner.solver import Batching
+from towpath.plan.catalog import describe_model, load_cluster, named_models
+from towpath.plan.cluster_file import GIB
+from towpath.plan.model import Transformer
+from towpath.plan.pipelines import STRATEGIES, Layout, Pipelines
+from towpath.plan.request import Request
+from towpath.plan.solver import Batching
 
 SHAPE = Transformer(vocabulary=1000, width=64, depth=8, heads=4, hidden=256, tied=False)
 CLUSTER = load_cluster("ethernet-10g", 4)  # of four ranks each
@@ -80,7 +80,7 @@ def test_what_is_written_for_training_has_no_codec_of_some_stages_only() -> None
 
 def test_many_micro_batches_are_as_if_all_were_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     few = planner().predict(Layout(4), Batching(1, 64))
-    monkeypatch.setattr("towpath.planner.pipelines._REPLAYED", (32, 64))
+    monkeypatch.setattr("towpath.plan.pipelines._REPLAYED", (32, 64))
     all_of_them = planner().predict(Layout(4), Batching(1, 64))
     assert few.seconds == pytest.approx(all_of_them.seconds, rel=0.01)
     assert few.inter_bytes == all_of_them.inter_bytes

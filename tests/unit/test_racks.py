@@ -21,8 +21,8 @@ from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Activation, Matrices, Range, Transfer, owner_messages, piece_bytes
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
-from towpath.planner.catalog import load_cluster
-from towpath.sim.hardware import CABLE, SPINE, Racks, StageLocation, TransferShape, message_cost, phase_costs
+from towpath.plan.catalog import load_cluster
+from towpath.plan.hardware import CABLE, SPINE, Racks, StageLocation, TransferShape, message_cost, phase_costs
 from towpath.topology.cluster import Extent, Topology
 from towpath.topology.groups import numbers_by_rack
 

@@ -15,7 +15,7 @@ from towpath.core import formats
 from towpath.core.formats import Codec
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
-from towpath.planner.catalog import load_cluster
+from towpath.plan.catalog import load_cluster
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 2, 7, 63, 64, 65, 1000)

@@ -18,10 +18,10 @@ from towpath.core.strategy import GRADIENTS, MoveShape, Strategy, TransferKind, 
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.sim.bandwidth import BandwidthModel, Demand
-from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
-from towpath.sim.replay import ComputeSeconds, Replay
-from towpath.sim.timeline import Timeline
+from towpath.plan.bandwidth import BandwidthModel, Demand
+from towpath.plan.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
+from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.timeline import Timeline
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(4, 2), Topology(3, 1), Topology(1, 4), Topology(4, 8)]

@@ -10,11 +10,11 @@ import towpath
 import towpath.core.schedule
 from towpath import Outer
 from towpath.core.strategy import TransferKind
-from towpath.planner.catalog import load_cluster
-from towpath.planner.model import Transformer
-from towpath.planner.prediction import Batching, Prediction
-from towpath.planner.request import Request
-from towpath.planner.solver import Solver
+from towpath.plan.catalog import load_cluster
+from towpath.plan.model import Transformer
+from towpath.plan.prediction import Batching, Prediction
+from towpath.plan.request import Request
+from towpath.plan.solver import Solver
 
 BATCHING = Batching(4, 1)
 

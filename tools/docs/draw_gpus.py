@@ -18,13 +18,13 @@ from towpath.core.queues import Lanes
 from towpath.core.step_state import Action, Wait
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan, plan_unit
-from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.model import Model, compute_seconds, optimizer_seconds
-from towpath.planner.request import Request
-from towpath.sim.engine import SimulatedEngine
-from towpath.sim.hardware import Hardware
-from towpath.sim.replay import ComputeSeconds, Replay
-from towpath.sim.timeline import Timeline
+from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.hardware import Hardware
+from towpath.plan.model import Model, compute_seconds, optimizer_seconds
+from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.request import Request
+from towpath.plan.simulated_engine import SimulatedEngine
+from towpath.plan.timeline import Timeline
 from towpath.topology.cluster import Topology
 
 MODEL, CLUSTER, NODES, TOKENS = "llama-7b", "h100-400g", 8, 8192

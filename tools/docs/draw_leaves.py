@@ -10,7 +10,7 @@ from dataclasses import replace
 from tools.docs import figures
 from towpath import planning, strategy
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.planner.model import Model
+from towpath.plan.model import Model
 
 MODEL, CLUSTER, NODES = "llama-3-8b", "dgx-a100-200g", 8
 PRESETS = ("zero3", "zero++", "mics")

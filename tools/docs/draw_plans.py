@@ -6,9 +6,9 @@ from pathlib import Path
 
 from towpath.cli.plan_report import curves, draw_nodes, draw_rates, nodes_of, rates_of
 from towpath.cli.plots import standalone_svg
-from towpath.planner.catalog import describe_model, load_cluster
-from towpath.planner.request import Request
-from towpath.planner.solver import Batching, Solver
+from towpath.plan.catalog import describe_model, load_cluster
+from towpath.plan.request import Request
+from towpath.plan.solver import Batching, Solver
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 MODEL, CLUSTER = "gpt-2.5b", "ethernet-10g"

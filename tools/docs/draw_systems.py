@@ -19,13 +19,13 @@ from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.observing import Interval
-from towpath.planner import tables
-from towpath.planner.catalog import describe_model, load_cluster, model_shape
-from towpath.planner.cluster import GIB
-from towpath.planner.model import Transformer
-from towpath.planner.pipelines import Layout, Pipelines
-from towpath.planner.request import Request
-from towpath.planner.solver import Batching, Solver
+from towpath.plan import tables
+from towpath.plan.catalog import describe_model, load_cluster, model_shape
+from towpath.plan.cluster_file import GIB
+from towpath.plan.model import Transformer
+from towpath.plan.pipelines import Layout, Pipelines
+from towpath.plan.request import Request
+from towpath.plan.solver import Batching, Solver
 from towpath.topology.cluster import Extent, Topology
 from towpath.tracing import simulated_intervals
 

@@ -24,10 +24,10 @@ from towpath.cli import main
 from towpath.core import presets
 from towpath.core.schedule import schedule
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
-from towpath.planner.catalog import describe_model, load_cluster, shipped_clusters
-from towpath.planner.cluster import GIB
-from towpath.planner.request import Request
-from towpath.planner.solver import Batching, Solver
+from towpath.plan.catalog import describe_model, load_cluster, shipped_clusters
+from towpath.plan.cluster_file import GIB
+from towpath.plan.request import Request
+from towpath.plan.solver import Batching, Solver
 from towpath.topology.cluster import Topology
 
 # The pages docs/reference/cli-….md that have these commands; docs/reference/cli.md has all others.
@@ -213,7 +213,7 @@ def error_table() -> str:
 
 def clusters() -> str:
     """Return every shipped cluster. What it is comes from the first sentence of its file."""
-    folder = figures.ROOT / "src/towpath/planner/clusters"
+    folder = figures.ROOT / "src/towpath/plan/clusters"
     headings = (
         "name",
         "GPUs and links",

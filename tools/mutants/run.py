@@ -4,7 +4,7 @@ The mutants are listed in mutants.toml. The sources themselves stay as they are:
 
 Examples:
     python tools/mutants/run.py --list                   show all mutants, and whether they fit the sources
-    python tools/mutants/run.py prefetch sim.engine      run those whose name or function contains one of the words
+    python tools/mutants/run.py prefetch simulated_engine    run those whose name or function contains one of the words
     python tools/mutants/run.py --shard 2/6 --report mutants.md
 
 The exit status is 1 if a mutant survived, was not found, or could not be tested.

@@ -24,10 +24,10 @@ from towpath.cli.plots import (
 from towpath.core import presets
 from towpath.core.strategy import TransferKind
 from towpath.errors import TowpathError
-from towpath.planner import tables
-from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.prediction import Batching, Prediction, Ranking
-from towpath.planner.solver import Solver
+from towpath.plan import tables
+from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.prediction import Batching, Prediction, Ranking
+from towpath.plan.solver import Solver
 from towpath.tracing import simulated_intervals
 
 # The presets drawn over link rates and numbers of nodes: the lossless ones that differ most.

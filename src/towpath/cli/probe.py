@@ -11,8 +11,8 @@ from rich.table import Table
 
 from towpath.cli.terminal import check_launched, load_torch, table_of
 from towpath.files import check_output_file, write_output_file
-from towpath.planner.profile import BROADCAST, Profile, collective_of, collective_seconds
-from towpath.planner.tables import seconds
+from towpath.plan.profile import BROADCAST, Profile, collective_of, collective_seconds
+from towpath.plan.tables import seconds
 from towpath.progress import working
 
 
@@ -46,7 +46,7 @@ def _measure(budget: float) -> Profile | None:
     """Measure on all ranks. Return the profile on rank 0, and None on other ranks."""
     import torch.distributed as dist
 
-    from towpath.auto.probe import probe as measure
+    from towpath.plan.cluster_probe import probe as measure
     from towpath.topology.init import init
 
     init()

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from towpath.codecs.kernels.pieces import Piece
 from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
-from towpath.collectives.point_to_point import Message, Posted, post
+from towpath.collectives.point_to_point import PeerMessage, Posted, post
 from towpath.core.exact import exchanged_cells, message_cell
 from towpath.core.routes import AllToAll, hops_of, piece_bounds
 from towpath.core.routes import Piece as SlicePart
@@ -63,7 +63,7 @@ class _Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class _ReductionStage:
     """The part of a reduction that runs at a time: one piece of each slice. Hops of several stages overlap."""
 
     exchanges: tuple[_Exchange, ...]
@@ -111,7 +111,7 @@ class AllToAllReduceScatter(Collective):
         """The seeds of stochastic rounding, if there is a codec."""
         return (self._packing.seeds,) if isinstance(self._packing, EncodedPacking) else ()
 
-    def _stage(self, number: int) -> _Stage:
+    def _stage(self, number: int) -> _ReductionStage:
         members, grid, transfer, buffers = self._members, self._members.grid, self._transfer, self._buffers
         count, table = len(members.group.ranks), self._packing.table
 
@@ -152,7 +152,7 @@ class AllToAllReduceScatter(Collective):
             sources = [received + places[i] - places[own[0]] for i in own]
         ((start, end),) = pieces
         own_piece = Piece(end - start, start - transfer.bounds(members.slot)[0], sources[0])
-        return _Stage(tuple(exchanges), table([own_piece], buffers.hops[-1], exchanges[-1].row))
+        return _ReductionStage(tuple(exchanges), table([own_piece], buffers.hops[-1], exchanges[-1].row))
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Sum the regions of all members, and write this member's slice of the sum to `shard`."""
@@ -195,7 +195,9 @@ class AllToAllReduceScatter(Collective):
         own, cells = exchange.contents[hop.mine], self._cells(number, workspace)
         nodes, here = self._members.nodes, self._members.nodes[self._members.position]
         messages = [
-            Message(leaves, peer, rows[i * exchange.row :][:length], None if nodes[peer] == here else next(cells, None))
+            PeerMessage(
+                leaves, peer, rows[i * exchange.row :][:length], None if nodes[peer] == here else next(cells, None)
+            )
             for i, (peer, content) in enumerate(zip(hop.peers, exchange.contents, strict=True))
             for leaves, rows, length in ((True, sent, content), (False, received, own))
             if i != hop.mine and length

@@ -18,7 +18,7 @@ from typing import final
 import torch
 
 from towpath.collectives.collective import Collective, GroupRank, Workspace
-from towpath.collectives.native import (
+from towpath.collectives.flat import (
     FlatAllGather,
     FlatReduceScatter,
     all_gather_single,

@@ -31,7 +31,7 @@ class LostMessageError(StepError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class PeerMessage:
     """A message to the member at position `peer` if `leaves` is set, else from that member.
 
     With a `cell`, the content is sent encoded to the bit, and the cell is the memory of the encoded message.
@@ -57,7 +57,7 @@ class Posted:
     """A batch of messages in flight."""
 
     works: Sequence[dist.Work]
-    messages: Sequence[Message]
+    messages: Sequence[PeerMessage]
     members: GroupRank
     where: str
     workspace: Workspace
@@ -78,7 +78,7 @@ class Posted:
                     raise_failed([decode(message.cell, message.content, difference=False)])
 
 
-def post(messages: Sequence[Message], members: GroupRank, where: str, workspace: Workspace, tag: int) -> Posted:
+def post(messages: Sequence[PeerMessage], members: GroupRank, where: str, workspace: Workspace, tag: int) -> Posted:
     """Start to send and receive `messages`, and return the batch to wait for.
 
     Both ends must post the messages that they exchange under a tag in the same order.
@@ -95,7 +95,7 @@ def post(messages: Sequence[Message], members: GroupRank, where: str, workspace:
     return Posted(works, messages, members, where, workspace)
 
 
-def _launched(messages: Sequence[Message], group: dist.ProcessGroup, tag: int) -> Sequence[dist.Work]:
+def _launched(messages: Sequence[PeerMessage], group: dist.ProcessGroup, tag: int) -> Sequence[dist.Work]:
     # gloo has no batches. The function for batches takes twice the time of the calls that it makes.
     if group.name() == "gloo":
         return [(group.send if m.leaves else group.recv)([m.encoded()], m.peer, tag) for m in messages]
@@ -108,8 +108,8 @@ def _launched(messages: Sequence[Message], group: dist.ProcessGroup, tag: int) -
     )
 
 
-def _lost(messages: Sequence[Message], members: GroupRank, where: str, error: RuntimeError) -> LostMessageError:
-    def ends(message: Message) -> str:
+def _lost(messages: Sequence[PeerMessage], members: GroupRank, where: str, error: RuntimeError) -> LostMessageError:
+    def ends(message: PeerMessage) -> str:
         there, here = members.numbers[message.peer], members.number
         return f"rank {here} to rank {there}" if message.leaves else f"rank {there} to rank {here}"
 
@@ -229,13 +229,13 @@ class PointToPoint(Collective):
     def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
         each = self._exact_cell
         exact = workspace.take(self._exact_cells * each, torch.uint8) if each else region
-        messages: list[Message] = []
+        messages: list[PeerMessage] = []
         for p in batch.messages:
             content = self._content(region, wire, p)
             if self._filled and p.leaves:
                 content = content[: message_bytes([content])[0]]
             cell = None if p.encoded is None else exact[p.encoded * each :][:each]
-            messages.append(Message(p.leaves, p.peer, content, cell))
+            messages.append(PeerMessage(p.leaves, p.peer, content, cell))
         where = f"{self._what}, step {batch.step}"
         return post(messages, self._members, where, workspace, self._tag)
 

@@ -24,6 +24,7 @@ from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.engine.agree.digest import CollectiveLog
+from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept, is_saved
 from towpath.engine.outer import OuterSync
@@ -37,11 +38,10 @@ from towpath.engine.parameters.initialise import (
     materialise_buffers,
     move_all_but_parameters,
 )
-from towpath.engine.parameters.parallel import Mesh, mesh_of
 from towpath.engine.parameters.partial_sums import Replica
+from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.streams.queue import CommContext
 from towpath.engine.trial_steps import watch_optimizers
 from towpath.errors import ShardError
 from towpath.logs import logger
@@ -240,7 +240,7 @@ class _Shared:
     trainable: Replica
     on_host: Replica  # the ranks of `trainable`, for tensors in the host's memory
     frozen: Replica
-    mesh: Mesh
+    mesh: TensorParallelMesh
     writes: ParamVersion
 
 
@@ -258,7 +258,7 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
     return Unit(index, layout, plan, buckets, version, shared.comm)
 
 
-def _replica(strategy: Strategy, trains: bool, comm: CommContext, mesh: Mesh) -> Replica:
+def _replica(strategy: Strategy, trains: bool, comm: CommContext, mesh: TensorParallelMesh) -> Replica:
     """Return the ranks among which one copy of the user's ShardTensors is sharded."""
     groups, moves = comm.groups, strategy.of(trains).moves.assemble
     program = comm.program if groups.parent is not None else None

@@ -1,7 +1,7 @@
 """The hooks by which PyTorch calls the engine: around a unit's forward, and from autograd around its backward.
 
 `attach` installs them. It changes the classes of the modules, and registers a hook on every unsharded view of a
-parameter. The file also names Towpath's counterparts of FSDP2's methods and arguments.
+parameter.
 """
 
 from __future__ import annotations
@@ -9,208 +9,26 @@ from __future__ import annotations
 import difflib
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache, partial, update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from towpath.core.step_state import ForwardPass
-from towpath.engine.executor import Engine, backward_to
+from towpath.engine.backward_inputs import let_backward_take_parameters
+from towpath.engine.executor import Engine
+from towpath.engine.from_fsdp import COUNTERPARTS, NoMethodError
 from towpath.engine.layout import has_forward, kept_modules, torch_dtype
+from towpath.engine.module_class import add_mixin, keep_dtype
 from towpath.engine.parameters.bucket import Bucket
-from towpath.engine.parameters.unit import Unit, is_transformed
-from towpath.engine.streams.streams import eager
+from towpath.engine.parameters.module_parameters import is_transformed
+from towpath.engine.parameters.unit import Unit
+from towpath.engine.timing import eager
 from towpath.errors import ShardError, StepError
-
-
-def add_mixin(module: nn.Module, role: type[Any]) -> None:
-    """Add `role` to the module's class. The class keeps its name, because libraries look at it."""
-    module.__class__ = _with_role(type(module), role)
-
-
-@cache
-def _with_role(cls: type[nn.Module], role: type[Any]) -> type[Any]:
-    """Return the subclass of `role` and `cls`, which is made once."""
-    # torch.compile makes a graph for each class, and gives up after eight. So all blocks of a model share one class.
-    return type(cls.__name__, (role, cls), {"__module__": cls.__module__})
-
-
-def keep_dtype(module: nn.Module) -> None:
-    """Let a module compute in its own dtype. Inputs are cast to it, and outputs are cast back."""
-    own = next((t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.float32)
-    add_mixin(module, ExactModule)
-    object.__setattr__(module, "towpath_dtype", own)
-
-
-class ExactModule(nn.Module):
-    """A module that `Precision(keep=)` names. It computes in `towpath_dtype`."""
-
-    towpath_dtype: torch.dtype
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        met: list[torch.dtype] = []
-
-        def enter(tensor: torch.Tensor) -> torch.Tensor:
-            met.append(tensor.dtype)
-            return tensor.to(self.towpath_dtype)
-
-        args, kwargs = _of_floating(enter, args), _of_floating(enter, kwargs)
-        output = super().__call__(*args, **kwargs)
-        return _of_floating(lambda tensor: tensor.to(met[0]), output) if met else output
-
-
-def _of_floating(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return `value`, which may be nested tuples, lists and dicts, with `change` applied to its floating tensors."""
-    if isinstance(value, torch.Tensor):
-        return change(value) if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(_of_floating(change, item) for item in value)
-    if type(value) is dict:
-        return {key: _of_floating(change, item) for key, item in value.items()}
-    return value
-
-
-_ACCUMULATE = (
-    "Put the micro-steps before the last one inside `with towpath.no_sync(model):`. The backward pass after them "
-    "reduces the gradients."
-)
-_BY_STRATEGY = (
-    'The strategy says when weights are unsharded: "zero3" gathers them again for backward, "zero2" keeps them.'
-)
-_PREFETCH = "Leave the call out: the engine learns the order of the units in the first step, and then prefetches them."
-_COMMUNICATION = (
-    "Routes and codecs change what is sent, as in towpath.strategy('zero3', weights='int8'); see "
-    "docs/concepts/routes.md and docs/concepts/codecs.md."
-)
-_MEAN = "Gradients are the mean over all ranks. Multiply the loss by a factor for another scale."
-_BUFFERS = "Leave the call out: the engine allocates no buffer after the second step."
-_PARTS = (
-    "Use model.unshard() and model.reshard() for the whole model, or `with "
-    "towpath.full_parameters(model, [part]):` for a part of it."
-)
-
-COUNTERPARTS = {
-    "reset_iter_state": "Leave the call out: once every rank has caught the exception, training goes on.",
-    "reshard": _PARTS,
-    "set_all_reduce_hook": _COMMUNICATION,
-    "set_allocate_memory_from_process_group_for_comm": _BUFFERS,
-    "set_custom_all_gather": _COMMUNICATION,
-    "set_custom_reduce_scatter": _COMMUNICATION,
-    "set_force_sum_reduction_for_comms": _MEAN,
-    "set_gradient_divide_factor": _MEAN,
-    "set_is_last_backward": _ACCUMULATE,
-    "set_modules_to_backward_prefetch": _PREFETCH,
-    "set_modules_to_forward_prefetch": _PREFETCH,
-    "set_post_optim_event": "Leave the call out: the engine waits for the optimizer before it sends new weights.",
-    "set_reduce_scatter_divide_factor": _MEAN,
-    "set_reduce_scatter_max_input_buffers": _BUFFERS,
-    "set_reduce_scatter_unused_params": (
-        "Leave the call out: a parameter that some ranks use gets the mean over all ranks, one that no rank uses has "
-        "no gradient."
-    ),
-    "set_requires_all_reduce": _ACCUMULATE,
-    "set_requires_gradient_sync": _ACCUMULATE,
-    "set_reshard_after_backward": _BY_STRATEGY,
-    "set_reshard_after_forward": _BY_STRATEGY,
-    "set_separate_reduce_scatter_group": "Leave the call out: gathers and reductions have groups of their own.",
-    "set_symm_mem_for_comm": _BUFFERS,
-    "set_unshard_in_backward": _BY_STRATEGY,
-    "unshard": _PARTS,
-}
-
-_UNITS = "units=[Block], where the blocks are not children of a ModuleList"
-
-ARGUMENTS = {
-    "auto_wrap_policy": _UNITS,
-    "backward_prefetch": "nothing: units are always prefetched",
-    "forward_prefetch": "nothing: units are always prefetched",
-    "limit_all_gathers": "nothing: two units are unsharded at a time",
-    "cpu_offload": 'towpath.strategy(name, offload="optimizer"); weights stay on the device',
-    "device_id": "device=",
-    "device_mesh": "mesh=",
-    "dp_mesh_dims": 'mesh=mesh["replicate", "shard"]',
-    "ignored_modules": "no counterpart: every parameter of the model is sharded",
-    "ignored_params": "no counterpart: every parameter of the model is sharded",
-    "ignored_states": "no counterpart: every parameter of the model is sharded",
-    "mixed_precision": "precision=, a dtype or a towpath.Precision",
-    "mp_policy": "precision=, which takes the policy as it is",
-    "offload_policy": 'towpath.strategy(name, offload="optimizer"); weights stay on the device',
-    "param_init_fn": "values=, or the modules' reset_parameters()",
-    "process_group": "group=",
-    "reshard_after_forward": 'the strategy: "zero3" for True, "zero2" for False',
-    "shard_placement_fn": "no counterpart: a unit is cut into equal slices",
-    "sharding_strategy": 'the strategy: "zero3" for FULL_SHARD, "mics" for HYBRID_SHARD',
-    "sync_module_states": "nothing: the values of rank 0 are every rank's",
-    "use_orig_params": "nothing: it is always so",
-}
-
-
-def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
-    for name in names:
-        if name in ARGUMENTS:
-            raise ShardError(f"shard() has no {name}=. Use instead: {ARGUMENTS[name]}. See docs/start/from-fsdp2.md.")
-        nearest = difflib.get_close_matches(name, known, 1)
-        meant = f" Did you mean {nearest[0]}=?" if nearest else ""
-        raise TypeError(f"shard() got an unexpected keyword argument {name!r}.{meant}")
-
-
-# The leaves of the graph are the unsharded views of a unit's parameters. The user names ShardTensors, which autograd
-# does not find in the graph. PyTorch calls no hook when it reads `inputs`. So the one autograd engine that PyTorch's
-# Python code calls is replaced by a subclass, which adds the views to the inputs.
-
-
-@final
-class _BackwardInputs(torch._C._ImperativeEngine):  # pyright: ignore
-    """PyTorch's autograd engine, which also accepts sharded parameters as `inputs`."""
-
-    def run_backward(
-        self,
-        tensors: Any,
-        gradients: Any,
-        keep_graph: Any,
-        create_graph: Any,
-        inputs: Sequence[Any] = (),
-        allow_unreachable: bool = False,
-        accumulate_grad: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
-        run: Any = super().run_backward  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        others = (keep_graph, create_graph)
-        if not inputs:
-            return run(tensors, gradients, *others, inputs, allow_unreachable, accumulate_grad)
-        with backward_to(inputs) as views:
-            # The ShardTensors remain inputs, because a penalty term may be computed from them directly.
-            named = (*inputs, *views)
-            if accumulate_grad or not views:
-                return run(tensors, gradients, *others, named, allow_unreachable, accumulate_grad)
-            found = run(tensors, gradients, *others, named, True, accumulate_grad)
-        return _of_tensors(inputs, found, allow_unreachable)
-
-
-def _of_tensors(inputs: Sequence[Any], found: Sequence[Any], may_be_none: bool) -> tuple[Any, ...]:
-    """Return the gradients of `inputs`, as `torch.autograd.grad` does; raise if a sharded parameter has one.
-
-    The gradient of a parameter that modules have computed with would be this rank's own. Other inputs are fine.
-    """
-    wanted, of_views = tuple(found[: len(inputs)]), found[len(inputs) :]
-    if any(gradient is not None for gradient in of_views):
-        raise ShardError(
-            "torch.autograd.grad() got parameters of a sharded model. It would return gradients of this rank alone. "
-            "Call loss.backward(inputs=parameters), and read their .grad: the mean over all ranks."
-        )
-    if not may_be_none and any(gradient is None for gradient in wanted):
-        raise RuntimeError("torch.autograd.grad(): one of the inputs was not used in the graph (see allow_unused=).")
-    return wanted
-
-
-def let_backward_take_parameters() -> None:
-    """Let `backward(inputs=...)` name sharded parameters, everywhere in this process."""
-    if not isinstance(Variable._execution_engine, _BackwardInputs):  # pyright: ignore
-        Variable._execution_engine = _BackwardInputs()  # pyright: ignore
 
 
 def attach(model: nn.Module, engine: Engine) -> None:
@@ -232,12 +50,12 @@ def attach(model: nn.Module, engine: Engine) -> None:
         for module in unit.modules:
             enter_by(module, UnitModule, unit)
         if unit.plan.leaf:
-            unit.be_a_leaf()
+            unit.shown.be_a_leaf(unit.modules[0])
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
                 arrived = _arrival(engine, unit, bucket, index)
                 view.register_post_accumulate_grad_hook(arrived)
-                for shown in (p for p in unit.leaf_parameters if p.unsharded is view):
+                for shown in (p for p in unit.shown.leaf_parameters if p.unsharded is view):
                     shown.register_post_accumulate_grad_hook(arrived)
 
 
@@ -245,7 +63,7 @@ def _parts(engine: Engine) -> list[nn.Module]:
     """Return the modules inside the root unit that compute with its parameters and can be called by themselves."""
     (model,) = engine.root.modules
     units = {id(m): unit.plan.leaf for unit in engine.units for m in unit.modules}
-    owners = {id(m) for m in engine.root.owners}
+    owners = {id(m) for m in engine.root.shown.owners}
     found: dict[int, nn.Module] = {}
 
     def visit(module: nn.Module) -> bool:
@@ -261,13 +79,6 @@ def _parts(engine: Engine) -> list[nn.Module]:
     return list(found.values())
 
 
-class _NoMethodError(ShardError, AttributeError):
-    """A method of FSDP2's modules that a sharded model does not have. The message names the replacement.
-
-    It is an AttributeError too, so that `hasattr` returns False and libraries do not take the model for an FSDPModule.
-    """
-
-
 class HookedModule(nn.Module):
     """A module whose call runs the engine before and after the forward.
 
@@ -278,7 +89,7 @@ class HookedModule(nn.Module):
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name in COUNTERPARTS:
-            raise _NoMethodError(
+            raise NoMethodError(
                 f"{type(self).__name__}.{name}: a sharded model has no such method. {COUNTERPARTS[name]}"
             )
         return super().__getattr__(name)
@@ -404,7 +215,7 @@ class _Forward:
 
     def read(self, index: int) -> torch.Tensor:
         """Return a copy of the unsharded parameter at `index`, as if a forward of the module had returned it."""
-        return self.unit.copy_of(index, lambda call: self.run(call, (), {}))
+        return self.unit.shown.copy_of(index, lambda call: self.run(call, (), {}))
 
     @eager(recursive=False)
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

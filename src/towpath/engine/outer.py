@@ -31,12 +31,12 @@ from towpath.core.step_state import ApplyOuter, Task
 from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.engine.agree.boundary import checksum
 from towpath.engine.agree.digest import differing_islands
+from towpath.engine.comm import CommContext
 from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.gradients import host_memory, slice_within
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.streams.queue import CommContext
-from towpath.engine.streams.streams import Handle
+from towpath.engine.queues import Handle
 from towpath.errors import StepError
 
 # A parameter, and something of the same shape that this rank holds a part of.

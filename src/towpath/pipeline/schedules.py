@@ -45,7 +45,7 @@ def order_of(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
 
 
 def walks(schedule: str, ranks: int, micro_batches: int) -> tuple[Order, Walk]:
-    """Return the passes and the operations of every rank, for the planner (`towpath.planner.pipelines`)."""
+    """Return the passes and the operations of every rank, for the planner (`towpath.plan.pipelines`)."""
     kind, stages = schedule_class(schedule), SCHEDULES[schedule] * ranks
     if issubclass(kind, PipelineScheduleSingle):
         return plain_walk(schedule, ranks, micro_batches)

@@ -25,7 +25,7 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.layout import BucketLayout, UnitLayout, lay_out
 from towpath.errors import ShardError
 from towpath.pipeline.agreement import meta_outputs
-from towpath.planner.model import LinearSeconds, MeasuredPasses, Model, ModelUnit, StagedModel
+from towpath.plan.model import LinearSeconds, MeasuredPasses, Model, ModelUnit, StagedModel
 
 
 def split(model: nn.Module, count: int, example: torch.Tensor) -> list[nn.Module]:

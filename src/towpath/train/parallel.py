@@ -21,10 +21,10 @@ from towpath.core.pipeline import compression
 from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, ShardError
-from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.model import Model
-from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
-from towpath.planner.request import OUTER, Request, codecs_for_both
+from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.model import Model
+from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
+from towpath.plan.request import OUTER, Request, codecs_for_both
 from towpath.topology.cluster import Topology
 from towpath.train.config import Config, ParallelConfig, TrainConfig
 from towpath.train.job import Job
@@ -152,8 +152,8 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         )
         return train, presets.strategy("ddp", topology, offload=offload)
     # Imported only here, because they import what traces a model.
-    from towpath.auto.choice import choose
-    from towpath.auto.measure import describe_measured
+    from towpath.plan.choice import choose
+    from towpath.plan.measure import describe_measured
 
     weights, gradients = codecs_for_both(options.allow)
     share = max(1, train.batch // topology.world)

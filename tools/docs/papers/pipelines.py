@@ -11,9 +11,9 @@ from towpath.core.pipeline import Compression
 from towpath.core.pipeline import compression as named_compression
 from towpath.core.strategy import TransferKind
 from towpath.pipeline.schedules import walks
-from towpath.planner.pipelines import Layout, Pipelines
-from towpath.planner.request import Request
-from towpath.planner.solver import Batching
+from towpath.plan.pipelines import Layout, Pipelines
+from towpath.plan.request import Request
+from towpath.plan.solver import Batching
 
 # Rank 16 between stages, rank 128 of the gradients of three quarters of the stages.
 OPTIMUS = {

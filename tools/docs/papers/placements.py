@@ -13,10 +13,10 @@ from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Form, Grid, Op, Route
 from towpath.core.strategy import MoveShape, TransferKind, move_shapes
 from towpath.core.transport import Transport
-from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.model import activation_bytes
-from towpath.planner.request import BF16
-from towpath.sim.hardware import Hardware, TransferShape, phase_costs, seconds_alone
+from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.hardware import Hardware, TransferShape, phase_costs, seconds_alone
+from towpath.plan.model import activation_bytes
+from towpath.plan.request import BF16
 
 # Of a GPU's memory, what communication and passing values take (D_tmp). The paper gives no figure.
 TEMPORARY_GIB, OTHERS_GIB = 12, (0, 4, 8, 16)

@@ -28,10 +28,10 @@ from tools.docs.papers.speedups import LINS, lins_mics, lins_setting, mics_setti
 from tools.docs.papers.wide_resnet import wide_resnet_cells
 from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
-from towpath.planner.cluster import GIB
-from towpath.planner.pipelines import Layout, Pipelines
-from towpath.planner.request import Request
-from towpath.planner.solver import Batching
+from towpath.plan.cluster_file import GIB
+from towpath.plan.pipelines import Layout, Pipelines
+from towpath.plan.request import Request
+from towpath.plan.solver import Batching
 from towpath.topology.cluster import Extent
 
 # What identifies each line, and what simulates its other cells.

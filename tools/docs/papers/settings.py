@@ -13,11 +13,11 @@ from towpath.core.formats import Precision
 from towpath.core.placement import Placement
 from towpath.core.strategy import Strategy
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.planner.catalog import load_cluster, named_models
-from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.model import Model, ModelUnit, Transformer
-from towpath.planner.request import BF16, Request
-from towpath.planner.solver import Batching, Prediction, Solver
+from towpath.plan.catalog import load_cluster, named_models
+from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.model import Model, ModelUnit, Transformer
+from towpath.plan.request import BF16, Request
+from towpath.plan.solver import Batching, Prediction, Solver
 from towpath.topology.cluster import Extent
 
 BLOCKS, MATRICES = "blocks", "matrices"

@@ -21,8 +21,8 @@ from tools.docs.papers.settings import (
     mics,
 )
 from towpath.core.placement import Placement
-from towpath.planner.cluster import Cluster
-from towpath.planner.solver import Prediction
+from towpath.plan.cluster_file import Cluster
+from towpath.plan.solver import Prediction
 from towpath.topology.cluster import Extent
 
 # The share of the peak that the A800's matrix products reach is a figure of Lins itself. This is what the files of the

@@ -8,9 +8,9 @@ from functools import cache
 from tools.docs.papers.settings import BLOCKS, MATRICES, ZERO3, cluster, mics
 from towpath.core.formats import Precision
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.planner.model import Model, ModelUnit
-from towpath.planner.request import Request
-from towpath.planner.solver import Batching, Solver
+from towpath.plan.model import Model, ModelUnit
+from towpath.plan.request import Request
+from towpath.plan.solver import Batching, Solver
 
 # Printed: bottleneck blocks in each stage, and the width factor. Pictures have 224 × 224 points.
 DEPTHS, FACTOR, POINTS = (6, 8, 46, 6), 8, 224

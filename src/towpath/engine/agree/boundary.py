@@ -14,9 +14,9 @@ from towpath.collectives.collective import Workspace
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy, TransferKind
+from towpath.engine.comm import CommContext
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.streams.queue import CommContext
 
 # Default of `shard(check_every=)`: how many boundaries pass between two comparisons of parameter values.
 CHECK_EVERY = 100

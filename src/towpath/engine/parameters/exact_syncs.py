@@ -18,8 +18,8 @@ from towpath.collectives.exact import AgreedAllGather, ExactSync
 from towpath.core.schedule import message_sizes_transfers
 from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy, TransferKind
+from towpath.engine.comm import CommContext
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.streams.queue import CommContext
 from towpath.errors import StepError
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from towpath.core.placement import Partition
 from towpath.core.unit_plan import BucketPlan
 from towpath.engine.layout import BucketLayout, ParameterPlace, is_saved, torch_dtype
-from towpath.engine.parameters.parallel import Mesh, local_part
+from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, local_part
 from towpath.errors import ShardError, TowpathError
 from towpath.topology.groups import Groups
 
@@ -59,7 +59,9 @@ class Source(ABC):
 class FromModel(Source):
     """The values that rank 0's model has, or that rank 0's modules initialize if they are on the meta device."""
 
-    def __init__(self, groups: Groups, mesh: Mesh, device: torch.device, job: Groups, starts: bool) -> None:
+    def __init__(
+        self, groups: Groups, mesh: TensorParallelMesh, device: torch.device, job: Groups, starts: bool
+    ) -> None:
         """Prepare for the ranks in `groups`, which get the values of rank 0 of `job`.
 
         Ranks that do not start take no values from their own model, which may have none.

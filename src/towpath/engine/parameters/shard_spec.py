@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from towpath.codecs.kernels import kernels_for
-from towpath.collectives.native import all_gather_single
+from towpath.collectives.flat import all_gather_single
 from towpath.core.formats import SCALE_BYTES, Codec
 from towpath.core.units import overlap
-from towpath.engine.parameters.parallel import Parallel
 from towpath.engine.parameters.partial_sums import Replica
+from towpath.engine.parameters.tensor_parallel import Parallel
 
 if TYPE_CHECKING:
     from towpath.engine.parameters.shard_tensor import ShardTensor

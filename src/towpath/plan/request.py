@@ -11,7 +11,7 @@ from typing import Any, Literal
 from towpath.core.formats import Codec, Precision, item_bytes
 from towpath.core.strategy import Offload
 from towpath.errors import ConfigError
-from towpath.planner.prediction import Batching
+from towpath.plan.prediction import Batching
 
 BF16 = Precision("bfloat16", "bfloat16")
 

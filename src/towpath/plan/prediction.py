@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.sim.timeline import Timeline
+from towpath.plan.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class TensorParallelMesh:
     """The tensor-parallel mesh of a model's DTensors, or no mesh if there are none.
 
     Norms are combined over it in addition to the replica. A parameter that is replicated on it counts once.
@@ -263,14 +263,14 @@ class Mesh:
         return not any(at for at, is_split in zip(self.coordinate, split, strict=True) if not is_split)
 
 
-def mesh_of(parameters: list[Parallel]) -> Mesh:
+def mesh_of(parameters: list[Parallel]) -> TensorParallelMesh:
     """Return the mesh of a model's DTensors, which all share one."""
     if not parameters:
-        return Mesh()
+        return TensorParallelMesh()
     mesh = parameters[0].mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds no DTensor on it"
-    return Mesh(tuple(mesh.get_all_groups()), tuple(coordinate))
+    return TensorParallelMesh(tuple(mesh.get_all_groups()), tuple(coordinate))
 
 
 # `shard` replaces a parameter that is a DTensor. An optimizer that was made before still has the DTensor, until `adopt`

@@ -15,11 +15,11 @@ from towpath.core.outer_steps import OuterSteps
 from towpath.core.steady_step import settled, steady_step, write_all
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
-from towpath.sim.bandwidth import BandwidthModel, Thread, run_threads
-from towpath.sim.engine import SimulatedEngine
-from towpath.sim.hardware import Hardware
-from towpath.sim.replay import ComputeSeconds, computed
-from towpath.sim.timeline import Timeline
+from towpath.plan.bandwidth import BandwidthModel, Thread, run_threads
+from towpath.plan.hardware import Hardware
+from towpath.plan.replay import ComputeSeconds, computed
+from towpath.plan.simulated_engine import SimulatedEngine
+from towpath.plan.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

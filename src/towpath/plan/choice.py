@@ -20,23 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from towpath.auto.live import describe_by_parameters
-from towpath.auto.measure import describe_measured, ranks_measure_together
-from towpath.auto.probe import device_of_job, probe, still_holds
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError, PlanError, TowpathError
-from towpath.planner import tables
-from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.islands import OuterPlanner, worth_it
-from towpath.planner.model import Model
-from towpath.planner.pipelines import PipelinePrediction
-from towpath.planner.prediction import Batching, Prediction, Ranking
-from towpath.planner.profile import Profile
-from towpath.planner.request import OUTER, Optimizer, Request, Workload, codecs_for_both
-from towpath.planner.solver import Solver
+from towpath.plan import tables
+from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.cluster_probe import device_of_job, probe, still_holds
+from towpath.plan.islands import OuterPlanner, worth_it
+from towpath.plan.live import describe_by_parameters
+from towpath.plan.measure import describe_measured, ranks_measure_together
+from towpath.plan.model import Model
+from towpath.plan.pipelines import PipelinePrediction
+from towpath.plan.prediction import Batching, Prediction, Ranking
+from towpath.plan.profile import Profile
+from towpath.plan.request import OUTER, Optimizer, Request, Workload, codecs_for_both
+from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

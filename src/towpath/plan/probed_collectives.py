@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
-from towpath.collectives.rank_transfer import form_for, group_rank, select
+from towpath.collectives.select import form_for, group_rank, select
 from towpath.core.placement import GroupCollective, legal_placements, transitions
 from towpath.core.routes import ROUTES, Form, Op, Route
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind, move_shapes
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.planner.profile import BROADCAST, collective_name
-from towpath.sim.measured import Mesh
+from towpath.plan.measured import Mesh
+from towpath.plan.profile import BROADCAST, collective_name
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

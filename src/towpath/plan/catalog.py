@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from towpath.errors import ConfigError
-from towpath.planner.cluster import Cluster, from_table
-from towpath.planner.model import Model, Transformer
-from towpath.planner.profile import Profile
+from towpath.plan.cluster_file import Cluster, from_table
+from towpath.plan.model import Model, Transformer
+from towpath.plan.profile import Profile
 from towpath.topology.cluster import Topology
 
 
 def shipped_clusters() -> list[str]:
     """Return the sorted names of the clusters that come with Towpath."""
-    folder = files("towpath.planner").joinpath("clusters")
+    folder = files("towpath.plan").joinpath("clusters")
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
@@ -55,7 +55,7 @@ def load_cluster(what: str | Path, nodes: int | None = None, ranks_per_node: int
             )
         return profile.cluster()
     if str(what) in shipped_clusters():
-        path: Any = files("towpath.planner").joinpath("clusters", f"{what}.toml")
+        path: Any = files("towpath.plan").joinpath("clusters", f"{what}.toml")
     else:
         path = Path(what)
         if not path.is_file():
@@ -217,4 +217,4 @@ def _words_of(name: str) -> list[str]:
 
 @cache
 def _data() -> dict[str, Any]:
-    return tomllib.loads(files("towpath.planner").joinpath("models.toml").read_text(encoding="utf-8"))
+    return tomllib.loads(files("towpath.plan").joinpath("models.toml").read_text(encoding="utf-8"))

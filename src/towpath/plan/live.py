@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from towpath.core.formats import Precision, dtype_name
 from towpath.engine.layout import UnitChoice, UnitLayout, device_of, lay_out, torch_dtype
 from towpath.errors import ConfigError
-from towpath.planner.model import Model, ModelUnit
+from towpath.plan.model import Model, ModelUnit
 
 
 def describe_module(

@@ -21,9 +21,8 @@ from towpath.core.step_state import Action
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
-from towpath.sim.bandwidth import BandwidthModel, Demand, Thread, run_threads
-from towpath.sim.engine import LaunchingThread, QueuedTask, SimulatedEngine, start_phase
-from towpath.sim.hardware import (
+from towpath.plan.bandwidth import BandwidthModel, Demand, Thread, run_threads
+from towpath.plan.hardware import (
     Hardware,
     PhaseCost,
     StageLocation,
@@ -32,7 +31,8 @@ from towpath.sim.hardware import (
     message_cost,
     phase_costs,
 )
-from towpath.sim.timeline import Event, Timeline
+from towpath.plan.simulated_engine import LaunchingThread, QueuedTask, SimulatedEngine, start_phase
+from towpath.plan.timeline import Event, Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from math import ceil
 from towpath.core.formats import Codec
 from towpath.core.outer import Outer, outer_transport
 from towpath.core.transport import Transport
-from towpath.planner.prediction import Prediction, Ranking
-from towpath.planner.solver import Solver
+from towpath.plan.prediction import Prediction, Ranking
+from towpath.plan.solver import Solver
 
 # The periods that are tried, in optimizer steps.
 PERIODS = (32, 64, 128, 256, 512)
