@@ -131,7 +131,7 @@ def test_what_ranks_ask_for_has_to_be_the_same_and_to_go_with_a_strategy(profile
 
 def test_where_planning_itself_fails_every_rank_is_told(world: Worlds, profile: Path) -> None:
     answers = world(4).run(_sharded_by_a_broken_planner, profile)
-    words = "rank 0 could not plan: ValueError: a bug"
+    words = "ValueError: a bug"
     assert all(type(answer) is PlanError and words in str(answer) for answer in answers)
 
 

@@ -187,7 +187,7 @@ class CommContext:
 
     def tell(self, failure: str) -> None:
         """Post the error of an exchange between islands. Ranks of all islands that wait for this rank quote it."""
-        if self.watchdog.activity.failure:  # the first failure is the cause of others
+        if self.watchdog.status.failure:  # the first failure is the cause of others
             return
         for monitor in {self.watchdog, self._everyone}:
             monitor.tell(failure)

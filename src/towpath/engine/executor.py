@@ -43,7 +43,7 @@ from towpath.core.step_state import (
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.boundary import UnusedParams
-from towpath.engine.agree.watchdog import EndOfBackward, FailedPasses
+from towpath.engine.agree.failed_passes import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
@@ -481,7 +481,7 @@ class Engine:
         self._writes_before_step = self.writes
         if self.outer is not None:
             self.outer.begin()
-        self.comm.watchdog.activity.step = self.step
+        self.comm.watchdog.status.step = self.step
         if self.step in self._changes:
             self._use_transports()
 
