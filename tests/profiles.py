@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from towpath.core.routes import Grid, Op
-from towpath.plan.measured import Mesh
+from towpath.plan.hardware import GroupMesh
 from towpath.plan.profile import (
     ALONE,
-    BROADCAST,
     FEW_UNITS,
     MANY_UNITS,
     OVER_ALL,
@@ -71,12 +70,11 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
         *points("decode int8", 0, 2e9),
     ]
     collectives = [
-        Point(collective_name(op, Mesh(Grid(nodes, width)), route), 1 << 20, (seconds, seconds))
+        Point(collective_name(op, GroupMesh(Grid(nodes, width)), route), 1 << 20, (seconds, seconds))
         for op, route, nodes, width, seconds in (
             (Op.ALL_GATHER.value, "ho-ring", 2, 2, (1 << 19) / cable),
             (Op.ALL_GATHER.value, "flat", 1, 2, (1 << 19) / 5e8),
             (Op.ALL_GATHER.value, "flat", 2, 1, (1 << 20) / cable),
-            (BROADCAST, "flat", 2, 2, (1 << 20) / cable),
         )
     ]
     together = [

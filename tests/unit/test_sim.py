@@ -19,9 +19,10 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.plan.bandwidth import BandwidthModel, Demand
-from towpath.plan.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
+from towpath.plan.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
 from towpath.plan.replay import ComputeSeconds, Replay
 from towpath.plan.timeline import Timeline
+from towpath.plan.transfer_costs import TransferShape, phase_costs
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(4, 2), Topology(3, 1), Topology(1, 4), Topology(4, 8)]

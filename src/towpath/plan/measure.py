@@ -29,7 +29,7 @@ from towpath.engine.build import build
 from towpath.engine.hooks import attach
 from towpath.engine.layout import UnitLayout, lay_out, torch_dtype
 from towpath.errors import ConfigError
-from towpath.plan.live import Call, Traced, trace
+from towpath.plan.live import ModuleCall, Traced, trace
 from towpath.plan.model import LinearSeconds, MeasuredPasses, Model, ModelUnit
 from towpath.plan.profile import (
     ALONE,
@@ -143,7 +143,7 @@ def _without_computing(
 ) -> Generator[None]:
     """Replace the forward of each module by one that returns outputs of the right shape and computes nothing."""
 
-    def replacement(call: Call) -> Callable[..., Any]:
+    def replacement(call: ModuleCall) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = tree_leaves((args, kwargs))
             entered = {t.shape: t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad}
@@ -173,7 +173,7 @@ def _without_computing(
 def _time(
     module: nn.Module,
     parameters: Iterable[tuple[str, nn.Parameter]],
-    call: Call,
+    call: ModuleCall,
     device: torch.device,
     dtype: torch.dtype,
 ) -> PassSeconds:

@@ -36,7 +36,6 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import PlanError
 from towpath.plan.candidates import Candidate
 from towpath.plan.cluster_file import Cluster
-from towpath.plan.hardware import TransferShape, phase_costs, seconds_alone
 from towpath.plan.model import (
     Model,
     ModelUnit,
@@ -51,6 +50,7 @@ from towpath.plan.prediction import Batching, Prediction, figures_of
 from towpath.plan.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.plan.request import Request
 from towpath.plan.solver import Solver
+from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
 # Returns the order and the walk of a schedule. The arguments are its name and the numbers of ranks and micro-batches.

@@ -24,16 +24,8 @@ from towpath.core.strategy import MoveShape
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, PlanError
 from towpath.plan.cluster_file import Cluster
-from towpath.plan.hardware import (
-    CodecSpeed,
-    Hardware,
-    Launching,
-    Link,
-    TransferShape,
-    phase_costs,
-    seconds_alone,
-)
-from towpath.plan.measured import MeasuredCollectives, Mesh, Ratio
+from towpath.plan.hardware import CodecSpeed, GroupMesh, Hardware, Launching, Link, MeasuredCollectives, Ratio
+from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
 VERSION = 2
@@ -64,22 +56,22 @@ def pair_name(what: str, other: str) -> str:
     return f"{what} beside {other}"
 
 
-# No transfer of a strategy is a broadcast. A probe measures it as Lins does, and plans do not use it.
-BROADCAST = "broadcast"
-_COLLECTIVE = re.compile(r"(?P<op>[a-z-]+) by (?P<route>[a-z-]+), (\d+) × (\d+)(?: every (\d+) nodes)?")
+_COLLECTIVE = re.compile(
+    r"(?P<op>all-gather|reduce-scatter|all-reduce) by (?P<route>[a-z-]+), (\d+) × (\d+)(?: every (\d+) nodes)?"
+)
 
 
-def collective_name(op: str, mesh: Mesh, route: str) -> str:
+def collective_name(op: str, mesh: GroupMesh, route: str) -> str:
     """Return the name of a measurement of a collective by a route on a mesh."""
     return f"{op} by {route}, {mesh}"
 
 
-def collective_of(name: str) -> tuple[str, Mesh, str]:
+def collective_of(name: str) -> tuple[str, GroupMesh, str]:
     """Return the operation, the mesh and the route that `collective_name` received."""
     found = _COLLECTIVE.fullmatch(name)
     assert found is not None, name
     op, route, nodes, width, stride = found.groups()
-    return op, Mesh(Grid(int(nodes), int(width)), int(stride or 1)), route
+    return op, GroupMesh(Grid(int(nodes), int(width)), int(stride or 1)), route
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,17 +201,16 @@ class Profile:
         busy_latency = max(0.0, self.of(pair_name(f"{which}, all", PRODUCT))[0].usual - shortest)
         return Link(rate, one.latency, message, work, message_work, busy_latency)
 
-    def _ratios(self, hardware: Hardware) -> dict[tuple[Op, Mesh, str], list[Ratio]]:
+    def _ratios(self, hardware: Hardware) -> dict[tuple[Op, GroupMesh, str], list[Ratio]]:
         """Return the measured seconds of collectives over those that single messages predict, by size.
 
         The engine's own work for a transfer is in neither of them.
         """
-        found: dict[tuple[Op, Mesh, str], list[Ratio]] = defaultdict(list)
+        found: dict[tuple[Op, GroupMesh, str], list[Ratio]] = defaultdict(list)
         for point in sorted(self.collectives(), key=lambda point: point.size):
             op, mesh, route = collective_of(point.what)
-            if op != BROADCAST:
-                ratio = point.usual / collective_seconds(point, hardware)
-                found[Op(op), mesh, route].append((point.size, ratio))
+            ratio = point.usual / collective_seconds(point, hardware)
+            found[Op(op), mesh, route].append((point.size, ratio))
         return dict(found)
 
     def _transfer_work(self, intra: Link, inter: Link) -> float:
@@ -310,7 +301,7 @@ def fitted(points: Sequence[tuple[int, float]]) -> Fit:
 
 
 def collective_seconds(point: Point, hardware: Hardware) -> float:
-    """Return the predicted seconds of a collective, one of `Profile.collectives`, alone. A broadcast has none."""
+    """Return the predicted seconds of a collective, one of `Profile.collectives`, alone."""
     op, mesh, route = collective_of(point.what)
     move = MoveShape(Op(op), 1, mesh.grid, mesh.stride)
     shape = TransferShape.of_move(move, Transport(cast(Route, route)), point.size // 4, "float32", hardware.form)

@@ -22,17 +22,10 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.plan.bandwidth import BandwidthModel, Demand, Thread, run_threads
-from towpath.plan.hardware import (
-    Hardware,
-    PhaseCost,
-    StageLocation,
-    TransferShape,
-    coding_seconds,
-    message_cost,
-    phase_costs,
-)
+from towpath.plan.hardware import Hardware, StageLocation
 from towpath.plan.simulated_engine import LaunchingThread, QueuedTask, SimulatedEngine, start_phase
 from towpath.plan.timeline import Event, Timeline
+from towpath.plan.transfer_costs import PhaseCost, TransferShape, coding_seconds, message_cost, phase_costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,19 +37,9 @@ from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.plan.bandwidth import BandwidthModel, Demand
-from towpath.plan.hardware import (
-    EVERYWHERE,
-    INSIDE,
-    PROCESSOR,
-    Hardware,
-    Launching,
-    PhaseCost,
-    StageLocation,
-    TransferShape,
-    encoding_seconds,
-    phase_costs,
-)
+from towpath.plan.hardware import EVERYWHERE, INSIDE, PROCESSOR, Hardware, Launching, StageLocation
 from towpath.plan.timeline import Event, Timeline
+from towpath.plan.transfer_costs import PhaseCost, TransferShape, encoding_seconds, phase_costs
 
 
 @dataclass(frozen=True, slots=True)
