@@ -269,7 +269,6 @@ def test_a_probe_measures_all_collectives_over_every_mesh(world: Worlds) -> None
     topology = towpath.Topology(2, 2)
     found = world(4).run(_measured_collectives, topology)
     planned = {(op.value, mesh, route) for op, mesh, route in planned_collectives(topology, Form.MESSAGES)}
-    meshes = {mesh for _, mesh, _ in planned}
     assert found == [found[0]] * 4
     assert {collective_of(what) for what in found[0]} == planned
 

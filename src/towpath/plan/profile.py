@@ -56,9 +56,7 @@ def pair_name(what: str, other: str) -> str:
     return f"{what} beside {other}"
 
 
-_COLLECTIVE = re.compile(
-    r"(?P<op>all-gather|reduce-scatter|all-reduce) by (?P<route>[a-z-]+), (\d+) × (\d+)(?: every (\d+) nodes)?"
-)
+_COLLECTIVE = re.compile(r"(all-gather|reduce-scatter|all-reduce) by ([a-z-]+), (\d+) × (\d+)(?: every (\d+) nodes)?")
 
 
 def collective_name(op: str, mesh: GroupMesh, route: str) -> str:

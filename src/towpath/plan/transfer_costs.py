@@ -11,6 +11,7 @@ from math import ceil, log2
 
 from towpath.core.exact import exact_codec
 from towpath.core.formats import Codec, item_bytes
+from towpath.core.queues import Communicator
 from towpath.core.route_costs import Phase, phases, share_leaving_racks
 from towpath.core.routes import Form, Grid, Op, effective_route, hops_of, parts_of, slice_bytes
 from towpath.core.strategy import MoveShape
@@ -35,6 +36,7 @@ class PhaseCost:
     seconds: float  # time in addition to the needs, such as the latency of messages
     needs: Mapping[str, float]  # the amount of each resource
     busy_seconds: float = 0.0  # extra time while the processors compute
+    communicators: tuple[Communicator, ...] = ()  # those whose calls it makes
 
     @property
     def crosses(self) -> bool:
@@ -43,9 +45,8 @@ class PhaseCost:
 
     def times(self, factor: float) -> PhaseCost:
         """Return the phase with `factor` times its seconds and needs."""
-        return PhaseCost(
-            factor * self.seconds, {name: factor * need for name, need in self.needs.items()}, self.busy_seconds
-        )
+        needs = {name: factor * need for name, need in self.needs.items()}
+        return replace(self, seconds=factor * self.seconds, needs=needs)
 
 
 @dataclass(frozen=True, slots=True)
