@@ -8,7 +8,8 @@ from towpath.core.routes import Grid, Op
 from towpath.plan.hardware import GroupMesh
 from towpath.plan.profile import (
     ALONE,
-    FEW_UNITS,
+    FEW,
+    MANY_PARAMETERS,
     MANY_UNITS,
     OVER_ALL,
     PASSES,
@@ -30,15 +31,15 @@ def line(latency: float, rate: float, *sizes: int) -> list[tuple[int, float]]:
 def host_points(transfer: float) -> list[Point]:
     """A transfer takes so many seconds of the processor. A forward pass has one for each unit, a backward pass two."""
 
-    def taken(kind: str, part: str, units: int) -> float:
+    def taken(kind: str, part: str, units: int, parameters: int) -> float:
         sent = (2 if part == "backward" else 1) * units if kind == OVER_ALL else 0
-        return 1e-5 * units + transfer * sent
+        return 1e-5 * units + 1e-6 * units * parameters + transfer * sent
 
     return [
-        Point(host_name(kind, part), units, (taken(kind, part, units),))
+        Point(host_name(kind, part, shape[1]), shape[0], (taken(kind, part, *shape),))
         for kind in (ALONE, OVER_ALL)
         for part in PASSES
-        for units in (FEW_UNITS, MANY_UNITS)
+        for shape in (FEW, MANY_UNITS, MANY_PARAMETERS)
     ]
 
 

@@ -33,16 +33,16 @@ SEVERAL = 9  # the number of messages that are sent at once in "inter, several" 
 TOGETHER = "matmul float32, all"  # all ranks at once, of the size of "matmul float32"
 
 
-# The engine's work for a transfer is measured with models of few and many units, by each rank alone and by all.
-FEW_UNITS, MANY_UNITS = 2, 16
-PARAMETERS_OF_A_UNIT = 4
+# The engine's work for a transfer is measured with models of few and many units, by each rank alone and by all. Models
+# with many parameters tell what of it grows with the parameters.
+FEW, MANY_UNITS, MANY_PARAMETERS = (2, 4), (16, 4), (2, 32)  # units, and parameters of each
 PASSES = ("forward", "backward")
 ALONE, OVER_ALL = "sharded", "over all ranks"
 
 
-def host_name(kind: str, part: str) -> str:
+def host_name(kind: str, part: str, parameters: int) -> str:
     """Return the name of a measurement of the engine's work. Its size is the number of units."""
-    return f"{part} {kind}, {PARAMETERS_OF_A_UNIT} parameters a unit"
+    return f"{part} {kind}, {parameters} parameters a unit"
 
 
 # What a thread launches on a device.
@@ -216,13 +216,18 @@ class Profile:
         if self.device != "cpu":
             return 0.0
 
-        def added(kind: str) -> float:
-            taken = [{point.size: point.usual for point in self.of(host_name(kind, part))} for part in PASSES]
-            return sum(each[MANY_UNITS] - each[FEW_UNITS] for each in taken) / (MANY_UNITS - FEW_UNITS)
+        def of_a_unit(kind: str, part: str) -> float:
+            few, units, parameters = (
+                next(p.usual for p in self.of(host_name(kind, part, shape[1])) if p.size == shape[0])
+                for shape in (FEW, MANY_UNITS, MANY_PARAMETERS)
+            )
+            parameter = (parameters - few) / (MANY_PARAMETERS[0] * (MANY_PARAMETERS[1] - FEW[1]))
+            return (units - few) / (MANY_UNITS[0] - FEW[0]) - FEW[1] * parameter
 
         # A forward pass gathers each unit. A backward pass gathers and reduces each unit, with a ring.
         messages = (self.topology.world - 1) * (inter if self.topology.nodes > 1 else intra).message_work
-        return max(0.0, (added(OVER_ALL) - added(ALONE)) / 3 - messages)
+        added = sum(of_a_unit(OVER_ALL, part) - of_a_unit(ALONE, part) for part in PASSES)
+        return max(0.0, added / 3 - messages)
 
     def _launching(self) -> Launching | None:
         """Return what launches cost. Where the profile has no measurement of one, it is the default."""
