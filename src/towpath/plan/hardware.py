@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
-from towpath.core.exact import DIFFERENCES, VALUES, Shares, exact_codec, expected_share
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.launches import Launches
+from towpath.core.lossless import DIFFERENCES, VALUES, Shares, exact_codec, expected_share
 from towpath.core.route_costs import Phase, phases, share_leaving_racks
 from towpath.core.routes import Form, Grid, Op, effective_route, hops_of, parts_of, slice_bytes
 from towpath.core.strategy import MoveShape
