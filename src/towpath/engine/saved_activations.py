@@ -27,7 +27,7 @@ from torch import nn
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters import gradients
-from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream
+from towpath.engine.queues import CudaStream, Handle, Stream, StreamJob
 from towpath.errors import StepError
 
 # Smaller tensors stay on the device, because copying them costs more time than their memory is worth.
@@ -326,7 +326,7 @@ class DeviceCopies:
             dense = _like(kept, self.device)
             target.copy_(dense.copy_(source, non_blocking=True), non_blocking=True)
 
-        return stream.submit(Job(self._workspace, [work]), after)
+        return stream.submit(StreamJob(self._workspace, [work]), after)
 
 
 @cache

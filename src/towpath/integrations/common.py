@@ -20,9 +20,10 @@ from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_s
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import StrategyLike
 from towpath.engine.agree.boundary import CHECK_EVERY
-from towpath.engine.executor import engine_of, engine_with
+from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
+from towpath.engine.parameters.shard_tensor import engine_with
 from towpath.engine.trial_steps import adopt, parameters_of
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
