@@ -28,6 +28,7 @@ from towpath.checkpoint.rank_contents import ControlGroup, check_same, described
 from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
 from towpath.checkpoint.storage import Contents, Pieces
+from towpath.daemons import start_daemon
 from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError
 from towpath.logs import logger
@@ -300,9 +301,7 @@ class Saver:
             saving.ended = self._write(step, contents, began)
 
         if self._background:
-            saving.thread = threading.Thread(target=work, name=f"towpath checkpoint {step}", daemon=True)
-            self._control.thread = saving.thread
-            saving.thread.start()
+            self._control.thread = saving.thread = start_daemon(f"towpath checkpoint {step}", work)
         else:
             work()
             self._raise_refusal()

@@ -10,7 +10,6 @@ then continues, and gets the error at its next transfer.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import socket
@@ -22,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, final
 
@@ -30,6 +30,7 @@ import torch
 from towpath.core.scopes import LoggedCall, Scope
 from towpath.core.strategy import Strategy
 from towpath.core.transfer import Transfer
+from towpath.daemons import start_daemon
 from towpath.engine.agree.digest import (
     CollectiveLog,
     StepLog,
@@ -300,11 +301,7 @@ class Watchdog:
         self.status_store = StatusStore(f"{groups.name}/{new_name}", groups.rank, groups.world)
         if self.world > 1:
             stop = threading.Event()
-            reporter = threading.Thread(
-                target=_report, args=(weakref.ref(self), stop), name="towpath-stall-reporter", daemon=True
-            )
-            reporter.start()
-            atexit.register(_end, reporter, stop)
+            start_daemon("towpath-stall-reporter", partial(_report, weakref.ref(self), stop), stop.set)
 
     @staticmethod
     def of(groups: Groups) -> Watchdog:
@@ -500,12 +497,6 @@ def _alone_in(step_log: StepLog, other: StepLog, scopes: Sequence[Scope]) -> str
 
 def _ended(step_log: StepLog, call: str) -> StepLog:
     return replace(step_log, ended=True) if call else step_log
-
-
-def _end(reporter: threading.Thread, stop: threading.Event) -> None:
-    """Stop the reporter before the interpreter ends: a thread that waits in C++ then would abort the process."""
-    stop.set()
-    reporter.join(timeout=2 * _SILENT_SECONDS)
 
 
 def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
