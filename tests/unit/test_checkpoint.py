@@ -241,12 +241,17 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def _replace(path: Path) -> None:
+    shutil.copytree(path.parent.with_name("step-000002"), path.parent, dirs_exist_ok=True)
+
+
 DAMAGES = [
     (FILE, _truncate, f"{FILE} is truncated"),
     (FILE, _flip, f"{FILE} is corrupted: "),
     (FILE, Path.unlink, f"{FILE} is missing"),
     ("manifest.json", _truncate, "manifest.json: not a whole manifest"),
     ("manifest.json", Path.unlink, "manifest.json is missing"),
+    ("manifest.json", _replace, "manifest.json: it is of step 2; expected that of step-000003. Rename the folder"),
 ]
 
 
@@ -268,6 +273,8 @@ def test_damage_is_found_by_name_and_the_checkpoint_before_is_used(
     assert differing(run.content(), expected) == []
     with pytest.raises(CheckpointError, match=file):
         checkpoint.load(tmp_path / "step-000003", run.state())
+    exported = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "exported")])
+    assert exported.exit_code == 0 and "step-000003 was passed over: " in exported.stderr
 
 
 def test_an_empty_folder_has_nothing_to_resume_from_and_a_lost_one_is_an_error(tmp_path: Path) -> None:
@@ -535,7 +542,7 @@ def test_the_command_lists_verifies_and_shows(tmp_path: Path) -> None:
     assert code == 0 and "step-000002" in text and "step-000003" in text
     assert _command("checkpoint", "verify", tmp_path)[0] == 0
     code, text = _command("checkpoint", "show", tmp_path)
-    assert code == 0 and "step-000003: step 3, 1 ranks" in text and "model.blocks.0.qkv.weight" in text
+    assert code == 0 and "step-000003: step 3, 1 rank," in text and "model.blocks.0.qkv.weight" in text
     _flip(tmp_path / "step-000003" / FILE)
     assert _command("checkpoint", "ls", tmp_path)[0] == 0
     code, text = _command("checkpoint", "verify", tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.manifest import read_manifest
-from towpath.checkpoint.rank_contents import LOADING, ControlGroup
+from towpath.checkpoint.rank_contents import LOADING, ControlGroup, check_same
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import Restore, State
 from towpath.errors import CheckpointError
@@ -62,7 +62,18 @@ def load(where: str | Path, state: State) -> Loaded | None:
             folders.refuse_others(path)
         return named, [path] if named else folders.checkpoints(folders.search_folder(path))
 
-    named, paths = control.first(candidates)
+    def choose(ranks: list[tuple[str, tuple[bool, list[Path]]]]) -> tuple[bool, list[Path]]:
+        check_same([{"the folder to load": theirs} for theirs, _ in ranks])
+        mine = ranks[0][1]
+        others = [rank for rank, (_, (_, paths)) in enumerate(ranks) if paths]
+        if others and not mine[1]:
+            raise CheckpointError(
+                f"{where} has no checkpoint on rank 0, and has some on rank {others[0]}. Expected one folder that all "
+                "nodes share: name such a folder, or copy the checkpoints into each node's."
+            )
+        return mine
+
+    named, paths = control.together(lambda: (str(where), candidates()), choose)
     notes: list[str] = []
     for path in paths:
         try:

@@ -37,6 +37,7 @@ NAME = "manifest.json"
 FORMAT = "towpath checkpoint 2"
 _YEAR_10000 = 253_000_000_000  # the last year that Python's dates can have is 9999
 _MOST_CORNERS = 1 << 24  # of boxes: a manifest of MAX_JSON_BYTES has fewer in up to four dimensions
+_CHECKPOINT = re.compile(r"step-([0-9]+)")
 _PART = re.compile(r"(island\.\d+\.|)(.*)", re.DOTALL)  # the values of an island, and those of the job
 _WITHOUT_TENSORS = ("model", "names", "config", "peft")
 
@@ -181,6 +182,12 @@ def _canonical(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint, or -1 if the name has none."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
 def read_manifest(folder: str | Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
@@ -204,10 +211,19 @@ def read_manifest(folder: str | Path) -> Manifest:
         intact = zlib.crc32(_canonical(content)) == whole.get("crc32")
         if intact:
             _check(content, _CONTENT, "content")
-            return _parsed(cast(dict[str, Any], content))
+            return _checked_name(path.parent, _parsed(cast(dict[str, Any], content)))
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path}: {error}") from None
     raise DamagedError(f"{path}: its checksum does not match its content: the file was changed.")
+
+
+def _checked_name(folder: Path, manifest: Manifest) -> Manifest:
+    if step_of(folder) not in (-1, manifest.step):
+        raise ValueError(
+            f"it is of step {manifest.step}; expected that of {folder.name}. Rename the folder, or copy the checkpoint "
+            "anew."
+        )
+    return manifest
 
 
 # What the parts of a manifest look like: a type, a list or a dict of members, or one form for all keys.

@@ -43,6 +43,7 @@ from towpath.core.formats import shape_text
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
+from towpath.topology.cluster import counted
 
 _TAKEN = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
@@ -426,8 +427,8 @@ class Restore:
         elif "rng" in values:
             seed_anew(values["rng"]["seed"], self.manifest.step, state.contents.peers)
             self.notes.append(
-                f"random numbers begin anew, from the saved seed: {_ranks(*self._saved_ranks)} wrote the checkpoint, "
-                f"and now there are {_ranks(*self._ranks)}"
+                f"random numbers begin anew, from the saved seed: the checkpoint is of {_ranks(*self._saved_ranks)}, "
+                f"and this job of {_ranks(*self._ranks)}"
             )
         return self.notes
 
@@ -459,7 +460,7 @@ class Restore:
 
 def _ranks(of_an_island: int, islands: int, peers: int) -> str:
     layout = f" in {islands} islands" if islands > 1 else f" of which {peers} share each layer" if peers > 1 else ""
-    return f"{of_an_island * islands} ranks{layout}"
+    return counted(of_an_island * islands, "rank") + layout
 
 
 def _check_target(manifest: Manifest, name: str, target: torch.Tensor) -> None:
