@@ -11,6 +11,7 @@ from typing import cast, final
 
 import torch
 
+from towpath.daemons import start_daemon
 from towpath.engine.queues import Handle, Stream, StreamJob
 from towpath.observe.record import TransferWait
 
@@ -31,7 +32,7 @@ class ThreadStream(Stream):
         self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
         for number in range(depth):
             # Daemon threads, so that the program can end even if a peer never answers (`leave`).
-            threading.Thread(target=_work, args=(self._jobs,), name=f"towpath-{name}_{number}", daemon=True).start()
+            start_daemon(f"towpath-{name}_{number}", partial(_work, self._jobs), partial(self._jobs.put, None))
         self._lock = threading.Lock()
         self._last = _Progress()
         self._last.end()
