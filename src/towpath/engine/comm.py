@@ -152,6 +152,8 @@ class CommContext:
         if device.type == "cuda":
             self._everyone.watch_processes()
         self.program = Program(log, self.watchdog)
+        # The streams belong to the process group and not to the model: its transfers and those of another model over
+        # the same group then have one order on all ranks.
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
         self.form = form_for(self._backend)
         self._lanes = Lanes()
@@ -164,6 +166,7 @@ class CommContext:
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""
+        # Making a process group is itself a collective. So all ranks bind all transfers, in one order.
         bound: list[RankTransfer] = []
         for transfer in transfers:
             members = self._members(transfer)
@@ -228,5 +231,6 @@ class CommContext:
         return self.groups.of(ranks, lane, self._backend, limit)
 
     def _of_job(self, ranks: Ranks, purpose: str) -> dist.ProcessGroup:
+        # Exchanges between islands always cross nodes.
         limit = MAX_CTAS if self._backend == "nccl" and "NCCL_MAX_CTAS" not in os.environ else None
         return self.job.of(ranks, purpose, self._backend, limit)

@@ -61,6 +61,7 @@ class Unit:
     def _coalesce(self, comm: CommContext) -> None:
         self.coalesced.clear()
         for kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.REDUCE):
+            # Small buckets, whose time is mostly latency. One launch, or one message, pays it once (MiCS, section 4).
             if together := [self.buckets[i] for i in self.plan.together(kind)]:
                 bound = [each for bucket in together for each in bucket.transfers[kind]]
                 self.coalesced[kind] = together, comm.coalesce(bound)
@@ -76,7 +77,9 @@ class Unit:
         found = ((bucket, bucket.gradients) for bucket in self.trainable)
         return [(b, gradients) for b, gradients in found if isinstance(gradients, FlatGradients) and gradients.reduces]
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(
+        False
+    )  # evaluation may be the first to use a slot, and training must be able to go on with it
     def assign_slot(self, memory: Buffers) -> None:
         """Keep the unsharded weights in `memory` from now on, which is that of the unit's slot."""
         starts = _starts([(b.plan.compute_dtype, b.plan.numel) for b in self.gathered])
