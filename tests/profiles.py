@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from towpath.core.routes import Grid, Op
 from towpath.plan.measured import Mesh
 from towpath.plan.profile import (
+    ALONE,
     BROADCAST,
-    HOST_PARTS,
-    HOST_SHAPES,
+    FEW_UNITS,
+    MANY_UNITS,
+    OVER_ALL,
+    PASSES,
     PRODUCT,
     TOGETHER,
-    HostShape,
     Point,
     Profile,
     collective_name,
@@ -26,23 +28,18 @@ def line(latency: float, rate: float, *sizes: int) -> list[tuple[int, float]]:
     return [(size, latency + size / rate) for size in sizes]
 
 
-def host_points(*, unit: float, parameter: float, transfer: float) -> list[Point]:
-    """Each pass takes so much more of a sharded model than of a bare one; its optimizer as much again."""
+def host_points(transfer: float) -> list[Point]:
+    """A transfer takes so many seconds of the processor. A forward pass has one for each unit, a backward pass two."""
 
-    def taken(kind: str, part: str, shape: HostShape) -> float:
-        parameters = shape.units * shape.parameters
-        if kind == "bare":
-            return 1e-6 * parameters
-        passes = 2 if part == "backward" else 1
-        sent = transfer * passes * shape.units if kind == "over all ranks" and part != "optimizer" else 0.0
-        return 1e-6 * parameters + unit * shape.units + parameter * parameters + sent
+    def taken(kind: str, part: str, units: int) -> float:
+        sent = (2 if part == "backward" else 1) * units if kind == OVER_ALL else 0
+        return 1e-5 * units + transfer * sent
 
-    kinds = ("bare", "sharded", "over all ranks")
     return [
-        Point(host_name(kind, part, shape), shape.units, (taken(kind, part, shape),))
-        for kind in kinds
-        for part in HOST_PARTS
-        for shape in HOST_SHAPES
+        Point(host_name(kind, part), units, (taken(kind, part, units),))
+        for kind in (ALONE, OVER_ALL)
+        for part in PASSES
+        for units in (FEW_UNITS, MANY_UNITS)
     ]
 
 
@@ -86,6 +83,6 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
         Point(pair_name(link, PRODUCT), 4096, (next(p.usual for p in links if p.what == one) + BUSY_LATENCY[link],))
         for link, one in (("inter, all", "inter, one"), ("intra, all", "intra, one"))
     ]
-    work = host_work or host_points(unit=0.0, parameter=0.0, transfer=0.0)
+    work = host_work or host_points(0.0)
     points = (*links, *alone, *collectives, *together, *work)
     return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, points)

@@ -21,6 +21,7 @@ from benchmarks.harness.candidates import LabPlace, Launch, timed
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.suite import Settings, Suite
 from towpath import checkpoint
+from towpath.checkpoint.manifest import read_manifest
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger
@@ -166,23 +167,37 @@ class Saving:
         self._step()
         self._folder, self._number = folder / "checkpoints", 0
         self._saver = checkpoint.Saver(self._folder, state, keep_last=1, background=kind == BACKGROUND)
+        self._held = 0.0
+        self._saver.settle = self._timed(self._saver.settle)  # each step of the optimizer calls it
         self._seconds: dict[str, list[float]] = {}
 
     def sample(self) -> float:
         """Save once, and return the seconds for which that stopped training."""
         self._note(step=self._step())
         self._number += 1
-        saving = self._saver.save(self._number)
+        self._held = 0.0
+        saving = self._timed(self._saver.save)(self._number)
         while not everywhere(saving.done):
             self._note(step_while_writing=self._step())
         outcome = saving.outcome()
         assert outcome.ok, outcome
-        self._note(held=outcome.held_seconds, written=outcome.seconds)
-        return outcome.held_seconds
+        self._note(held=self._held, written=outcome.seconds)
+        return self._held
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `call`, and adds the seconds to those for which training was held."""
+
+        def measured(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            found = call(*arguments)
+            self._held += time.perf_counter() - began
+            return found
+
+        return measured
 
     def facts(self) -> dict[str, Any]:
         """Return the size of a checkpoint, and all seconds that were recorded."""
-        size = checkpoint.read_manifest(self._folder / f"step-{self._number:06d}").bytes
+        size = read_manifest(self._folder / f"step-{self._number:06d}").bytes
         return {"bytes": size, "seconds": self._seconds}
 
     def _note(self, **found: float) -> None:

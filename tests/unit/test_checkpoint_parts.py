@@ -116,9 +116,9 @@ def test_files_and_manifest_are_on_the_disk_before_the_checkpoint_has_its_name(
 
 def _publish(root: Path, *steps: int) -> None:
     for step in steps:
-        partial = folders.new_partial(root, step)
-        (partial / "content").write_text(f"{step}, {sum(1 for _ in root.iterdir())}")
-        folders.publish(partial, folders.checkpoint_of(root, step))
+        with folders.new_partial(root, step) as partial:
+            (partial / "content").write_text(f"{step}, {sum(1 for _ in root.iterdir())}")
+            folders.publish(partial, folders.checkpoint_of(root, step))
 
 
 def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
@@ -133,10 +133,10 @@ def test_what_dead_runs_left_is_swept_and_what_they_were_replacing_comes_back(tm
     _publish(tmp_path, 5, 6)
     (tmp_path / "step-000005").rename(tmp_path / "step-000005.replaced-ab12")  # died between two renames
     (tmp_path / "step-000007.partial-cd34").mkdir()
-    mine = folders.new_partial(tmp_path, 8)
     (tmp_path / "notes.txt").write_text("kept")
-    folders.sweep(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-000005", "step-000006", mine.name]
+    with folders.new_partial(tmp_path, 8) as mine:
+        folders.sweep(tmp_path)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-000005", "step-000006", mine.name]
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------

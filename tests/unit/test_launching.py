@@ -108,22 +108,11 @@ def test_a_profile_of_processors_has_no_launching_thread() -> None:
 
 
 def test_a_profile_of_devices_has_the_measured_launches() -> None:
-    points = [
-        Point(profile.LAUNCHED_CALLS, 1, (50e-6,)),
-        Point(profile.LAUNCHED_CALLS, 8, (130e-6,)),
-        Point(profile.LAUNCHED_IN_A_BATCH, 2, (150e-6,)),
-        Point(profile.LAUNCHED_IN_A_BATCH, 16, (290e-6,)),
-        Point(profile.LAUNCHED_CODEC, 1, (25e-6,)),
-    ]
     made = made_profile()
-    found = replace(made, device="cuda", points=(*made.points, *points)).cluster().hardware.launching
-    assert found is not None
-    assert found.call == pytest.approx(50e-6)
-    assert found.call_of_several == pytest.approx(10e-6)
-    assert found.batch == pytest.approx(130e-6)
-    assert found.message == pytest.approx(10e-6)
-    assert (found.codec, found.operation) == (25e-6, Launching().operation)
-    assert found.of(Launches(calls=1, together=8)) == pytest.approx(130e-6)
+    points = (*made.points, Point(profile.LAUNCHED_CALL, 1, (50e-6,)))
+    found = replace(made, device="cuda", points=points).cluster().hardware.launching
+    assert found == Launching(call=50e-6)
+    assert found.of(Launches(calls=1, together=8)) == pytest.approx(50e-6 + 8 * found.kernel)
 
 
 # --- the planner -----------------------------------------------------------------------------------------------------

@@ -156,17 +156,17 @@ def test_the_planner_prices_copies_of_params() -> None:
 def test_what_does_not_fit_otherwise_fits(offload: Offload) -> None:
     """Where all that the planner may choose offloads, and its bounds know of it."""
     solver = _solver(offload)
-    candidates = [c for c in solver.candidates() if c.batching == Batching(1, 4, True)]
+    candidates = [c for c in solver.candidates if c.batching == Batching(1, 4, True)]
     assert candidates
     for candidate in candidates[:20]:
-        made = solver.strategy(candidate)
+        made = solver.candidates.strategy(candidate)
         assert made.offload == offload
         priced = solver.predict(made, candidate.batching)
-        assert solver.least_memory(candidate) <= priced.peak_bytes
+        assert solver.peak_bytes(candidate) == priced.peak_bytes
         assert solver.bound(candidate)[0] <= priced.seconds * (1 + 1e-9)
         # Without a master of its own, offloading parameters that are sharded widely saves little.
         saves = offload != "params" or made.placement.params.size < made.placement.optimizer.size
-        assert not saves or solver.least_memory(candidate) < _solver(None).least_memory(candidate)
+        assert not saves or solver.peak_bytes(candidate) < _solver(None).peak_bytes(candidate)
 
 
 def test_a_cluster_without_its_host_is_refused() -> None:
@@ -174,4 +174,4 @@ def test_a_cluster_without_its_host_is_refused() -> None:
     unknown = replace(cluster, hardware=replace(cluster.hardware, host_memory=None))
     solver = Solver(describe_model("llama-7b", 2048), unknown, Request(64, 80 << 30, offload="optimizer"))
     with pytest.raises(ConfigError, match=r"says nothing of the host's memory. Describe it under \[host\]"):
-        solver.predict(solver.strategy(next(solver.candidates())), Batching(1, 4, True))
+        solver.predict(solver.candidates.strategy(next(iter(solver.candidates))), Batching(1, 4, True))

@@ -30,18 +30,7 @@ if TYPE_CHECKING:
         set_optimizer_state_dict,
     )
 
-_HOMES = {
-    "exporting": ("export", "import_safetensors"),
-    "loading": ("latest", "load", "verify"),
-    "saving": ("Saver", "save"),
-    "state": ("State",),
-    "state_dicts": (
-        "get_model_state_dict",
-        "get_optimizer_state_dict",
-        "set_model_state_dict",
-        "set_optimizer_state_dict",
-    ),
-}
+_HOMES = "state", "saving", "loading", "exporting", "state_dicts"
 
 __all__ = [
     "Saver",
@@ -60,10 +49,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    home = next(module for module, names in _HOMES.items() if name in names)
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from towpath.checkpoint import folders
 from towpath.checkpoint.folders import lock_of, release
-from towpath.checkpoint.islands import View, islands_of, view_of
+from towpath.checkpoint.islands import islands_of, view_of
 from towpath.checkpoint.manifest import (
     Manifest,
     StoredBox,
@@ -36,7 +37,6 @@ from towpath.checkpoint.manifest import (
 )
 from towpath.checkpoint.safe_files import (
     DamagedError,
-    empty,
     hub_file,
     map_tensors,
     read_object,
@@ -97,13 +97,12 @@ def export(
     manifest.check_sizes(source)
     if island is not None and not 0 <= island < islands_of(manifest):
         raise CheckpointError(f"island {island}: {source} has the islands 0 to {islands_of(manifest) - 1}.")
-    view = view_of(manifest, island)
-    manifest = view.manifest
+    manifest = view_of(manifest, island)
     peft = _adapter(manifest, adapter, source) if adapter is not None else None
     names = _names(manifest, peft["tensors"] if peft else None, source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already, and is not empty: export into a new folder.")
-    weights = _Weights(source, view, names, _floating(dtype))
+    weights = _Weights(source, manifest, names, _floating(dtype))
     to_copy = {} if tokenizer is None else _tokenizer_files(Path(tokenizer))
     for file in sorted({box.file for name in names for box in weights.stored(name).boxes}):
         manifest.check_file(source, file)
@@ -129,7 +128,7 @@ def _write_config(path: Path, config: Mapping[str, Any], dtype: str | torch.dtyp
 
 def _names(manifest: Manifest, only: Mapping[str, str] | None, source: Path) -> dict[str, str]:
     """Return the names of the model's tensors by those in an export. `only` selects some, and gives PEFT's names."""
-    held = [name.removeprefix(_PREFIX) for name in manifest.tensors if name.startswith(_PREFIX)]
+    held = [*manifest.model]
     if not held:
         raise CheckpointError(f"{source} holds no model.")
     names: Mapping[str, str] = manifest.values.get("names", {})
@@ -182,14 +181,14 @@ class _Weights:
     """The tensors of a checkpoint by their names in an export, converted to a dtype."""
 
     folder: Path
-    view: View
-    names: Mapping[str, str]  # in the view
+    manifest: Manifest
+    names: Mapping[str, str]  # in the manifest
     dtype: torch.dtype | None  # for floating-point tensors; None keeps their own
     _mapped: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
 
     def stored(self, name: str) -> StoredTensor:
         """Return where the tensor is."""
-        return self.view.manifest.tensors[self.names[name]]
+        return self.manifest.tensors[self.names[name]]
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that the tensor is written in."""
@@ -202,12 +201,12 @@ class _Weights:
 
     def read(self, name: str) -> Tensor:
         """Read and convert a tensor."""
-        stored, key = self.stored(name), self.view.stored[self.names[name]]
-        tensor = empty(stored.shape, stored.dtype, name) if len(stored.boxes) > 1 else None
+        stored = self.stored(name)
+        tensor = stored.empty() if len(stored.boxes) > 1 else None
         for box in stored.boxes:
             if box.file not in self._mapped:
                 self._mapped[box.file] = map_tensors(self.folder / box.file)
-            part = box_in(self._mapped[box.file], key, stored, box)
+            part = box_in(self._mapped[box.file], stored, box)
             if tensor is None:
                 tensor = part
             else:
@@ -270,17 +269,25 @@ def import_safetensors(source: str | Path, root: str | Path, *, config: Mapping[
     if config is None and os.path.lexists(found):
         config = read_object(hub_file(found), "a model's configuration")
     final = folders.checkpoint_of(root, 0)
-    partial, lock = None, lock_of(root)
+    lock = lock_of(root)
+    files: dict[str, StoredFile] = {}
+    tensors: dict[str, StoredTensor] = {}
     try:
-        with writing(root):
+        with writing(root), ExitStack() as stack:
             lock.hold(alone=True)
             if final.exists():  # nobody else can make it from here on
                 raise CheckpointError(f"{final} is there already: import into a new folder.")
-            partial = folders.new_partial(root, 0)
-            files: dict[str, StoredFile] = {}
-            tensors: dict[str, StoredTensor] = {}
+            partial = stack.enter_context(folders.new_partial(root, 0))
             for number, (path, names) in enumerate(sources.items()):
-                _copy_file(path, names, partial / f"rank-{number:05d}.safetensors", files, tensors)
+                file, copied = f"rank-{number:05d}.safetensors", dict[str, Tensor]()
+                for name, tensor in tensors_in(path, names).items():
+                    stored = _PREFIX + name
+                    if stored in tensors:
+                        raise CheckpointError(f"{name} is in {path} and in a file before it.")
+                    box = StoredBox((0,) * tensor.dim(), tuple(tensor.shape), file)
+                    tensors[stored] = StoredTensor(stored, tensor.dtype, box.sizes, (box,))
+                    copied[box.key(stored)] = tensor
+                files[file] = StoredFile(*write_tensors(partial / file, copied))
             manifest = Manifest(
                 step=0,
                 written_by=f"towpath {__version__}, imported from {source.name}",
@@ -294,24 +301,8 @@ def import_safetensors(source: str | Path, root: str | Path, *, config: Mapping[
             write_manifest(partial, manifest)
             folders.publish(partial, final)
     finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
         release(lock)
     return final
-
-
-def _copy_file(
-    path: Path, names: list[str], target: Path, files: dict[str, StoredFile], tensors: dict[str, StoredTensor]
-) -> None:
-    """Copy one file, with the names that a checkpoint gives to tensors, and add what it holds."""
-    copied: dict[str, Tensor] = {}
-    for name, tensor in tensors_in(path, names).items():
-        if _PREFIX + name in tensors:
-            raise CheckpointError(f"{name} is in {path} and in a file before it.")
-        box = StoredBox((0,) * tensor.dim(), tuple(tensor.shape), target.name)
-        tensors[_PREFIX + name] = StoredTensor(tensor.dtype, box.sizes, (box,))
-        copied[box.key(_PREFIX + name)] = tensor
-    files[target.name] = StoredFile(*write_tensors(target, copied))
 
 
 # --- adapters of PEFT -------------------------------------------------------------------------------------------------

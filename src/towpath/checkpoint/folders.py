@@ -17,7 +17,8 @@ import socket
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,20 @@ def checkpoint_of(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
-def new_partial(root: Path, step: int) -> Path:
-    """Create a folder for a checkpoint that is being written. `sweep` of this process leaves it."""
+@contextmanager
+def new_partial(root: Path, step: int) -> Generator[Path]:
+    """Create a folder for a checkpoint that is being written, and remove it at the end unless it was published.
+
+    `sweep` of this process leaves it.
+    """
     partial = root / f"step-{step:06d}.partial-{uuid.uuid4().hex[:8]}"
     _IN_USE.add(partial.absolute())
-    partial.mkdir()
-    return partial
+    try:
+        partial.mkdir()
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        _IN_USE.discard(partial.absolute())
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from towpath.checkpoint.manifest import Manifest, StoredTensor
+from towpath.checkpoint.manifest import Manifest
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -44,34 +44,24 @@ def islands_of(manifest: Manifest) -> int:
     return manifest.values.get(VALUE, {"count": 1})["count"]
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A checkpoint as one island reads it, under the names of a checkpoint without islands."""
-
-    manifest: Manifest
-    stored: Mapping[str, str]  # the name of each tensor in the files
-
-
-def view_of(manifest: Manifest, island: int | None) -> View:
-    """Return a checkpoint as an island reads it, which takes its own weights and states.
+def view_of(manifest: Manifest, island: int | None) -> Manifest:
+    """Return a checkpoint as an island reads it, under the names of one without islands: its own weights and states.
 
     None, as for a run with another number of islands, takes the slow weights, and buffers and states of island 0.
     """
     if VALUE not in manifest.values:
-        return View(manifest, {name: name for name in manifest.tensors})
+        return manifest
     prefix = prefix_of(island or 0)
-    stored = {name: name for name in manifest.tensors if not name.startswith("island.")}
-    for name in manifest.tensors:
+    tensors = {name: tensor for name, tensor in manifest.tensors.items() if not name.startswith("island.")}
+    for name, tensor in manifest.tensors.items():
         plain = name.removeprefix(prefix)
         if plain != name and (island is not None or plain not in manifest.tensors):
-            stored[plain] = name
+            tensors[plain] = tensor
         elif name.startswith("model."):
-            stored[f"{_SETTLED}{name.removeprefix('model.')}"] = name
-    tensors: dict[str, StoredTensor] = {name: manifest.tensors[there] for name, there in stored.items()}
+            tensors[f"{_SETTLED}{name.removeprefix('model.')}"] = tensor
     values = {name: value for name, value in manifest.values.items() if not name.startswith("island.")}
     values |= {n.removeprefix(prefix): v for n, v in manifest.values.items() if n.startswith(prefix)}
-    world = manifest.world // islands_of(manifest)
-    return View(replace(manifest, tensors=tensors, values=values, world=world), stored)
+    return replace(manifest, tensors=tensors, values=values, world=manifest.world // islands_of(manifest))
 
 
 @dataclass(frozen=True, slots=True)

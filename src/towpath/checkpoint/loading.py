@@ -52,7 +52,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
             checkpoint of torch.distributed.checkpoint. All ranks raise it.
     """
     state.settle()
-    control = ControlGroup(state.everyone, LOADING)
+    control = ControlGroup(state.contents.everyone, LOADING)
 
     def candidates() -> tuple[bool, list[Path]]:
         """Return the checkpoints to try, and whether the user named one."""
@@ -83,11 +83,8 @@ def load(where: str | Path, state: State) -> Loaded | None:
 def _load(path: Path, state: State, control: ControlGroup) -> Loaded:
     manifest = control.first(lambda: read_manifest(path))
     control.each(lambda: manifest.check_sizes(path))
-    view = state.view(manifest)
-    control.each(lambda: state.check(view.manifest))
-    restore = control.each(lambda: Restore(state, view.manifest))
-    targets = {view.stored[name]: target for name, target in restore.targets.items()}
-    storage.read(targets, path, manifest, control)
+    restore = control.each(lambda: Restore(state, manifest))
+    storage.read(restore.targets, path, restore.manifest, control)
     control.each(restore.check)
     return Loaded(manifest.step, path, tuple(control.each(restore.finish)))
 

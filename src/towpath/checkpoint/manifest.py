@@ -64,8 +64,9 @@ class StoredBox:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint, and the boxes that it is stored in."""
+    """A tensor of a checkpoint, its name in the files, and the boxes that it is stored in."""
 
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     boxes: tuple[StoredBox, ...]
@@ -74,6 +75,17 @@ class StoredTensor:
     def bytes(self) -> int:
         """The size of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
+
+    def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return an uninitialized tensor of this shape, or raise DamagedError.
+
+        Sizes are checked against the files, but a file can be sparse and larger than all memory.
+        """
+        try:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        except (RuntimeError, MemoryError) as error:
+            shape = list(self.shape)
+            raise DamagedError(f"{self.name} has shape {shape}, for which there is no memory ({error}).") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +116,11 @@ class Manifest:
     def bytes(self) -> int:
         """The size of all files in bytes."""
         return sum(f.bytes for f in self.files.values())
+
+    @property
+    def model(self) -> dict[str, StoredTensor]:
+        """The tensors of the model, by their names in it."""
+        return {n.removeprefix("model."): t for n, t in self.tensors.items() if n.startswith("model.")}
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -287,7 +304,7 @@ def _tensor(name: str, dtype: Any, shape: Any, boxes: Any) -> StoredTensor:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{where} has the dtype {shown(dtype)}; expected one of PyTorch, such as float32.")
     _check(shape, [_COUNT], f"{where}.shape")
-    stored = StoredTensor(found, tuple(shape), tuple(StoredBox(tuple(o), tuple(n), file) for o, n, file in boxes))
+    stored = StoredTensor(name, found, tuple(shape), tuple(StoredBox(tuple(o), tuple(n), file) for o, n, file in boxes))
     for box in stored.boxes:
         _check([*box.offsets, *box.sizes], [_COUNT], f"{where}.boxes")
     return stored
@@ -311,11 +328,11 @@ def _hold_each_element_once(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int
     return not any(corners.values())
 
 
-def box_in(held: Mapping[str, torch.Tensor], name: str, stored: StoredTensor, box: StoredBox) -> torch.Tensor:
+def box_in(held: Mapping[str, torch.Tensor], stored: StoredTensor, box: StoredBox) -> torch.Tensor:
     """Return a box of a tensor from those that its file holds."""
-    found = held.get(box.key(name))
+    found = held.get(box.key(stored.name))
     if found is None or tuple(found.shape) != box.sizes or found.dtype != stored.dtype:
-        raise DamagedError(f"{box.file}: {box.key(name)} is not in it as the manifest says.")
+        raise DamagedError(f"{box.file}: {box.key(stored.name)} is not in it as the manifest says.")
     return found
 
 

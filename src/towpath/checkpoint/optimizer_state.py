@@ -9,7 +9,8 @@ states are created from their shapes, on the parameters' shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
 from towpath.checkpoint.rank_contents import NamedTensors
-from towpath.checkpoint.safe_files import DamagedError, empty, shown
+from towpath.checkpoint.safe_files import DamagedError, shown
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.trial_steps import adopt
@@ -30,11 +31,17 @@ _NUMBERS = ("step", "mu_product", "eta", "mu")  # one number, even if the parame
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # how to step, which the new optimizer decides
 
 
-def collect(optimizer: Optimizer, model: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return this rank's tensors of the optimizer's states by name, and as JSON everything that is not a tensor."""
+def collect(
+    optimizer: Optimizer, model: NamedTensors
+) -> tuple[dict[str, torch.Tensor], dict[str, ShardTensor], dict[str, Any]]:
+    """Return what this rank has of the optimizer's states.
+
+    These are its tensors by name, the parameters of those that it has as the owner, and as JSON everything else.
+    """
     adopt(optimizer)
     tensors: dict[str, torch.Tensor] = {}
-    names = {id(p): name for name, p in model.parameters.items()}
+    owned: dict[str, ShardTensor] = {}
+    names = model.names
     groups: list[dict[str, Any]] = []
     states: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -42,10 +49,14 @@ def collect(optimizer: Optimizer, model: NamedTensors) -> tuple[dict[str, torch.
         mine = [name_of(names, p, number) for p in group["params"]]
         groups.append({"names": mine, "options": to_json(options, f"optimizer.(group {number})", tensors.__setitem__)})
         for name, parameter in zip(mine, group["params"], strict=True):
-            if parameter in optimizer.state:
-                full = owns(optimizer, parameter)
-                states[name] = _state(name, parameter, optimizer.state[parameter], tensors, full)
-    return tensors, {"kind": kind_of(optimizer), "groups": groups, "states": states}
+            if parameter not in optimizer.state:
+                continue
+            of_one: dict[str, torch.Tensor] = {}
+            states[name] = _state(name, parameter, optimizer.state[parameter], of_one, owns(optimizer, parameter))
+            tensors.update(of_one)
+            if isinstance(parameter, ShardTensor) and owns(optimizer, parameter):
+                owned.update(dict.fromkeys(of_one, parameter))
+    return tensors, owned, {"kind": kind_of(optimizer), "groups": groups, "states": states}
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -64,18 +75,6 @@ def owns(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
 def is_spread(optimizer: Optimizer) -> bool:
     """Return whether ranks have the states of different parameters."""
     return any(part.is_spread for each in whole_of(optimizer) for part in each.parts)
-
-
-def owned_states(
-    optimizer: Optimizer, model: NamedTensors, tensors: dict[str, torch.Tensor]
-) -> dict[str, tuple[torch.Tensor, ShardTensor]]:
-    """Return the collected `tensors` that this rank has as the owner of a parameter, each with the parameter."""
-    found: dict[str, tuple[torch.Tensor, ShardTensor]] = {}
-    for name, parameter in model.parameters.items() if whole_of(optimizer) else ():
-        if isinstance(parameter, ShardTensor) and owns(optimizer, parameter):
-            prefix = f"optimizer.{name}."
-            found.update({path: (t, parameter) for path, t in tensors.items() if path.startswith(prefix)})
-    return found
 
 
 def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -125,11 +124,14 @@ def is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
 
 
 class OptimizerRestore:
-    """The states of a checkpoint for an optimizer. Fill its `targets`, then call `finish`."""
+    """The states of a checkpoint for an optimizer. Fill its `targets`, then the `untied` copies, then call `finish`.
 
-    def __init__(self, optimizer: Optimizer, model: NamedTensors, manifest: Manifest) -> None:
+    `names` are those of the parameters in the checkpoint, by identity.
+    """
+
+    def __init__(self, optimizer: Optimizer, manifest: Manifest, names: Mapping[int, str]) -> None:
         adopt(optimizer)
-        self._optimizer, self._manifest = optimizer, manifest
+        self._optimizer, self._manifest, self._names = optimizer, manifest, names
         self._saved: dict[str, Any] = manifest.values["optimizer"]
         if self._saved["kind"] != kind_of(optimizer):
             raise CheckpointError(
@@ -140,71 +142,51 @@ class OptimizerRestore:
         groups = (group for each in whole_of(optimizer) for group in each.param_groups)
         self._owner_stepped = {id(p) for group in groups for p in group["params"]}
         self.targets: dict[str, torch.Tensor] = {}
-        self._untied: list[tuple[nn.Parameter, str, str]] = []  # tied in the checkpoint, and not in this model
-        aliases = manifest.aliases
-        self._names: dict[int, str] = {}
-        for name, parameter in model.parameters.items():
-            known = [name, *(a for a, first in model.aliases.items() if first == name)]
-            known += [aliases[n] for n in known if n in aliases]
-            self._names[id(parameter)] = next((n for n in known if n in self._saved["states"]), name)
-        for group, parameter in self._parameters():
-            saved = self._saved["states"].get(self._names[id(parameter)])
-            if saved is None or self._is_elsewhere(parameter):
-                continue
+        # States of parameters that are tied in the checkpoint, and not in this model, with the targets to copy.
+        self.untied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._like: dict[nn.Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
+        for group, parameter, saved in self._parameters():
             for key in saved["like"]:
                 self._add_like(parameter, key)
             for path in tensors_in(saved["rest"]):
                 on_device = group.get("fused") or group.get("capturable")
-                self._add(path, parameter.device if on_device else "cpu")
+                self.targets[path] = manifest.tensor(path).empty(parameter.device if on_device else "cpu")
         for saved in self._saved["groups"]:
             for path in tensors_in(saved["options"]):
-                self._add(path, "cpu")
+                self.targets[path] = manifest.tensor(path).empty()
 
-    def _parameters(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+    def _parameters(self) -> Iterator[tuple[dict[str, Any], nn.Parameter, dict[str, Any]]]:
+        """Yield the parameters whose states this rank restores, with their group and what is saved of them."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                yield group, parameter
-
-    def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
-        """Return whether another rank has all states of the parameter."""
-        return id(parameter) in self._owner_stepped and not owns(self._optimizer, parameter)
-
-    def _empty_like(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        if owns(self._optimizer, parameter):
-            return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+                saved = self._saved["states"].get(self._names[id(parameter)])
+                is_here = id(parameter) not in self._owner_stepped or owns(self._optimizer, parameter)
+                if saved is not None and is_here:
+                    yield group, parameter, saved
 
     def _add_like(self, parameter: nn.Parameter, key: str) -> None:
         path = f"optimizer.{self._names[id(parameter)]}.{key}"
-        if path in self.targets:
-            self._untied.append((parameter, key, path))
-            return
         dtype = self._manifest.tensor(path).dtype
-        there = self._optimizer.state[parameter].get(key) if parameter in self._optimizer.state else None
-        if isinstance(there, torch.Tensor) and there.dtype == dtype:
-            self.targets[path] = there
+        state = self._optimizer.state[parameter].get(key) if parameter in self._optimizer.state else None
+        if not isinstance(state, torch.Tensor) or state.dtype != dtype:
+            if owns(self._optimizer, parameter):
+                state = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+            else:
+                state = torch.empty_like(parameter.detach(), dtype=dtype)
+        self._like[parameter][key] = state
+        if path in self.targets:
+            self.untied.append((state, self.targets[path]))
         else:
-            self.targets[path] = self._empty_like(parameter, dtype)
-
-    def _add(self, path: str, device: torch.device | str) -> None:
-        stored = self._manifest.tensor(path)
-        self.targets[path] = empty(stored.shape, stored.dtype, path, device)
+            self.targets[path] = state
 
     def finish(self, targets: dict[str, torch.Tensor]) -> list[str]:
         """Give the optimizer its states and its groups their options. Return notes for the user."""
-        state = self._optimizer.state
-        for _, parameter in self._parameters():
-            name = self._names[id(parameter)]
-            saved = self._saved["states"].get(name)
-            state.pop(parameter, None)
-            if saved is not None and not self._is_elsewhere(parameter):
-                rest = from_json(saved["rest"], targets.__getitem__)
-                like = {key: targets[f"optimizer.{name}.{key}"] for key in saved["like"]}
-                state[parameter] = {**rest, **like}
-        for parameter, key, path in self._untied:
-            source = targets[path]
-            full = source.full_tensor() if isinstance(source, ShardTensor) else source
-            state[parameter][key] = self._empty_like(parameter, source.dtype).copy_(full)
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                self._optimizer.state.pop(parameter, None)
+        for _, parameter, saved in self._parameters():
+            rest = from_json(saved["rest"], targets.__getitem__)
+            self._optimizer.state[parameter] = {**rest, **self._like[parameter]}
         return [note for number in range(len(self._optimizer.param_groups)) for note in self._options(number, targets)]
 
     def _options(self, number: int, targets: dict[str, torch.Tensor]) -> Iterator[str]:

@@ -9,9 +9,11 @@ import hashlib
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +22,7 @@ from torch import nn
 
 from towpath.checkpoint.folders import RefusedError
 from towpath.checkpoint.islands import IslandContents
+from towpath.checkpoint.manifest import Manifest
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
 from towpath.engine.executor import Engine
@@ -52,13 +55,19 @@ class NamedTensors:
         """Return parameters and buffers in one dict."""
         return {**self.parameters, **self.buffers}
 
-    def name_in(self, held: Mapping[str, Any] | set[str], aliases: Mapping[str, str], name: str) -> str:
-        """Return the name of the tensor `name` in a checkpoint that holds the names `held`, with these aliases."""
-        if name in held:
-            return name
-        others = [alias for alias, first in self.aliases.items() if first == name]
-        known = [aliases.get(n, n) for n in (name, *others)]
-        return next((n for n in known if n in held), name)
+    @property
+    def names(self) -> dict[int, str]:
+        """The names of the parameters, by identity."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def names_in(self, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
+        """Return the names that tensors of the model have in a checkpoint, which may tie other parameters."""
+        held, there = manifest.model, manifest.aliases
+        others = defaultdict[str, list[str]](list)
+        for alias, first in self.aliases.items():
+            others[first].append(alias)
+        known = {name: (name, *(there.get(n, n) for n in (name, *others[name]))) for name in names}
+        return {name: next((n for n in each if n in held), name) for name, each in known.items()}
 
 
 def named_tensors(model: nn.Module) -> NamedTensors:
@@ -139,7 +148,7 @@ class RankContents:
 
     Attributes:
         groups: The ranks that train together: those of this rank's island, or of the whole job.
-        job: The ranks of the whole job. None if it has no islands.
+        everyone: The ranks of the whole job, which save and load together.
         peers: This rank and those that compute the same batch, and so draw the same random numbers, by their numbers in
             the job.
         islands: What the islands of a run with outer steps share. None without them.
@@ -155,7 +164,7 @@ class RankContents:
     """
 
     groups: Groups
-    job: Groups | None = None
+    everyone: Groups
     peers: Sequence[int]
     islands: IslandContents | None = None
     named: Callable[[], NamedTensors]
@@ -167,21 +176,6 @@ class RankContents:
     written_elsewhere: frozenset[str] = frozenset()
     copied_elsewhere: frozenset[str] = frozenset()
     dropped: Callable[[], None] = lambda: None
-
-    @property
-    def everyone(self) -> Groups:
-        """The ranks that save and load together."""
-        return self.job or self.groups
-
-    @property
-    def strategy(self) -> str | None:
-        """The strategy as TOML, or None for an unsharded model."""
-        return self.engines[0].strategy.to_toml() if self.engines else None
-
-    @property
-    def writes(self) -> int:
-        """A number that rises with every write to sharded parameters."""
-        return sum(engine.writes for engine in self.engines)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all states that this rank carries."""
@@ -232,7 +226,7 @@ def contents_of(model: Any) -> RankContents:
         islands = IslandContents(engine.outer, job.rank // groups.world, engine.strategy.islands)
     return RankContents(
         groups=groups,
-        job=job,
+        everyone=job,
         peers=mesh or (job.rank,),
         islands=islands,
         named=lambda: named_tensors(model),
@@ -337,6 +331,7 @@ class ControlGroup:
         everyone = (tuple(range(self.world)),)
         self.group = groups.of(everyone, name, backend="gloo") if self.world > 1 else None
         self.lost = False
+        self.thread: Thread | None = None  # the last one that uses the group: one save follows another
         self._groups = groups
 
     def leave(self) -> None:

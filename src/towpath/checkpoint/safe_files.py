@@ -18,7 +18,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -153,14 +152,3 @@ def writing(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror}).") from error
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype, name: str, device: torch.device | str = "cpu") -> Tensor:
-    """Return an uninitialized tensor of a size that a checkpoint demands, or raise DamagedError.
-
-    Sizes are checked against the files, but a file can be sparse and larger than all memory.
-    """
-    try:
-        return torch.empty(shape, dtype=dtype, device=device)
-    except (RuntimeError, MemoryError) as error:
-        raise DamagedError(f"{name} has shape {list(shape)}, for which there is no memory ({error}).") from error

@@ -15,13 +15,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.folders import RefusedError, lock_of, release
@@ -29,6 +28,7 @@ from towpath.checkpoint.rank_contents import ControlGroup, check_same, described
 from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
 from towpath.checkpoint.storage import Contents, Pieces
+from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError
 from towpath.logs import logger
 
@@ -46,11 +46,8 @@ class HostMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._stream: torch.cuda.Stream | None = None
 
-    def snapshot(self, found: Mapping[str, Pieces], version: Callable[[], int]) -> tuple[dict[str, Pieces], Snapshot]:
-        """Return `found` in this memory, and the snapshot that copies what need not be copied at once.
-
-        `version` returns a number that rises whenever a parameter is written.
-        """
+    def snapshot(self, found: Mapping[str, Pieces], engines: Sequence[Engine]) -> tuple[dict[str, Pieces], Snapshot]:
+        """Return `found` in this memory, and the snapshot that copies what need not be copied at once."""
         boxes = [box for pieces in found.values() for box in pieces.boxes.values()]
         device = next((box.device for box in boxes if box.device.type == "cuda"), None)
         needed = sum(_aligned(box.nbytes) for box in boxes)
@@ -70,7 +67,7 @@ class HostMemory:
             out[name] = Pieces(pieces.dtype, pieces.shape, copies)
         if device is not None and self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        return out, Snapshot(late, version, self._stream)
+        return out, Snapshot(late, engines, self._stream)
 
 
 def _aligned(count_bytes: int) -> int:
@@ -86,18 +83,17 @@ class Snapshot:
     def __init__(
         self,
         late: list[tuple[torch.Tensor, torch.Tensor]],
-        version: Callable[[], int],
+        engines: Sequence[Engine],
         stream: torch.cuda.Stream | None,
     ) -> None:
-        self._late, self._version, self._stream = late, version, stream
-        self._began_at = version()
+        self._late, self._engines, self._stream = late, engines, stream
+        self._writes = self._count_writes()
         self._taken = threading.Event()
         self._copied: torch.cuda.Event | None = None
         self._begun: torch.cuda.Event | None = None
         if stream is not None:
             self._begun, self._copied = torch.cuda.Event(), torch.cuda.Event()
             self._begun.record(torch.cuda.current_stream(stream.device))
-        self.held_seconds = 0.0
 
     def take(self) -> None:
         """Copy the rest. Raise CheckpointError if a parameter was written meanwhile other than by the optimizer."""
@@ -110,7 +106,7 @@ class Snapshot:
                     self._stream.wait_event(self._begun)
                     self._copy()
                     self._copied.record(self._stream)
-            disturbed = self._version() != self._began_at  # read before the next step may write
+            disturbed = self._count_writes() != self._writes  # read before the next step may write
         finally:
             self._late = []
             self._taken.set()
@@ -122,16 +118,16 @@ class Snapshot:
                 "before you write to parameters."
             )
 
+    def _count_writes(self) -> int:
+        return sum(engine.writes for engine in self._engines)
+
     def _copy(self) -> None:
         for copy, source in self._late:
             copy.copy_(source, non_blocking=True)
 
     def before_step(self) -> None:
         """Wait for the copy. On a GPU the current stream waits, instead of this thread."""
-        if not self._taken.is_set():
-            began = time.perf_counter()
-            self._taken.wait()
-            self.held_seconds += time.perf_counter() - began
+        self._taken.wait()
         if self._copied is not None and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
 
@@ -141,21 +137,19 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the saving of one step ended. It is the same on every rank, except for the seconds.
+    """How the saving of one step ended. It is the same on every rank, except for `seconds`.
 
     Attributes:
         step: The step that was saved.
         path: The folder of the checkpoint.
         failure: Why there is no checkpoint, or None if it was saved.
         seconds: How long saving took.
-        held_seconds: How long the training waited.
     """
 
     step: int
     path: Path
     failure: str | None
     seconds: float
-    held_seconds: float
 
     @property
     def ok(self) -> bool:
@@ -169,7 +163,6 @@ class Saving:
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self.snapshot: Snapshot | None = None
-        self.held_seconds = 0.0
         self.ended: Outcome | None = None
 
     @property
@@ -177,27 +170,16 @@ class Saving:
         """Whether saving has ended."""
         return self.ended is not None
 
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until saving has ended, for at most so many seconds. The default is no limit."""
+        if self.thread is not None:
+            self.thread.join(seconds)
+
     def outcome(self) -> Outcome:
         """Wait until saving has ended, and return its outcome."""
-        if self.thread is not None:
-            self.thread.join()
+        self.wait()
         assert self.ended is not None
-        later = self.snapshot.held_seconds if self.snapshot is not None else 0.0
-        return replace(self.ended, held_seconds=self.held_seconds + later)
-
-
-@dataclass(slots=True)
-class _Writing:
-    """The process group that all savers of a job share. In it, one save follows another."""
-
-    control: ControlGroup
-    last: threading.Thread | None = None
-
-    def wait_for_all(self) -> ControlGroup:
-        """Return the group when nothing is being saved."""
-        if self.last is not None:
-            self.last.join()
-        return self.control
+        return self.ended
 
 
 class Saver:
@@ -217,12 +199,11 @@ class Saver:
         keep_last: How many of the newest checkpoints to keep. By default all are kept.
         keep_every: Keep also the checkpoints whose step is a multiple of this. It requires `keep_last`.
         background: Write while the training continues. Set it to False if `save` should return when it has finished.
+        exclusive: Refuse a folder that another Saver of this job has open.
 
     Raises:
         CheckpointError: Another job or Saver uses the folder, or the arguments are invalid or differ between ranks.
     """
-
-    _shares_folder = False
 
     def __init__(
         self,
@@ -232,6 +213,7 @@ class Saver:
         keep_last: int | None = None,
         keep_every: int | None = None,
         background: bool = True,
+        exclusive: bool = True,
     ) -> None:
         _check_state(state)
         if keep_last is not None and not _is_count(keep_last, 1):
@@ -242,30 +224,32 @@ class Saver:
             )
         self.root, self.state = Path(root), state
         self._keep = keep_last, keep_every
-        self._background = background
+        self._background, self._exclusive = background, exclusive
         self._memory = HostMemory()
         self._under_way: Saving | None = None
-        self._hook: RemovableHandle | None = None
         self._refused: RefusedError | None = None  # by the last save, for the next one to raise
         self._open()
-        state.savers.add(self)
+        if background:  # others have saved before anything can change
+            state.add_saver(self)
 
     def _open(self) -> None:
         """Lock the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
-        everyone, (keep_last, keep_every) = self.state.everyone, self._keep
+        everyone, (keep_last, keep_every) = self.state.contents.everyone, self._keep
         given = {"root": str(self.root), "keep_last": keep_last, "keep_every": keep_every}
         check_same(everyone.gather_objects({**given, "background": self._background}))
-        self._writing = everyone.shared("checkpoints", lambda: _Writing(ControlGroup(everyone, "checkpoints")))
+        self._control = everyone.shared("checkpoints", lambda: ControlGroup(everyone, "checkpoints"))
         self._lock = lock_of(self.root)
         self._release = weakref.finalize(self, release, self._lock)
 
         def lock() -> None:
             with suppress(OSError):  # a folder that cannot be written to: each save tries again, and reports it
-                self._lock.hold(alone=not self._shares_folder)
+                self._lock.hold(alone=self._exclusive)
                 folders.sweep(self.root)
 
         try:
-            self._writing.wait_for_all().first(lock)
+            if self._control.thread is not None:
+                self._control.thread.join()
+            self._control.first(lock)
         except Exception:
             self._release()
             raise
@@ -292,20 +276,17 @@ class Saver:
         self._raise_refusal()
         if not self._release.alive:  # it was closed
             self._open()
-        if self._background and self._hook is None and self.state.optimizer is not None:
-            self._hook = self.state.optimizer.register_step_pre_hook(_settling(weakref.ref(self)))
         saving = self._under_way = Saving()
         contents: Contents | str
         try:
             contents = self.state.collect()
             if self._background:
-                ours = self.state.contents
-                pieces, saving.snapshot = self._memory.snapshot(contents.pieces, lambda: ours.writes)
+                pieces, saving.snapshot = self._memory.snapshot(contents.pieces, self.state.contents.engines)
                 contents = replace(contents, pieces=pieces)
         except Exception as error:  # all ranks get it, which would otherwise wait for this one
             contents = described(error)
 
-        before = self._writing.last
+        before = self._control.thread
 
         def work() -> None:
             nonlocal contents
@@ -320,12 +301,11 @@ class Saver:
 
         if self._background:
             saving.thread = threading.Thread(target=work, name=f"towpath checkpoint {step}", daemon=True)
-            self._writing.last = saving.thread
+            self._control.thread = saving.thread
             saving.thread.start()
         else:
             work()
             self._raise_refusal()
-        saving.held_seconds = time.perf_counter() - began
         return saving
 
     def _raise_refusal(self) -> None:
@@ -355,13 +335,10 @@ class Saver:
         outcome = self.wait()
         self._release()
         self._memory = HostMemory()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
         return outcome
 
     def _write(self, step: int, contents: Contents | str, began: float) -> Outcome:
-        failure, control = None, self._writing.control
+        failure, control = None, self._control
         try:
             storage.write(self.root, step, contents, self._lock, control)
         except CheckpointError as error:  # the same on every rank
@@ -380,7 +357,7 @@ class Saver:
             except (OSError, CheckpointError) as error:  # what was saved is saved
                 _LOG.warning("old checkpoints in %s cannot be taken away: %s", self.root, error)
         seconds = time.perf_counter() - began
-        return Outcome(step=step, path=path, failure=failure, seconds=seconds, held_seconds=0.0)
+        return Outcome(step=step, path=path, failure=failure, seconds=seconds)
 
 
 def _check_state(state: object) -> None:
@@ -398,23 +375,6 @@ def _check_step(step: object) -> None:
 
 def _is_count(value: object, low: int) -> bool:
     return type(value) is int and value >= low
-
-
-def _settling(saver: weakref.ref[Saver]) -> Callable[..., None]:
-    """Return a hook for an optimizer's step. It keeps neither the saver nor its lock on the folder alive."""
-
-    def before_step(*_: object) -> None:
-        found = saver()
-        if found is not None:
-            found.settle()
-
-    return before_step
-
-
-class _OneTimeSaver(Saver):
-    """Saves once, also into the folder of an open Saver."""
-
-    _shares_folder = True
 
 
 def save(root: str | Path, step: int, state: State) -> Outcome:
@@ -435,7 +395,7 @@ def save(root: str | Path, step: int, state: State) -> Outcome:
     """
     _check_state(state)
     _check_step(step)
-    saver = _OneTimeSaver(root, state, background=False)
+    saver = Saver(root, state, background=False, exclusive=False)
     try:
         return saver.save(step).outcome()
     finally:

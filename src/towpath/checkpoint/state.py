@@ -14,16 +14,19 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 from zlib import crc32
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.hooks import RemovableHandle
 
 from towpath.checkpoint import optimizer_state
 from towpath.checkpoint.exporting import ADAPTERS, adapters_of
-from towpath.checkpoint.islands import VALUE, IslandContents, IslandRestore, View, islands_of, prefix_of, view_of
+from towpath.checkpoint.islands import VALUE, IslandContents, IslandRestore, islands_of, prefix_of, view_of
 from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
 from towpath.checkpoint.rank_contents import (
     NamedTensors,
@@ -34,9 +37,10 @@ from towpath.checkpoint.rank_contents import (
     seed_anew,
     set_rng_state,
 )
-from towpath.checkpoint.safe_files import DamagedError, empty
+from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.storage import Contents, Pieces
 from towpath.core.formats import shape_text
+from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 
@@ -90,16 +94,24 @@ class State:
             )
         self.model, self.optimizer, self.extras = model, optimizer, extras
         self.config, self.names = config, dict(names or {})
-        self.savers = weakref.WeakSet[Any]()  # those that save this state
+        self._savers = weakref.WeakSet[Any]()  # those that save this state
         self.contents = contents_of(model)
         for engine in self.contents.engines:
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
-        self.groups, self.everyone = self.contents.groups, self.contents.everyone
-        self.island_rank = self.groups.rank
+        self.groups, self.island_rank = self.contents.groups, self.contents.groups.rank
+        self._hook: RemovableHandle | None = None
+
+    def add_saver(self, saver: Any) -> None:
+        """Call `saver.settle` before anything that it saves is changed."""
+        self._savers.add(saver)
+        if self._hook is None and self.optimizer is not None:
+            # The optimizer must not keep the state alive, nor its savers and their locks.
+            self._hook = self.optimizer.register_step_pre_hook(partial(_settle, weakref.ref(self)))
+            weakref.finalize(self, self._hook.remove)
 
     def settle(self) -> None:
         """Return when everything that is being saved has been copied, so that it may be changed."""
-        for saver in list(self.savers):
+        for saver in list(self._savers):
             saver.settle()
 
     # --- saving
@@ -122,10 +134,8 @@ class State:
         if self.contents.engines:
             values["engine"] = {"step": self.contents.engines[0].step, "fingerprint": self.contents.fingerprint}
         if self.optimizer is not None:
-            tensors, values["optimizer"] = optimizer_state.collect(self.optimizer, model)
-            owned = optimizer_state.owned_states(self.optimizer, model, tensors)
-            found.update(self._mine({name: t for name, t in tensors.items() if name not in owned}, copies))
-            found.update(self._owned(owned))
+            tensors, owned, values["optimizer"] = optimizer_state.collect(self.optimizer, model)
+            found.update(self._mine(tensors, copies, owned=owned))
         same: dict[str, str] = {}
         for name, extra in self.extras.items():
             tensors = dict[str, torch.Tensor]()
@@ -148,25 +158,30 @@ class State:
         if self.island_rank == 0 and (adapters := adapters_of(self.model)):
             values[ADAPTERS] = adapters
         if self.island_rank > 0:  # other ranks may have the states of other parameters
-            values = {n: v for n, v in values.items() if n == "optimizer" and self._optimizer_is_spread}
+            spread = self.optimizer is not None and optimizer_state.is_spread(self.optimizer)
+            spread = spread or self.contents.held is not None
+            values = {name: value for name, value in values.items() if name == "optimizer" and spread}
         if islands is not None:
             found = {f"{prefix_of(islands.island)}{name}": pieces for name, pieces in found.items()}
             found |= self._shared_by_islands(islands, model)
             values = islands.renamed(values, self.island_rank)
-        strategy = self.contents.strategy
+        engines = self.contents.engines
         return Contents(
-            pieces=found, values=values, same=same, island=0 if islands is None else islands.island, strategy=strategy
+            pieces=found,
+            values=values,
+            same=same,
+            island=0 if islands is None else islands.island,
+            strategy=engines[0].strategy.to_toml() if engines else None,
         )
 
     def _shared_by_islands(self, islands: IslandContents, model: NamedTensors) -> dict[str, Pieces]:
         """Return what island 0 writes for all islands."""
         if islands.island > 0:
             return {}
-        names = {id(parameter): name for name, parameter in model.parameters.items()}
         trained = islands.trained(model.all())
         equal = {f"model.{name}": t for name, t in model.all().items() if name not in trained}
         found = dict(self._mine(equal, self.contents.writes_copies))
-        return found | dict(self._mine(dict(islands.tensors(names)), False, steady=False))
+        return found | dict(self._mine(dict(islands.tensors(model.names)), False, steady=False))
 
     def named(self) -> NamedTensors:
         """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
@@ -174,82 +189,49 @@ class State:
             raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
         return self.contents.named()
 
-    @property
-    def _optimizer_is_spread(self) -> bool:
-        """Whether ranks have the states of different parameters."""
-        assert self.optimizer is not None
-        return self.contents.held is not None or optimizer_state.is_spread(self.optimizer)
-
     def _mine(
-        self, tensors: Mapping[str, torch.Tensor], copies: bool, steady: bool = True
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        copies: bool,
+        steady: bool = True,
+        owned: Mapping[str, ShardTensor] = MappingProxyType({}),
     ) -> Iterator[tuple[str, Pieces]]:
         """Yield what this rank writes of `tensors`. Ranks that hold the same slice of a ShardTensor divide it.
 
-        `copies` says whether this rank writes tensors that are not ShardTensors, and `steady` whether ShardTensors stay
-        as they are until the optimizer's step.
+        Args:
+            tensors: What this rank has, by name.
+            copies: Whether this rank writes tensors that are not ShardTensors.
+            steady: Whether ShardTensors stay as they are until the optimizer's step.
+            owned: The parameters of full states. The owners in the other replicas have the same states.
         """
         for name, tensor in tensors.items():
-            if self._is_written_elsewhere(name, tensor):
+            parameter, number = owned.get(name), crc32(name.encode())
+            sharded = parameter if parameter is not None else tensor if isinstance(tensor, ShardTensor) else None
+            if self._is_written_elsewhere(name, sharded is not None):
                 continue
             if isinstance(tensor, ShardTensor):
-                boxes = dict(_share(tensor, crc32(name.encode())))
-            elif copies:
+                boxes = dict(_share(tensor, number))
+            elif copies if parameter is None else _is_turn(parameter.shard_spec, number):
                 boxes = {(0,) * tensor.dim(): tensor.detach()}
             else:
                 continue
             if boxes:
-                stays = steady and isinstance(tensor, ShardTensor) and self.optimizer is not None
+                stays = steady and sharded is not None and self.optimizer is not None
                 yield name, Pieces(tensor.dtype, tensor.shape, boxes, stays)
 
-    def _owned(self, owned: Mapping[str, tuple[torch.Tensor, ShardTensor]]) -> Iterator[tuple[str, Pieces]]:
-        """Yield the full states that this rank writes. Their owners in the other replicas have the same states."""
-        for name, (tensor, parameter) in owned.items():
-            holders = parameter.shard_spec.holders
-            writes = holders[crc32(name.encode()) % len(holders)] == parameter.shard_spec.replica.rank
-            if writes and not self._is_written_elsewhere(name, parameter):
-                yield name, Pieces(tensor.dtype, tensor.shape, {(0,) * tensor.dim(): tensor.detach()}, True)
-
-    def _is_written_elsewhere(self, name: str, tensor: torch.Tensor) -> bool:
-        contents = self.contents
-        names = contents.written_elsewhere if isinstance(tensor, ShardTensor) else contents.copied_elsewhere
+    def _is_written_elsewhere(self, name: str, sharded: bool) -> bool:
+        names = self.contents.written_elsewhere if sharded else self.contents.copied_elsewhere
         return any(name == f"model.{n}" or name.startswith(f"optimizer.{n}.") for n in names)
 
-    # --- loading
 
-    def view(self, manifest: Manifest) -> View:
-        """Return a checkpoint as this rank reads it: under another number of islands, as if it had none."""
-        islands = self.contents.islands
-        same = islands is not None and islands_of(manifest) == islands.islands
-        return view_of(manifest, islands.island if islands is not None and same else None)
+def _settle(state: weakref.ref[State], *_: object) -> None:
+    if (found := state()) is not None:
+        found.settle()
 
-    def check(self, manifest: Manifest) -> None:
-        """Raise CheckpointError if the checkpoint is of another model."""
-        model = self.named()
-        wanted = {n: tuple(t.shape) for n, t in model.all().items()}
-        held = {n.removeprefix("model."): t.shape for n, t in manifest.tensors.items() if n.startswith("model.")}
-        on_all_ranks = self.contents.held if self.contents.held is not None else wanted
-        known = {model.name_in(held, manifest.aliases, name) for name in on_all_ranks} | set(model.aliases)
-        found: list[str] = []
-        for name, shape in wanted.items():
-            there = held.get(model.name_in(held, manifest.aliases, name))
-            if there is None:
-                found.append(f"{name} {shape_text(shape)} is not in it")
-            elif there != shape:
-                found.append(f"{name} is {shape_text(there)} in it and {shape_text(shape)} in the model")
-        found += [
-            f"it has {name} {shape_text(shape)}, the model has not" for name, shape in held.items() if name not in known
-        ]
-        if found:
-            more = f"; and {len(found) - _NAMED_DIFFERENCES} more" if len(found) > _NAMED_DIFFERENCES else ""
-            advice = "Build the model that was saved, or load another checkpoint."
-            if any(exported != name and exported in held for name, exported in self.names.items()):
-                advice = (
-                    "It has the names that an export gives to this model, as Hugging Face does. Start from the "
-                    "safetensors themselves, without an import (towpath train: model.weights)."
-                )
-            raise CheckpointError(
-                f"the checkpoint is of another model: {'; '.join(found[:_NAMED_DIFFERENCES])}{more}. {advice}"
-            )
+
+def _is_turn(shard_spec: ShardSpec, number: int) -> bool:
+    """Return whether this rank writes what all holders of a slice have. `number` selects one of them."""
+    return shard_spec.holders[number % len(shard_spec.holders)] == shard_spec.replica.rank
 
 
 def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -258,79 +240,109 @@ def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], 
     if not shard_spec.counts:
         return  # another rank of the tensor-parallel mesh has the same slice, and writes it
     first, last = shard_spec.bounds()
-    place, count = shard_spec.holders.index(shard_spec.replica.rank), len(shard_spec.holders)
     if tensor.numel() == 0:
         if shard_spec.replica.rank == 0:
             yield (0,) * tensor.dim(), local.view(tensor.shape)
         return
     if last - first >= _SPLIT_ELEMENTS:
+        place, count = shard_spec.holders.index(shard_spec.replica.rank), len(shard_spec.holders)
         start, end = (first + (last - first) * i // count for i in (place, place + 1))
     else:
-        start, end = (first, last) if number % count == place else (first, first)
+        start, end = (first, last) if _is_turn(shard_spec, number) else (first, first)
     for box in tensor.boxes((start, end)):
         yield box.offsets, local[box.start - first : box.end - first].view(box.sizes)
 
 
 class Restore:
-    """A checkpoint that is loaded into a `State`, under any layout. Fill its `targets`, call `check`, then `finish`."""
+    """A checkpoint that is loaded into a `State`, under any layout. Fill its `targets`, call `check`, then `finish`.
+
+    Attributes:
+        manifest: The checkpoint as this rank reads it. Under another number of islands, it is read as if it had none.
+        targets: The tensors to fill, by their names in the manifest.
+        notes: What was not loaded, and what could not be restored exactly.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model.
+    """
 
     def __init__(self, state: State, manifest: Manifest) -> None:
-        self._state, self._manifest, self._model = state, manifest, state.named()
+        islands, peers = state.contents.islands, len(state.contents.peers)
+        # How many ranks an island has, how many islands there are, and how many ranks compute the same batch.
+        self._ranks = state.groups.world, 1 if islands is None else islands.islands, peers
+        same = islands is not None and islands_of(manifest) == islands.islands
+        self.manifest = manifest = view_of(manifest, islands.island if islands is not None and same else None)
+        self._saved_ranks = manifest.world, islands_of(manifest), manifest.values.get("rng", {}).get("peers", peers)
+        self._state, self._model = state, state.named()
         self._restores_codecs = False
         self.targets: dict[str, torch.Tensor] = {}
         self.notes: list[str] = []
-        # Tied in the checkpoint, and not in this model: name, tensor, and the target of the first name.
-        self._untied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        # Tensors that are tied in the checkpoint, and not in this model, with the target of the first name.
+        self._untied: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Parameters that are stored encoded, and the targets that are read in their place.
         self._encoded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # How many ranks an island has, how many islands there are, and how many ranks compute the same batch.
-        islands, peers = state.contents.islands, len(state.contents.peers)
-        self._ranks = state.groups.world, 1 if islands is None else islands.islands, peers
-        self._saved_ranks = manifest.world, islands_of(manifest), manifest.values.get("rng", {}).get("peers", peers)
-        self._optimizer = (
-            optimizer_state.OptimizerRestore(state.optimizer, self._model, manifest)
-            if state.optimizer is not None and "optimizer" in manifest.values
-            else None
-        )
-        if state.contents.islands is not None:
-            state.contents.islands.outer.wait()  # it would overwrite what is loaded
+        self._names = self._model.names_in(manifest, state.contents.held or self._model.all())
+        self._check_model()
+        stored = {id(parameter): self._names[name] for name, parameter in self._model.parameters.items()}
+        self._optimizer = self._islands = None
+        if state.optimizer is not None and "optimizer" in manifest.values:
+            self._optimizer = optimizer_state.OptimizerRestore(state.optimizer, manifest, stored)
+        if islands is not None:
+            islands.outer.wait()  # it would overwrite what is loaded
         self._add_model()
         self._add_codecs()
-        self._islands = None
-        if state.contents.islands is not None:
-            held = {n.removeprefix("model.") for n in manifest.tensors if n.startswith("model.")}
-            stored = {name: self._model.name_in(held, manifest.aliases, name) for name in self._model.parameters}
-            names = {id(parameter): stored[name] for name, parameter in self._model.parameters.items()}
-            self._islands = IslandRestore(state.contents.islands, manifest, names)
+        if islands is not None:
+            self._islands = IslandRestore(islands, manifest, stored)
             self.targets.update(self._islands.targets)
         if self._optimizer is not None:
             self.targets.update(self._optimizer.targets)
-        if self._ranks == self._saved_ranks:
-            prefix = f"rank.{state.island_rank}.rng."
-            for name in manifest.tensors:
-                if name.startswith(prefix):
-                    self._add_new(name)
-        for name in state.extras:
-            for path in tensors_in(manifest.values.get(name)):
-                self._add_new(path)
+        random = f"rank.{state.island_rank}.rng."
+        new = [name for name in manifest.tensors if name.startswith(random) and self._ranks == self._saved_ranks]
+        for extra in state.extras:
+            new += tensors_in(manifest.values.get(extra))
+        for name in new:
+            self.targets[name] = manifest.tensor(name).empty()
         for name, target in self.targets.items():
             _check_target(manifest, name, target)
 
+    def _check_model(self) -> None:
+        """Raise CheckpointError if the checkpoint is of another model."""
+        held = {name: tensor.shape for name, tensor in self.manifest.model.items()}
+        found: list[str] = []
+        for name, tensor in self._model.all().items():
+            here, there = tuple(tensor.shape), held.get(self._names[name])
+            if there is None:
+                found.append(f"{name} {shape_text(here)} is not in it")
+            elif there != here:
+                found.append(f"{name} is {shape_text(there)} in it and {shape_text(here)} in the model")
+        known = {*self._names.values(), *self._model.aliases}
+        found += [f"it has {name} {shape_text(held[name])}, the model has not" for name in held if name not in known]
+        if found:
+            more = f"; and {len(found) - _NAMED_DIFFERENCES} more" if len(found) > _NAMED_DIFFERENCES else ""
+            advice = "Build the model that was saved, or load another checkpoint."
+            if any(exported != name and exported in held for name, exported in self._state.names.items()):
+                advice = (
+                    "It has the names that an export gives to this model, as Hugging Face does. Start from the "
+                    "safetensors themselves, without an import (towpath train: model.weights)."
+                )
+            raise CheckpointError(
+                f"the checkpoint is of another model: {'; '.join(found[:_NAMED_DIFFERENCES])}{more}. {advice}"
+            )
+
     def _add_model(self) -> None:
-        held = {n.removeprefix("model.") for n in self._manifest.tensors if n.startswith("model.")}
+        held = self.manifest.model
         rounded: set[str] = set()
         for name, tensor in self._model.all().items():
-            key = f"model.{self._model.name_in(held, self._manifest.aliases, name)}"
+            first = self._names[name]
+            key = f"model.{first}"
             if key in self.targets:
-                self._untied.append((name, tensor, self.targets[key]))
-                first = key.removeprefix("model.")
+                self._untied.append((tensor, self.targets[key]))
                 self.notes.append(f"{name} and {first} were one parameter in the checkpoint, and are two in this model")
                 continue
             self.targets[key] = tensor.detach()
             if isinstance(tensor, ShardTensor) and tensor.rests_in is not None:
                 self.targets[key] = torch.empty_like(tensor.detach())
                 self._encoded.append((tensor, self.targets[key]))
-            here, there = (_short(dtype) for dtype in (tensor.dtype, self._manifest.tensor(key).dtype))
+            here, there = (_short(dtype) for dtype in (tensor.dtype, held[first].dtype))
             if there != here:
                 rounded.add(f"saved as {there}, loaded as {here}")
         for alias, first in self._model.aliases.items():
@@ -340,38 +352,30 @@ class Restore:
         self.notes += [f"parameters were {what}" for what in sorted(rounded)]
 
     def _add_codecs(self) -> None:
-        contents, saved = self._state.contents, self._manifest.values.get("engine")
-        contents.go_to(saved["step"] if saved is not None else self._manifest.step)
+        contents, manifest, saved = self._state.contents, self.manifest, self.manifest.values.get("engine")
+        contents.go_to(saved["step"] if saved is not None else manifest.step)
         prefix = f"rank.{self._state.island_rank}.codec."
-        kept = {n.removeprefix(prefix) for n in self._manifest.tensors if n.startswith(prefix)}
+        kept = {n.removeprefix(prefix) for n in manifest.tensors if n.startswith(prefix)}
         same = saved is not None and self._ranks == self._saved_ranks and saved["fingerprint"] == contents.fingerprint
         if same and kept == set(contents.state()):
             self._restores_codecs = True
             self.targets.update({f"{prefix}{name}": tensor for name, tensor in contents.state().items()})
             return
         contents.restart()
-        carried = any(".codec." in name and name.startswith("rank.") for name in self._manifest.tensors)
+        carried = any(".codec." in name and name.startswith("rank.") for name in manifest.tensors)
         if contents.engines and carried:
             self.notes.append(
                 "codec feedback starts at zero: the checkpoint's is of another strategy, of other units or of another "
                 "number of nodes or ranks. To carry it over, resume with those of the checkpoint"
             )
 
-    def _add_new(self, path: str) -> None:
-        stored = self._manifest.tensor(path)
-        self.targets[path] = empty(stored.shape, stored.dtype, path)
-
     def check(self) -> None:
         """Raise CheckpointError if parameters that are tied in the model differ in the filled targets."""
-        with torch.no_grad():
-            for tensor, values in self._encoded:
-                tensor.copy_(values)
         for alias, first in self._model.aliases.items():
-            twin = self.targets.get(f"model.{alias}")
-            if twin is None:
+            if (twin := self.targets.get(f"model.{alias}")) is None:
                 continue
             here, there = (
-                t.to_local() if isinstance(t, ShardTensor) else t for t in (self._model.parameters[first], twin)
+                t.to_local() if isinstance(t, ShardTensor) else t for t in (self.targets[f"model.{first}"], twin)
             )
             if not torch.equal(here, there):
                 raise CheckpointError(
@@ -381,9 +385,12 @@ class Restore:
 
     def finish(self) -> list[str]:
         """Restore everything that is not a tensor in use. Return notes for the user."""
-        state, values = self._state, self._manifest.values
+        state, values = self._state, self.manifest.values
         with torch.no_grad():
-            for _, tensor, source in self._untied:  # their shards need not match element by element
+            for tensor, source in self._encoded:
+                tensor.copy_(source)
+            untied = self._untied + (self._optimizer.untied if self._optimizer is not None else [])
+            for tensor, source in untied:  # their shards need not match element by element
                 tensor.copy_(source.full_tensor() if isinstance(source, ShardTensor) else source)
         if self._restores_codecs:
             state.contents.load(self._filled(f"rank.{state.island_rank}.codec."))
@@ -391,7 +398,7 @@ class Restore:
             self.notes += self._islands.finish()
         elif VALUE in values:
             self.notes.append(
-                f"the checkpoint is of {islands_of(self._manifest)} islands: their slow weights were loaded, and the "
+                f"the checkpoint is of {islands_of(self.manifest)} islands: their slow weights were loaded, and the "
                 "optimizer's states of island 0"
             )
         if self._optimizer is not None:
@@ -401,13 +408,26 @@ class Restore:
         elif "optimizer" in values:
             kind = values["optimizer"]["kind"]
             self.notes.append(f"the states of {kind} in the checkpoint were not loaded: this State has no optimizer")
-        known = {*state.extras, *_TAKEN, "config", "names", VALUE}
+        self._finish_extras()
+        if saved := self._filled(f"rank.{state.island_rank}.rng."):
+            set_rng_state(saved)
+        elif "rng" in values:
+            seed_anew(values["rng"]["seed"], self.manifest.step, state.contents.peers)
+            self.notes.append(
+                f"random numbers begin anew, from the saved seed: {_ranks(*self._saved_ranks)} wrote the checkpoint, "
+                f"and now there are {_ranks(*self._ranks)}"
+            )
+        return self.notes
+
+    def _finish_extras(self) -> None:
+        extras, values = self._state.extras, self.manifest.values
+        known = {*extras, *_TAKEN, "config", "names", VALUE}
         self.notes += [
             f"{name!r} in the checkpoint was not loaded: this State has no such extra"
             for name in values
             if name not in known
         ]
-        for name, extra in state.extras.items():
+        for name, extra in extras.items():
             if name not in values:
                 self.notes.append(f"the checkpoint has no {name!r}: it starts afresh")
                 continue
@@ -420,16 +440,6 @@ class Restore:
                     f"{name!r} ({type(extra).__name__}) does not take its state ({described(error)}). Make the object "
                     "that was saved, or load without it."
                 ) from error
-        if saved := self._filled(f"rank.{state.island_rank}.rng."):
-            set_rng_state(saved)
-        elif "rng" in values:
-            seed_anew(values["rng"]["seed"], self._manifest.step, state.contents.peers)
-            self.notes.append(
-                "random numbers begin anew, from the saved seed: "
-                f"{_ranks(*self._saved_ranks)} wrote the checkpoint, and now there are "
-                f"{_ranks(*self._ranks)}"
-            )
-        return self.notes
 
     def _filled(self, prefix: str) -> dict[str, torch.Tensor]:
         return {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)}

@@ -14,7 +14,8 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,6 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
 
     `contents` is what this rank writes, or why it has nothing to write.
     """
-    partial: Path | None = None
 
     def announce() -> tuple[int, Mapping[str, object], int, Mapping[str, str]]:
         if isinstance(contents, str):
@@ -114,15 +114,15 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
                     f"{root}: {free:,} bytes are free, and a checkpoint of step {step} takes {needed:,}. Make room, or "
                     "keep fewer."
                 )
-            return folders.new_partial(root, step)
+            return stack.enter_context(folders.new_partial(root, step))
 
     def publish(ranks: list[_Written]) -> None:
-        assert partial is not None and isinstance(contents, Contents)
+        assert isinstance(contents, Contents)
         tensors: dict[str, StoredTensor] = {}
         parts = (item for _, of_rank, _ in ranks for item in of_rank.items())
         for name, part in sorted(parts, key=lambda item: item[0]):
             boxes = (*tensors[name].boxes, *part.boxes) if name in tensors else part.boxes
-            tensors[name] = StoredTensor(part.dtype, part.shape, boxes)
+            tensors[name] = replace(part, boxes=boxes)
         values = {name: value for _, _, of_rank in ranks for name, value in of_rank.items()}
         for name in filter(_OPTIMIZER.fullmatch, values):
             values[name] = merged([of_rank[name] for _, _, of_rank in ranks if name in of_rank])
@@ -142,13 +142,10 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
             lock.hold()  # somebody may have removed it meanwhile
             folders.publish(partial, folders.checkpoint_of(root, step))
 
-    try:
+    with ExitStack() as stack:
         partial = control.together(announce, prepare)
         stem = partial / f"rank-{control.rank:05d}"
         control.together(lambda: write_files(stem, contents), publish)
-    finally:
-        if partial is not None and control.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # it is there only after a failure
 
 
 def write_files(stem: Path, contents: Contents | str) -> _Written:
@@ -164,7 +161,7 @@ def write_files(stem: Path, contents: Contents | str) -> _Written:
     for name, pieces in contents.pieces.items():
         file = f"{stem.name}{'-optimizer' if _OPTIMIZER.match(name) else ''}.safetensors"
         boxes = {StoredBox(at, tuple(data.shape), file): data for at, data in pieces.boxes.items()}
-        tensors[name] = StoredTensor(pieces.dtype, tuple(pieces.shape), tuple(boxes))
+        tensors[name] = StoredTensor(name, pieces.dtype, tuple(pieces.shape), tuple(boxes))
         files.setdefault(file, {}).update({box.key(name): data.contiguous().cpu() for box, data in boxes.items()})
     written: dict[str, StoredFile] = {}
     for file, held in files.items():
@@ -222,8 +219,8 @@ def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, contro
             checking = pool.submit(check, checked[control.rank])
             files = {name: map_tensors(folder / name) for name in {box_of(item).file for item in items}}
             for item in items:
-                name, box = item.storage_index.fqn, box_of(item)
-                stored = box_in(files[box.file], name, manifest.tensors[name], box)
+                box = box_of(item)
+                stored = box_in(files[box.file], manifest.tensors[item.storage_index.fqn], box)
                 where = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                 planner.resolve_tensor(item).detach().copy_(stored[where])
             checking.result()

@@ -287,7 +287,7 @@ def _print_ranking(found: Ranking, solver: Solver, took_seconds: float) -> None:
     if found.open_bound is not None:
         rest = f"no other takes less than {tables.seconds(found.open_bound)}"
     console.print(
-        f"{found.considered:,} were considered, {found.fitting:,} may fit into {solver.request.memory / GIB:.1f} GiB "
+        f"{found.considered:,} were considered, {found.fitting:,} fit into {solver.request.memory / GIB:.1f} GiB "
         f"a rank, {found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
         style="dim",
     )
@@ -379,7 +379,8 @@ def _phases(
     if stages is None or layout is None:
         made, batchings = _strategy(text, solver), request.batchings(solver.cluster.topology.world)
     else:
-        pipelines, layout = stages.pipelines, replace(layout, strategy=_from_file(text) or text)
+        own = _from_file(text) if text.endswith(".toml") else text
+        pipelines, layout = stages.pipelines, replace(layout, strategy=own)
         made, batchings = pipelines.strategy(layout), request.batchings(pipelines.copies(layout))
         allowed = [b for b in batchings if not asked_of_micro_batches(layout.schedule, layout.pipeline, b.micro_steps)]
         if not allowed:
@@ -407,9 +408,9 @@ def _fastest(
 def _strategy(text: str, solver: Solver) -> Strategy:
     """Return the strategy that a preset's name or a file describes, with all of its codecs in use."""
     topology, offload = solver.cluster.topology, solver.request.offload
-    made = _from_file(text)
-    if made is None:
+    if not text.endswith(".toml"):
         return presets.parse_strategy(text, topology, offload)
+    made = _from_file(text)
     if made.job != topology:
         raise ConfigError(
             f"strategy {text} is for {made.job} ranks, and the cluster has {topology}. Pass --nodes, or plan anew."
@@ -417,10 +418,7 @@ def _strategy(text: str, solver: Solver) -> Strategy:
     return made if offload is None else replace(made, offload=offload)
 
 
-def _from_file(text: str) -> Strategy | None:
-    """Return the strategy of a file, or None if the text is the name of a preset."""
-    if not text.endswith(".toml"):
-        return None
+def _from_file(text: str) -> Strategy:
     try:
         return Strategy.from_toml(Path(text).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -113,6 +113,7 @@ def contents_of(
     layers = "tp" in (mesh.mesh_dim_names or ())  # ranks share them
     return RankContents(
         groups=groups,
+        everyone=groups,
         peers=Groups(mesh["tp"].get_group()).members if layers else (groups.rank,),
         named=lambda: replace(_named_in(stages, prefixes, twin), aliases=aliases),
         writes_copies=not any(mesh.get_local_rank(name) for name in others),

@@ -15,7 +15,8 @@ cluster_file.py      what a model is trained on, as a TOML file describes it
 profile.py           the same as `towpath probe` has measured it
 catalog.py           models and clusters by name, or from a file
 request.py           what one optimizer step must do
-solver.py            all placements, routes, codecs and micro-batches, and the best of them
+candidates.py        all placements, routes, codecs and micro-batches
+solver.py            what a step of a candidate takes, and the best candidates
 pipelines.py         the same for models that are split into stages
 tables.py            results as rows, sentences and JSON
 

@@ -29,7 +29,7 @@
     memory = 25                     # GB/s that a rank's share of the processors copies
 
     [launch]                        # microseconds of the thread that trains; default: as measured on an H200
-    call = 55                       # for each call of a collective; the other keys are the fields of `Launching`
+    call = 55                       # for each call of a collective; also `kernel` and `unit`
 
     [codecs]                        # 10⁹ elements per second that a rank encodes and decodes; default: memory speed
     int8 = [250, 300]
@@ -46,7 +46,7 @@ from typing import Any, NoReturn
 from towpath.core.exact import Shares
 from towpath.core.formats import FLOATING, codec_names
 from towpath.errors import ConfigError
-from towpath.plan.hardware import CodecSpeed, Hardware, HostMemory, Launching, Link, Racks
+from towpath.plan.hardware import CodecSpeed, Hardware, Launching, Link, OffloadMemory, Racks
 from towpath.topology.cluster import Topology
 
 GIB = 1 << 30
@@ -141,7 +141,7 @@ def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
     host_memory = None
     if "host" in root.table:
         section = root.section("host")
-        host_memory = HostMemory(section.number("copies") * 1e9, section.number("memory") * 1e9)
+        host_memory = OffloadMemory(section.number("copies") * 1e9, section.number("memory") * 1e9)
         section.end()
     launching = Launching()
     if "launch" in root.table:

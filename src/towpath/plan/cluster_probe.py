@@ -17,6 +17,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,20 +25,15 @@ import torch.distributed as dist
 from towpath.codecs.exact import decode, encode
 from towpath.codecs.exact.message import message_bound
 from towpath.codecs.kernels import kernels_for
-from towpath.collectives.flat import all_gather_single, launched_together
+from towpath.collectives.flat import all_gather_single
 from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.errors import ConfigError
-from towpath.plan.measure import measure_host_work
+from towpath.plan.measure import measure_transfer_work
 from towpath.plan.probed_collectives import Work, collectives_to_measure, sizes_up_to
 from towpath.plan.profile import (
-    LAUNCHED_CALLS,
-    LAUNCHED_CODEC,
-    LAUNCHED_IN_A_BATCH,
-    LAUNCHED_MESSAGES,
-    LAUNCHED_OPERATION,
-    LAUNCHED_TASK,
-    LAUNCHED_TOGETHER,
+    LAUNCHED_CALL,
+    LAUNCHED_KERNEL,
     PRODUCT,
     SEVERAL,
     TOGETHER,
@@ -151,7 +147,7 @@ class _Prober:
             self._codecs,
             self._memory,
             self._compute,
-            self._host_work,
+            self._transfer_work,
             self._launches,
             self._beside_products,
         ]
@@ -283,21 +279,24 @@ class _Prober:
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
 
-    def _host_work(self) -> None:
-        points = measure_host_work(self._groups, self._device, self._effort.warm_steps, self._effort.repeats)
-        # Rank 0's points count. The other ranks only worked at the same time.
-        self._points += self._groups.gather_objects(points)[0]
+    def _transfer_work(self) -> None:
+        if self._device.type == "cpu":
+            points = measure_transfer_work(self._groups, self._effort.warm_steps, self._effort.repeats)
+            # Rank 0's points count. The other ranks only worked at the same time.
+            self._points += self._groups.gather_objects(points)[0]
 
     def _launches(self) -> None:
         """Measure how long this thread is busy with launches. The device has nothing to do when they begin."""
         if self._device.type == "cpu":
             return
-        which = "inter" if self._topology.nodes > 1 else "intra"  # `_beside_products` uses the same group
-        group = None
+        region, shard = (torch.zeros(n, device=self._device) for n in (_SHORT * self._groups.world, _SHORT))
+        works: dict[str, Any] = {LAUNCHED_KERNEL: partial(shard.add_, 1)}
         if self._groups.world > 1:
+            which = "inter" if self._topology.nodes > 1 else "intra"
             group = self._groups.of(self._everyone, which, self._groups.backend(self._device))
-        for what, size, work in launches_to_measure(self._groups, group, self._device):
-            work()  # makes connections and compiles kernels
+            works[LAUNCHED_CALL] = lambda: all_gather_single(region, shard, group)
+        for what, work in works.items():
+            work()  # makes connections
             taken: list[float] = []
             for _ in range(self._effort.repeats):
                 torch.cuda.synchronize(self._device)
@@ -308,7 +307,7 @@ class _Prober:
                 taken.append((time.perf_counter() - began) / _LAUNCHES)
             torch.cuda.synchronize(self._device)
             slowest = tuple(map(max, zip(*self._groups.gather_objects(taken), strict=True)))
-            self._points.append(Point(what, size, slowest))
+            self._points.append(Point(what, 1, slowest))
 
     def _beside_products(self) -> None:
         """Exchange small messages while all ranks multiply: how long do they wait for a processor that computes?"""
@@ -384,50 +383,6 @@ class _Prober:
 
 def _nothing() -> None:
     pass
-
-
-# Launches ------------------------------------------------------------------------------------------------------------
-
-
-def launches_to_measure(
-    groups: Groups, group: dist.ProcessGroup | None, device: torch.device
-) -> Iterator[tuple[str, int, Work]]:
-    """Yield the name of each kind of launch, how many calls or messages it has, and a function that launches it.
-
-    `group` has all ranks, and all of them launch the same. It is None if there are no others.
-    """
-    region, shard = (torch.zeros(n, device=device) for n in (_SHORT * groups.world, _SHORT))
-
-    def calls(group: dist.ProcessGroup, count: int) -> None:
-        with launched_together(group, count):
-            for _ in range(count):
-                all_gather_single(region, shard, group)
-
-    def messages(group: dist.ProcessGroup, count: int) -> None:
-        to, origin = ((groups.rank + step) % groups.world for step in (1, -1))
-        kinds = (dist.irecv, origin), (dist.isend, to)
-        sent = [dist.P2POp(kind, shard, group=group, group_peer=peer) for kind, peer in kinds]
-        for handle in dist.batch_isend_irecv(sent * (count // 2)):
-            handle.wait()
-
-    def task() -> None:
-        if stream is not None:
-            event = torch.cuda.Event()
-            event.record()
-            with torch.cuda.stream(stream):
-                event.wait()
-
-    kernels, codec = kernels_for(device), Codec.parse("int8")
-    message = torch.empty(codec.encoded_bytes(_SHORT), dtype=torch.uint8, device=device)
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    if group is not None:
-        for count in LAUNCHED_TOGETHER:
-            yield LAUNCHED_CALLS, count, partial(calls, group, count)
-        for count in LAUNCHED_MESSAGES:
-            yield LAUNCHED_IN_A_BATCH, count, partial(messages, group, count)
-    yield LAUNCHED_CODEC, 1, partial(kernels.encode, codec, shard, message)
-    yield LAUNCHED_OPERATION, 1, partial(shard.add_, 1)
-    yield LAUNCHED_TASK, 1, task
 
 
 # Exact codecs --------------------------------------------------------------------------------------------------------

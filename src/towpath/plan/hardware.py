@@ -75,29 +75,7 @@ class CodecSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class PassWork:
-    """The processor seconds that the engine adds to a pass, for each unit and for each parameter of it."""
-
-    unit: float = 0.0
-    parameter: float = 0.0
-
-    def of(self, parameters: int) -> float:
-        """Return the seconds that the engine adds for one unit with so many parameters."""
-        return self.unit + self.parameter * parameters
-
-
-@dataclass(frozen=True, slots=True)
-class HostWork:
-    """The processor time of the engine and the optimizer, apart from arithmetic and messages."""
-
-    forward: PassWork = PassWork()  # work of the engine in a forward pass
-    backward: PassWork = PassWork()  # work of the engine in a backward pass
-    optimizer: float = 0.0  # seconds per parameter in the optimizer's step, with the norm of the gradients
-    transfer: float = 0.0  # seconds per transfer, whatever its size
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
+class OffloadMemory:
     """The memory of the host, to which states can be offloaded."""
 
     copy_rate: float  # bytes per second between one rank's device and the host, in each direction, while all ranks copy
@@ -108,29 +86,17 @@ class HostMemory:
 class Launching:
     """The seconds for which the thread that trains is busy with each launch, where a device computes.
 
-    The defaults were measured on an H200 with PyTorch 2.11 and NCCL 2.28.9, except for `unit`, which is estimated.
+    `call` and `kernel` were measured on an H200 with PyTorch 2.11 and NCCL 2.28.9. `unit` is an estimate.
     """
 
-    call: float = 55e-6  # a call of a collective
-    # a call that is launched together with others, in addition to one `call` for all of them.
-    call_of_several: float = 10e-6
-    batch: float = 130e-6  # a batch of point-to-point messages
-    message: float = 13e-6  # each message of a batch
-    codec: float = 28e-6  # a kernel of a codec
-    operation: float = 10e-6  # any other kernel, such as a copy or a product
-    task: float = 30e-6  # what surrounds the transfers of one task: a switch of the stream, and events
+    call: float = 55e-6  # a call of a collective, or a batch of point-to-point messages
+    kernel: float = 10e-6  # a kernel, a copy, an event, or one more call or message of those launched together
     unit: float = 200e-6  # the engine's own work in a unit's pass
 
     def of(self, launches: Launches) -> float:
         """Return the seconds that these launches take."""
-        return (
-            launches.calls * self.call
-            + launches.together * self.call_of_several
-            + launches.batches * self.batch
-            + launches.messages * self.message
-            + launches.codecs * self.codec
-            + launches.operations * self.operation
-        )
+        kernels = launches.together + launches.messages + launches.codecs + launches.operations
+        return (launches.calls + launches.batches) * self.call + kernels * self.kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +115,9 @@ class Hardware:
     # device, which computes without slowing messages down.
     cores: float | None = None
     ranks_sharing: int = 1  # ranks that share the cores of one host
-    host: HostWork = HostWork()  # work of the engine and the optimizer on the processor
-    host_memory: HostMemory | None = None  # the host's memory, for offloaded states
-    # What launches cost the thread that trains. None means that they cost nothing, as where processors compute: there,
-    # `host` has the engine's work.
+    transfer_work: float = 0.0  # processor seconds of the engine for each transfer, whatever its size
+    host_memory: OffloadMemory | None = None  # the host's memory, for offloaded states
+    # What launches cost the thread that trains. None means that they cost nothing, as where processors compute.
     launching: Launching | None = None
     # Collectives that were measured on this cluster. They correct the costs of the same collectives.
     measured: MeasuredCollectives | None = None
@@ -166,7 +131,7 @@ class Hardware:
         return Form.COLLECTIVES if self.cores is None else Form.MESSAGES
 
     @property
-    def offloading(self) -> HostMemory:
+    def offloading(self) -> OffloadMemory:
         """The memory for offloaded states. Where the processors compute, it is the same memory."""
         if self.host_memory is not None:
             return self.host_memory
@@ -175,7 +140,7 @@ class Hardware:
                 "offload: the cluster's description says nothing of the host's memory. Describe it under [host] "
                 "(docs/guides/describe-a-cluster.md), or plan without offload."
             )
-        return HostMemory(self.memory_rate, self.memory_rate)
+        return OffloadMemory(self.memory_rate, self.memory_rate)
 
     @property
     def capacities(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Times the passes of a model's units, and the processor time of the engine and the optimizer.
+"""Times the passes of a model's units, and the processor time of the engine for a transfer.
 
 Of equal units one is timed, with random values and inputs. Never more than one unit is in memory, and the model, which
 may be on the meta device, stays as it is. The root unit runs without the other units.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -31,7 +31,16 @@ from towpath.engine.layout import UnitLayout, lay_out, torch_dtype
 from towpath.errors import ConfigError
 from towpath.plan.live import Call, Traced, trace
 from towpath.plan.model import LinearSeconds, MeasuredPasses, Model, ModelUnit
-from towpath.plan.profile import HOST_PARTS, HOST_SHAPES, HostShape, Point, host_name
+from towpath.plan.profile import (
+    ALONE,
+    FEW_UNITS,
+    MANY_UNITS,
+    OVER_ALL,
+    PARAMETERS_OF_A_UNIT,
+    PASSES,
+    Point,
+    host_name,
+)
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -229,11 +238,10 @@ def ranks_measure_together(device: torch.device) -> bool:
     return device.type != "cpu" or _waited_for_cores() is not None
 
 
-# The engine's and the optimizer's own work ---------------------------------------------------------------------------
+# The engine's own work for a transfer --------------------------------------------------------------------------------
 #
-# Models that hardly compute are trained, bare and sharded, and their processor time is measured. Between two parameters
-# the caches are filled with other data, as a matrix product would do. If a device computes, the thread only launches,
-# and the time that it takes is measured.
+# Models that hardly compute are trained by each rank alone and over all ranks, and their processor time is measured.
+# Between two parameters the caches are filled with other data, as a matrix product would do.
 
 _ELEMENTS = 16  # of a parameter
 _CACHED_BYTES = 1 << 21  # of the processor's near caches
@@ -255,10 +263,11 @@ class _FillCaches(torch.autograd.Function):
 
 
 class _Scales(nn.Module):
-    def __init__(self, parameters: int, memory: Tensor) -> None:
+    def __init__(self, memory: Tensor) -> None:
         super().__init__()
         self.memory = [memory]  # in a list, so that it is not a buffer
-        self.factors = nn.ParameterList(nn.Parameter(torch.ones(_ELEMENTS)) for _ in range(parameters))
+        factors = (nn.Parameter(torch.ones(_ELEMENTS)) for _ in range(PARAMETERS_OF_A_UNIT))
+        self.factors = nn.ParameterList(factors)
 
     def forward(self, x: Tensor) -> Tensor:
         for factor in self.factors:
@@ -266,57 +275,37 @@ class _Scales(nn.Module):
         return x
 
 
-@dataclass(frozen=True, slots=True)
-class _Sharding:
-    """How a measured model is sharded. Without `groups` it is not."""
-
-    name: str
-    strategy: str = ""
-    groups: Groups | None = None
-
-
-def measure_host_work(groups: Groups, device: torch.device, warm: int, repeats: int) -> list[Point]:
-    """Measure the processor time of the engine and the optimizer. Every rank must call it.
+def measure_transfer_work(groups: Groups, warm: int, repeats: int) -> list[Point]:
+    """Measure the processor time of the engine, alone and over all ranks. Every rank must call it.
 
     The first `warm` steps allocate buffers and do not count.
     """
-    shardings = [_Sharding("bare"), _Sharding("over all ranks", "zero3", groups)]
-    if device.type == "cpu":
-        alone = Groups(groups.of(tuple((rank,) for rank in range(groups.world)), "one rank alone"))
-        shardings.insert(1, _Sharding("sharded", "ddp", alone))
+    alone = Groups(groups.of(tuple((rank,) for rank in range(groups.world)), "one rank alone"))
     points: list[Point] = []
-    for sharding in shardings:
-        for shape in HOST_SHAPES:
-            steps = _step_seconds(sharding, shape, device, warm, repeats)
-            for part, seconds in zip(HOST_PARTS, zip(*steps, strict=True), strict=True):
-                points.append(Point(host_name(sharding.name, part, shape), shape.units, (median(seconds),)))
+    for kind, strategy, ranks in ((ALONE, "ddp", alone), (OVER_ALL, "zero3", groups)):
+        for units in (FEW_UNITS, MANY_UNITS):
+            steps = _pass_seconds(strategy, ranks, units, warm + repeats)[warm:]
+            for part, seconds in zip(PASSES, zip(*steps, strict=True), strict=True):
+                points.append(Point(host_name(kind, part), units, (median(seconds),)))
     return points
 
 
-def _step_seconds(
-    sharding: _Sharding, shape: HostShape, device: torch.device, warm: int, repeats: int
-) -> list[Sequence[float]]:
-    """Return the processor seconds of each part of several steps. With a device, they are those of this thread."""
-    memory = torch.zeros(_CACHED_BYTES // 4, device=device)
-    model: Any = nn.Sequential(*(_Scales(shape.parameters, memory) for _ in range(shape.units))).to(device)
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
-    if sharding.groups is not None:
-        strategy = presets.strategy(sharding.strategy, Topology(sharding.groups.world, 1))
-        attach(model, build(model, strategy, Precision(), None, lay_out(model, [_Scales]), sharding.groups))
-    optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.ones(_ELEMENTS, device=device)
+def _pass_seconds(name: str, groups: Groups, units: int, steps: int) -> list[Sequence[float]]:
+    """Return the processor seconds of both passes of several steps."""
+    memory = torch.zeros(_CACHED_BYTES // 4)
+    model: Any = nn.Sequential(*(_Scales(memory) for _ in range(units)))
+    strategy = presets.strategy(name, Topology(groups.world, 1))
+    attach(model, build(model, strategy, Precision(), None, lay_out(model, [_Scales]), groups))
+    optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.ones(_ELEMENTS)
 
     def step() -> Sequence[float]:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        marks = [clock()]
+        marks = [time.process_time()]
         loss = model(x).sum()
-        marks.append(clock())
+        marks.append(time.process_time())
         loss.backward()
-        marks.append(clock())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        marks.append(time.process_time())
         optimizer.step()
         optimizer.zero_grad()
-        marks.append(clock())
         return [after - before for before, after in pairwise(marks)]
 
-    return [step() for _ in range(warm + repeats)][warm:]
+    return [step() for _ in range(steps)]

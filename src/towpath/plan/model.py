@@ -351,9 +351,7 @@ def compute_seconds(model: Model, cluster: Cluster, dtype: str, tokens: int, che
         else:
             forward, backward = unit.measured.forward.at(tokens), unit.measured.backward.at(tokens)
             measured.append((unit.measured.share, forward + backward))
-        # The engine itself takes time of the training thread.
-        host, parameters = cluster.hardware.host, sum(len(bucket.numels) for bucket in unit.spec.buckets)
-        passes.append((forward + host.forward.of(parameters), backward + host.backward.of(parameters)))
+        passes.append((forward, backward))
     took = sum(seconds for _, seconds in measured)
     (root_forward, root_backward), *others = passes
     # Checkpointing adds one more forward pass of each block.
@@ -368,15 +366,12 @@ def compute_seconds(model: Model, cluster: Cluster, dtype: str, tokens: int, che
 
 
 def optimizer_seconds(
-    elements: float, parameters: int, own: str, optimizer: Optimizer, hardware: Hardware, on_host: bool = False
+    elements: float, own: str, optimizer: Optimizer, hardware: Hardware, on_host: bool = False
 ) -> float:
-    """Return the seconds of the optimizer's step on one rank.
-
-    It takes as long as its memory traffic, on the device or the host, and a fixed time for each parameter.
-    """
+    """Return the seconds of the optimizer's step on one rank: those of its memory traffic."""
     moved = elements * (optimizer.moved_bytes(own) + item_bytes(own))  # the norm reads the gradients once more
     rate = hardware.offloading.memory_rate if on_host else hardware.memory_rate
-    return moved / (2 * rate) + parameters * hardware.host.optimizer  # a copy reads and writes
+    return moved / (2 * rate)  # a copy reads and writes
 
 
 # What a rank holds ---------------------------------------------------------------------------------------------------

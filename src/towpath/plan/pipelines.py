@@ -34,6 +34,7 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import PlanError
+from towpath.plan.candidates import Candidate
 from towpath.plan.cluster_file import Cluster
 from towpath.plan.hardware import TransferShape, phase_costs, seconds_alone
 from towpath.plan.model import (
@@ -49,7 +50,7 @@ from towpath.plan.model import (
 from towpath.plan.prediction import Batching, Prediction, figures_of
 from towpath.plan.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.plan.request import Request
-from towpath.plan.solver import Candidate, Solver
+from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 
 # Returns the order and the walk of a schedule. The arguments are its name and the numbers of ranks and micro-batches.
@@ -60,8 +61,6 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics")
 # Of all other placements and routes, so many are simulated for each batching, those of the least bounds. More of them
 # would take a plan longer than about 1.5 times as long.
 MOST_OTHERS = 2
-# The number of placements, sorted by their bounds, of which it is found out whether they fit into memory.
-_MOST_TRIED = 32
 # If a step has many micro-batches, these multiples of the pipeline's ranks are replayed. The rest is extrapolated.
 _REPLAYED = 2, 3
 
@@ -186,7 +185,7 @@ class Pipelines:
     def _exact_form(self, layout: Layout) -> Layout:
         """Return the layout with exact transports, or itself if there is none that pays."""
         plain = self.strategy(layout)
-        exact = self._solver_of_stage(layout).exact_form(plain)
+        exact = self._solver_of_stage(layout).candidates.exact_form(plain)
         return layout if exact == plain else replace(layout, strategy=exact)
 
     def _candidates(self, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Batching]]:
@@ -206,16 +205,11 @@ class Pipelines:
         They are ranked as without a pipeline: by the bound of the largest stage, if it was all there is.
         """
         solver = self._solver_of_stage(layout)
-        again, tokens = batching.checkpointing, batching.micro_batch * solver.model.length
-        # A rank keeps activations of several micro-batches at once. The bound of the memory has those of one.
-        further = min(batching.micro_steps, layout.pipeline) - 1
-        room = self.request.memory - further * kept_bytes(solver.model, self.request.precision, tokens, again)
         placements = legal_placements(solver.cluster.topology, copies=True)
         candidates = [Candidate(placement, "none", "none", batching) for placement in placements]
-        fitting = [candidate for candidate in candidates if solver.least_memory(candidate) <= room]
         found = 0
-        for candidate in heapq.nsmallest(_MOST_TRIED, fitting, key=solver.bound):
-            made = solver.strategy(candidate)
+        for candidate in sorted(candidates, key=solver.bound):
+            made = solver.candidates.strategy(candidate)
             if sum(self._memory(replace(layout, strategy=made), batching).values()) > self.request.memory:
                 continue
             known = seen.get(candidate.placement)
@@ -366,7 +360,7 @@ class Pipelines:
         request, hardware, tokens = self.request, self.cluster.hardware, batching.micro_batch * model.length
         seconds = compute_seconds(model, self.cluster, request.compute_dtype, tokens, batching.checkpointing)
         elements = model.trainable / strategy.placement.optimizer.size
-        optimizer = optimizer_seconds(elements, model.trainable_parameters, request.own, request.optimizer, hardware)
+        optimizer = optimizer_seconds(elements, request.own, request.optimizer, hardware)
         seconds = replace(seconds, optimizer=optimizer)
         if layout.tensor == 1:
             return seconds

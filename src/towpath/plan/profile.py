@@ -27,10 +27,8 @@ from towpath.plan.cluster_file import Cluster
 from towpath.plan.hardware import (
     CodecSpeed,
     Hardware,
-    HostWork,
     Launching,
     Link,
-    PassWork,
     TransferShape,
     phase_costs,
     seconds_alone,
@@ -43,32 +41,20 @@ SEVERAL = 9  # the number of messages that are sent at once in "inter, several" 
 TOGETHER = "matmul float32, all"  # all ranks at once, of the size of "matmul float32"
 
 
-@dataclass(frozen=True, slots=True)
-class HostShape:
-    """A model on which the engine's and the optimizer's processor time is measured.
-
-    `parameters` is the number of parameters of each unit.
-    """
-
-    units: int
-    parameters: int
+# The engine's work for a transfer is measured with models of few and many units, by each rank alone and by all.
+FEW_UNITS, MANY_UNITS = 2, 16
+PARAMETERS_OF_A_UNIT = 4
+PASSES = ("forward", "backward")
+ALONE, OVER_ALL = "sharded", "over all ranks"
 
 
-FEW, MANY_UNITS, MANY_PARAMETERS = HostShape(2, 4), HostShape(16, 4), HostShape(2, 32)
-HOST_SHAPES = (FEW, MANY_UNITS, MANY_PARAMETERS)
-HOST_PARTS = ("forward", "backward", "optimizer")
+def host_name(kind: str, part: str) -> str:
+    """Return the name of a measurement of the engine's work. Its size is the number of units."""
+    return f"{part} {kind}, {PARAMETERS_OF_A_UNIT} parameters a unit"
 
 
-def host_name(kind: str, part: str, shape: HostShape) -> str:
-    """Return the name of a measurement of host work."""
-    return f"{part} {kind}, {shape.parameters} parameters a unit"
-
-
-# What a thread launches on a device, and for the first two, how many calls or messages at a time.
-LAUNCHED_CALLS, LAUNCHED_IN_A_BATCH = "launched all-gathers", "launched messages"
-LAUNCHED_CODEC, LAUNCHED_OPERATION, LAUNCHED_TASK = "launched codec", "launched operation", "launched task"
-LAUNCHED_TOGETHER, LAUNCHED_MESSAGES = (1, 8), (2, 16)
-_PARAMETERS_OF_A_UNIT = 8  # about as many as a block of a transformer has
+# What a thread launches on a device.
+LAUNCHED_CALL, LAUNCHED_KERNEL = "launched all-gathers", "launched operation"
 
 PRODUCT = "matmul float32"
 
@@ -194,7 +180,7 @@ class Profile:
             codecs=codecs,
             cores=self._cores(),
             ranks_sharing=self.ranks_on_host,
-            host=self._host_work(intra, inter),
+            transfer_work=self._transfer_work(intra, inter),
             launching=self._launching(),
         )
         if measured_collectives is None:
@@ -236,58 +222,25 @@ class Profile:
                 found[Op(op), mesh, route].append((point.size, ratio))
         return dict(found)
 
-    def _host_work(self, intra: Link, inter: Link) -> HostWork:
-        """Return how much longer a sharded model takes than a bare one, and the time of the optimizer."""
+    def _transfer_work(self, intra: Link, inter: Link) -> float:
+        """Return the processor seconds of the engine for one transfer, without those of its messages."""
         if self.device != "cpu":
-            return HostWork()
-        forward, backward = self._added_work("forward", "sharded"), self._added_work("backward", "sharded")
-        optimizer = self._host_seconds("sharded", "optimizer", MANY_PARAMETERS)
-        optimizer -= self._host_seconds("sharded", "optimizer", FEW)
-        more = MANY_PARAMETERS.units * (MANY_PARAMETERS.parameters - FEW.parameters)
+            return 0.0
+
+        def added(kind: str) -> float:
+            taken = [{point.size: point.usual for point in self.of(host_name(kind, part))} for part in PASSES]
+            return sum(each[MANY_UNITS] - each[FEW_UNITS] for each in taken) / (MANY_UNITS - FEW_UNITS)
+
         # A forward pass gathers each unit. A backward pass gathers and reduces each unit, with a ring.
-        everywhere = [self._added_work(part, "over all ranks").unit for part in ("forward", "backward")]
         messages = (self.topology.world - 1) * (inter if self.topology.nodes > 1 else intra).message_work
-        transfer = (sum(everywhere) - forward.unit - backward.unit) / 3 - messages
-        return HostWork(forward, backward, max(0.0, optimizer / more), max(0.0, transfer))
+        return max(0.0, (added(OVER_ALL) - added(ALONE)) / 3 - messages)
 
     def _launching(self) -> Launching | None:
         """Return what launches cost. Where the profile has no measurement of one, it is the default."""
         if self.device == "cpu":
             return None
-        found: dict[str, float] = {}
-        for what, fixed, each in (
-            (LAUNCHED_CALLS, "call", "call_of_several"),
-            (LAUNCHED_IN_A_BATCH, "batch", "message"),
-        ):
-            if self.has(what):
-                few, many = self.of(what)
-                several = few.size if few.size > 1 else 0  # one call is not launched together with others
-                found[each] = (many.usual - few.usual) / (many.size - several)
-                found[fixed] = few.usual - several * found[each]
-        for what, name in ((LAUNCHED_CODEC, "codec"), (LAUNCHED_OPERATION, "operation"), (LAUNCHED_TASK, "task")):
-            if self.has(what):
-                found[name] = self.of(what)[0].usual
-        costs = replace(Launching(), **{name: max(0.0, seconds) for name, seconds in found.items()})
-        if not self.has(host_name("over all ranks", "forward", FEW)):
-            return costs
-        passes = sum(
-            self._added_work(part, "over all ranks").of(_PARAMETERS_OF_A_UNIT) for part in ("forward", "backward")
-        )
-        # Both passes gather, and the backward pass copies, divides and adds gradients, and reduces them.
-        launched = 3 * (costs.task + costs.call * (self.topology.world > 1) + costs.operation)
-        return replace(costs, unit=max(0.0, (passes - launched) / 2))
-
-    def _host_seconds(self, kind: str, part: str, shape: HostShape) -> float:
-        return next(p.usual for p in self.of(host_name(kind, part, shape)) if p.size == shape.units)
-
-    def _added_work(self, part: str, kind: str) -> PassWork:
-        def more(shape: HostShape) -> float:
-            return self._host_seconds(kind, part, shape) - self._host_seconds("bare", part, shape)
-
-        parameters = MANY_PARAMETERS.units * (MANY_PARAMETERS.parameters - FEW.parameters)
-        parameter = max(0.0, (more(MANY_PARAMETERS) - more(FEW)) / parameters)
-        unit = (more(MANY_UNITS) - more(FEW)) / (MANY_UNITS.units - FEW.units) - FEW.parameters * parameter
-        return PassWork(max(0.0, unit), parameter)
+        names = {"call": LAUNCHED_CALL, "kernel": LAUNCHED_KERNEL}
+        return replace(Launching(), **{name: self.of(what)[0].usual for name, what in names.items() if self.has(what)})
 
     def _cores(self) -> float | None:
         """Return how many cores compute at once. Products on one rank and on all ranks at once tell."""
@@ -298,8 +251,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Return the profile as the text of a file."""
-        found = asdict(self)
-        return json.dumps({"version": VERSION, **found}, indent=1) + "\n"
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     @staticmethod
     def load(path: str | Path) -> Profile:

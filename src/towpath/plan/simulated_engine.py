@@ -69,6 +69,8 @@ class _TransferCost:
 
 # Computing differences reads and writes memory about as long as this many copies. Applying a result takes this many.
 _DIFFERENCE_COPIES, _APPLIED_COPIES = 3.0, 8.0
+# What surrounds the transfers of one task takes about as long as three kernels: a switch of the stream, and events.
+_TASK = Launches(operations=3)
 # An estimate of how many kernels a forward pass launches for each parameter: products, norms, activations, casts.
 KERNELS_OF_A_PARAMETER = 4
 
@@ -152,12 +154,12 @@ class SimulatedEngine:
             case Submit(task):
                 if task.kind is TransferKind.OUTER:
                     yield from self._compute_outer(task.unit, _DIFFERENCE_COPIES)
-                yield from self.launch(self._launches_of(task), tasks=1)
+                yield from self.launch(self._launches_of(task) + _TASK)
                 self._submit(task, micro_step)
             case ApplyOuter(fragment, _, gather):
                 yield from self._compute_outer(fragment, _APPLIED_COPIES)
                 if gather is not None:
-                    yield from self.launch(self._launches_of(gather), tasks=1)
+                    yield from self.launch(self._launches_of(gather) + _TASK)
                     self._submit(gather, micro_step)
                     yield from self._wait(gather)
             case Wait(task):
@@ -183,11 +185,11 @@ class SimulatedEngine:
             case _:
                 pass
 
-    def launch(self, launches: Launches, tasks: int = 0, passes: int = 0) -> Iterator[Demand]:
-        """Launch what follows, with so many tasks and passes of units. Wait while the device is ahead of the thread."""
+    def launch(self, launches: Launches, passes: int = 0) -> Iterator[Demand]:
+        """Launch what follows, with so many passes of units. Wait while the device is ahead of the thread."""
         if (costs := self._launcher.costs) is None:
             return
-        seconds = costs.of(launches) + tasks * costs.task + passes * costs.unit
+        seconds = costs.of(launches) + passes * costs.unit
         self._launcher.until += seconds
         self._timeline.launching += seconds
         began = self._bandwidth.now
@@ -242,7 +244,7 @@ class SimulatedEngine:
         hardware = self._hardware
         transfers = [t for index in units for t in self.plans[index].steady_transfers(TransferKind.PARAM_SYNC)]
         agreeing = [t for t in transfers if t.agrees_on_sizes]
-        yield from self.launch(len(agreeing) * EXACT_ENCODING, tasks=1)
+        yield from self.launch(len(agreeing) * EXACT_ENCODING + _TASK)
         yield from self.compute(sum(encoding_seconds(t, hardware) for t in agreeing), "exact encoding")
         self._submit(task, micro_step)
         yield from self._wait(task)
@@ -299,7 +301,7 @@ class SimulatedEngine:
             if transfer.kind in OUTER_KINDS:  # between islands. A probe has measured other groups.
                 hardware = replace(hardware, topology=transfer.topology, measured=None)
             phases = phase_costs(TransferShape.of(transfer), hardware)
-            if own := self._hardware.host.transfer:
+            if own := self._hardware.transfer_work:
                 phases = (PhaseCost(0.0, {PROCESSOR: self._hardware.processor(own)}), *phases)
             calls = tuple(_called(transfer, self._lanes.communicators(transfer), phase) for phase in phases)
             saved = 1.0 - self._hardware.exact_share(transfer.move.op, transfer.dtype) if transfer.exact else 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -25,7 +24,7 @@ _CONFIGURED_OPTIONS = ("betas", "eps", "weight_decay", "momentum")
 _SECONDS_BETWEEN = 600.0  # if checkpoint.every does not say how many steps
 _STEPS_LATE = 2  # from the step after which a rank sets a flag to the one in which islands have counted it
 # If the run fails, seconds to wait for the checkpoint that is being written. It needs no other rank.
-_PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 0.01
+_PATIENCE_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -161,11 +160,8 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         step = self._state.step
         if error is not None:
-            if isinstance(error, Exception):  # not a second signal, which ends the process at once
-                # The thread that writes the checkpoint would end with the process.
-                until = monotonic() + _PATIENCE_SECONDS
-                while self._saving is not None and not self._saving.done and monotonic() < until:
-                    time.sleep(_PAUSE_SECONDS)
+            if isinstance(error, Exception) and self._saving is not None:  # and not a second signal
+                self._saving.wait(_PATIENCE_SECONDS)  # the thread that writes it would end with the process
             # Saving needs all ranks. Each prints this, because it is not known which ranks are alive.
             if self._saved != step:
                 sys.stderr.write(f"rank {self._rank}: step {step} was not saved; {self._newest()}.\n")
