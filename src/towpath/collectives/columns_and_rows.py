@@ -67,7 +67,7 @@ class ColumnRowAllGather(_OverColumnsAndRows):
             bundles = workspace.take(self._start + sum(sizes), regions[0].dtype)[self._start :].split(sizes)
         else:
             bundles = [self._column_of(region) for region in regions]
-        # The column first: each node's links carry every slice once. The row then sends inside the node, which is fast.
+        # The column first: the links between nodes carry every slice once. The row then sends inside the node.
         with launched_together(self._column, len(bundles)):
             for bundle, shard in zip(bundles, shards, strict=True):
                 all_gather_single(bundle, shard, self._column)
@@ -92,7 +92,7 @@ class RowColumnReduceScatter(_OverColumnsAndRows):
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Sum the regions of all members, and write this member's slice of the sum to `shard`."""
         if self._rows_are_contiguous:
-            # The sums over the row are apart in the region, one for each node. The column needs them next to each other.
+            # The sums over the row are apart in the region, one for each node. The column needs them contiguous.
             size = self._nodes * len(shard)
             bundle = workspace.take(self._start + size, region.dtype)[self._start :]
             calls = [(mine, self._row_of(region, j)) for j, mine in enumerate(bundle.chunk(self._nodes))]

@@ -77,9 +77,8 @@ class Unit:
         found = ((bucket, bucket.gradients) for bucket in self.trainable)
         return [(b, gradients) for b, gradients in found if isinstance(gradients, FlatGradients) and gradients.reduces]
 
-    @torch.inference_mode(
-        False
-    )  # evaluation may be the first to use a slot, and training must be able to go on with it
+    # Evaluation may move a unit to another slot, and training must go on with it.
+    @torch.inference_mode(False)
     def assign_slot(self, memory: Buffers) -> None:
         """Keep the unsharded weights in `memory` from now on, which is that of the unit's slot."""
         starts = _starts([(b.plan.compute_dtype, b.plan.numel) for b in self.gathered])
