@@ -24,9 +24,10 @@ from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.engine.agree.digest import CollectiveLog
+from towpath.engine.aliases import check_memory, find_kept
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
-from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept, is_saved
+from towpath.engine.layout import ParameterPlace, UnitLayout, device_of, is_saved
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.initialise import (
@@ -70,7 +71,7 @@ def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Gr
     for place in places:
         for module, _ in place.owners:
             if isinstance(module, nn.RNNBase):
-                # The module would notice new weights by these weak references. `Unit.show` sets its weights instead.
+                # The module would notice new weights by these weak references. `ModuleParameters.swap` sets them instead.
                 module._flat_weight_refs = [None] * len(module._flat_weights_names)  # pyright: ignore
             for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
                 if isinstance(hook, WeightNorm):  # Every forward pass computes the weight anew.

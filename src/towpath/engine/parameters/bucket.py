@@ -31,8 +31,9 @@ from towpath.core.step_state import ParamVersion, Slot, Slots
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Needs
 from towpath.core.unit_plan import BucketPlan, largest
+from towpath.engine.aliases import exchanged
 from towpath.engine.comm import CommContext
-from towpath.engine.layout import BucketLayout, ParameterPlace, exchanged, torch_dtype
+from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype
 from towpath.engine.parameters.gradients import (
     OptimizerMemory,
     gradients_of,

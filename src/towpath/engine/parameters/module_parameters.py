@@ -12,7 +12,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from towpath.engine.layout import Holder, exchanged
+from towpath.engine.aliases import exchanged
+from towpath.engine.layout import Holder
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.leaf_parameter import LeafParameter
 from towpath.engine.parameters.shard_tensor import in_backward

@@ -152,22 +152,11 @@ class EncodedShard:
 class EncodedSlice:
     """The part of an `EncodedShard` for one parameter, which its ShardTensor holds in place of a tensor."""
 
-    __slots__ = ("_end", "_shard", "_start")
+    __slots__ = ("_end", "_shard", "_start", "codec", "device", "dtype")
 
     def __init__(self, shard: EncodedShard, start: int, end: int) -> None:
         self._shard, self._start, self._end = shard, start, end
-
-    @property
-    def codec(self) -> Codec:
-        return self._shard.codec
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._shard.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._shard.device
+        self.codec, self.dtype, self.device = shard.codec, shard.dtype, shard.device
 
     def read(self) -> torch.Tensor:
         """Decode and return the elements. The result is a copy, so writes to it have no effect."""
