@@ -31,8 +31,7 @@ from towpath.core.routes import Group, Op, Order, columns_first, order_of
 class _OverColumnsAndRows(Collective):
     """A collective over the column and the row of this rank.
 
-    Args:
-        start: Where the bundle starts in the wire buffer. Callers use the elements before it.
+    `start`: Where the bundle starts in the wire buffer. Callers use the elements before it.
     """
 
     def __init__(self, members: GroupRank, start: int = 0) -> None:
@@ -112,9 +111,8 @@ class Reordered(Collective):
 
     The slices are copied to a wire buffer in another order, or from there. `inner` works on that buffer.
 
-    Args:
-        slots: The slice of the copy that each member holds.
-        start: Where the copy starts in the wire buffer. Callers use the elements before it.
+    `slots`: The slice of the copy that each member holds. `start`: Where the copy starts in the wire buffer. Callers
+    use the elements before it.
     """
 
     def __init__(
@@ -163,8 +161,7 @@ def _transposed(rows: int, columns: int) -> list[int]:
 def grouped(op: Op, route: str, members: GroupRank, elements: int, device: torch.device, start: int = 0) -> Collective:
     """Return a gather or reduce-scatter as calls of the backend, if all slices have the same length.
 
-    Args:
-        start: The elements of the wire buffer that the caller uses itself.
+    `start`: The elements of the wire buffer that the caller uses itself.
     """
     if not is_direct(route, members):
         slots = tuple(range(len(members.group.ranks))) if route == "flat" else columns_first(members.grid)

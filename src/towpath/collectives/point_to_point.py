@@ -147,9 +147,8 @@ class PointToPoint(Collective):
 
     In each step it waits for the messages that are due, adds what they bring to a sum, and posts the step's messages.
 
-    Args:
-        cells_of: The bytes of a cell, if the region consists of cells with exactly encoded messages, one for each part
-            of a slice. Only the part of a cell that the message fills is sent.
+    `cells_of`: The bytes of a cell, if the region consists of cells with exactly encoded messages, one for each part of
+    a slice. Only the part of a cell that the message fills is sent.
     """
 
     def __init__(self, transfer: Transfer, members: GroupRank, cells_of: int = 0) -> None:

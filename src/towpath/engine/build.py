@@ -71,7 +71,7 @@ def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Gr
     for place in places:
         for module, _ in place.owners:
             if isinstance(module, nn.RNNBase):
-                # The module would notice new weights by these weak references. `ModuleParameters.swap` sets them instead.
+                # The module would notice new weights by these references. `ModuleParameters.swap` sets its weights.
                 module._flat_weight_refs = [None] * len(module._flat_weights_names)  # pyright: ignore
             for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
                 if isinstance(hook, WeightNorm):  # Every forward pass computes the weight anew.
@@ -148,9 +148,8 @@ def build(
 
     Every rank must call it with the same arguments. It installs no hooks: `attach` does.
 
-    Args:
-        groups: The data-parallel ranks of this rank's island.
-        job: The data-parallel ranks of all islands. By default, there is one island.
+    `groups`: The data-parallel ranks of this rank's island. `job`: The data-parallel ranks of all islands. By default,
+    there is one island.
     """
     job = job or groups
     number: int = next(groups.shared("models made", count))

@@ -321,7 +321,6 @@ class Engine:
         self._registrations = made
 
     @eager
-    @eager
     @on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         """Give the unit's modules their ShardTensors back. `graph_follows`: whether the outputs have a graph."""

@@ -112,9 +112,8 @@ class UnitLayout:
 def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precision | None = None) -> list[UnitLayout]:
     """Divide a model into units and buckets, without changing it.
 
-    Args:
-        units: Module classes or modules that become units. By default, the blocks that `_default_units` finds, and the
-            large leaves of the root that `_large_leaves` finds.
+    `units`: Module classes or modules that become units. By default, the blocks that `_default_units` finds, and the
+    large leaves of the root that `_large_leaves` finds.
 
     Returns:
         The root unit, then the other units in the order of registration.

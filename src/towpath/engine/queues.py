@@ -154,8 +154,7 @@ class Handle(ABC):
     def wait(self, on_host: bool = False) -> None:
         """Return once the job's results may be used by what the caller computes next. Record the time of the wait.
 
-        Args:
-            on_host: Whether the host waits, too. Otherwise only the current CUDA stream waits on a GPU.
+        `on_host`: Whether the host waits, too. Otherwise only the current CUDA stream waits on a GPU.
         """
 
 
@@ -178,8 +177,7 @@ class Stream(ABC):
     def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         """Queue a job, which starts after earlier jobs with its buffer index, and after what was computed so far.
 
-        Args:
-            waiting: The object to which waits for the job are reported.
+        `waiting`: The object to which waits for the job are reported.
         """
 
     @abstractmethod
@@ -298,8 +296,7 @@ class Queues:
     ) -> Handle:
         """Submit a job to the queue of `kind`. `transfers` are those that its works run, in their order.
 
-        Args:
-            begin: The first part of the first transfer. It may run as soon as the job before has released the links.
+        `begin`: The first part of the first transfer. It may run as soon as the job before has released the links.
         """
         record = self._record
         record.watchdog.raise_if_diverged()  # a transfer that the peers will never join would hang

@@ -177,11 +177,9 @@ def whole_tensors(
 
     All ranks must pass the same batches, in the same order.
 
-    Args:
-        batches: ShardTensors. Those of one batch have one dtype and are sharded over the same ranks.
-        device: Where the full tensors are made. By default, on the device of each ShardTensor. Use the CPU to save
-            device memory.
-        wanted: Whether this rank needs the results. If False, it takes part in the all-gather and yields empty lists.
+    `batches`: ShardTensors. Those of one batch have one dtype and are sharded over the same ranks. `device`: Where the
+    full tensors are made. By default, on the device of each ShardTensor. Use the CPU to save device memory. `wanted`:
+    Whether this rank needs the results. If False, it takes part in the all-gather and yields empty lists.
 
     One buffer serves all batches. It takes about as much memory as the full tensors of the largest batch.
     """
