@@ -32,9 +32,9 @@ from towpath.core.step_state import ParamVersion, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
-from towpath.engine.queues import Handle, StreamJob
 from towpath.engine.saved_activations import DeviceCopies
 from towpath.engine.streams.record import TransferWait
+from towpath.engine.transfer_queues import Handle, StreamJob
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = (

@@ -24,8 +24,8 @@ from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
 from towpath.engine.agree.watchdog import Neighbor, RankStatus, Watchdog, _end, _report
 from towpath.engine.comm import make_stream
-from towpath.engine.queues import CudaStream, _CudaHandle
 from towpath.engine.threads import ThreadStream
+from towpath.engine.transfer_queues import CudaStream, _CudaHandle
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

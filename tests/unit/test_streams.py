@@ -16,7 +16,7 @@ from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.engine import comm
 from towpath.engine.comm import make_stream
-from towpath.engine.queues import Stream, StreamJob, Work
+from towpath.engine.transfer_queues import Stream, StreamJob, Work
 
 DEADLINE_SECONDS = 60.0
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from towpath.engine.layout import Holder, ParameterPlace
-from towpath.engine.parameters.tensor_parallel import local_part
+from towpath.engine.parameters.dtensors import local_part
 from towpath.errors import ShardError
 
 # The attributes that nn.Module itself keeps in a module's __dict__.

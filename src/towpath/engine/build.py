@@ -30,6 +30,7 @@ from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, device_of, is_saved
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket
+from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.initialise import (
     FromModel,
     FromValues,
@@ -40,7 +41,6 @@ from towpath.engine.parameters.initialise import (
     move_all_but_parameters,
 )
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.trial_steps import watch_optimizers

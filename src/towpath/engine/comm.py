@@ -28,10 +28,10 @@ from towpath.core.unit_plan import UnitPlan
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.program import Program
 from towpath.engine.agree.watchdog import Watchdog
-from towpath.engine.queues import CudaStream, Queues, RankTransfer, Stream
 from towpath.engine.streams.record import Record
 from towpath.engine.threads import ThreadStream
 from towpath.engine.timing import timer_for
+from towpath.engine.transfer_queues import CudaStream, Queues, RankTransfer, Stream
 from towpath.logs import logger
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
@@ -93,11 +93,6 @@ class Streams(dict[str, Stream]):
         self[name] = make_stream(name, self._device, MAX_IN_FLIGHT[name])
         return self[name]
 
-    def finish(self) -> None:
-        """Return once the caller may use the results of all jobs. Do not raise if a job failed."""
-        for stream in self.values():
-            stream.finish()
-
 
 def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
     """Wait at the program's end for jobs that are under way, because their threads cannot be stopped.
@@ -112,7 +107,8 @@ def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
     left = streams()
     if left is not None:
         with contextlib.suppress(Exception):
-            left.finish()
+            for stream in left.values():
+                stream.finish()
 
 
 # How many thread blocks a kernel of NCCL may use in a group that crosses nodes, or that exchanges all-to-all inside a

@@ -52,9 +52,9 @@ from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.queues import Handle, RankTransfer, TransferRun, Work
 from towpath.engine.registrations import registrations
 from towpath.engine.timing import eager, on_host
+from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun, Work
 from towpath.errors import ShardError, StepError
 
 if TYPE_CHECKING:

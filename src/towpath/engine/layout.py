@@ -19,7 +19,7 @@ from torch import nn
 from towpath.core.formats import FLOATING, Precision, dtype_name, shape_text
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.units import LARGE_LEAF, BucketSpec, UnitSpec, together
-from towpath.engine.parameters.tensor_parallel import Parallel, boxes_in_whole, local_part, parallel_of, ranges_of
+from towpath.engine.parameters.dtensors import Parallel, boxes_in_whole, local_part, parallel_of, ranges_of
 from towpath.errors import ShardError
 from towpath.topology.groups import Groups
 

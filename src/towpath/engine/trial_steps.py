@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_flatten
 
 from towpath.engine.agree.program import Program
 from towpath.engine.executor import Engine
+from towpath.engine.parameters.dtensors import replacement_of
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with, running_step
-from towpath.engine.parameters.tensor_parallel import replacement_of
 from towpath.engine.timing import eager
 from towpath.errors import ShardError
 from towpath.logs import logger

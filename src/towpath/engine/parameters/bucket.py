@@ -34,6 +34,7 @@ from towpath.core.unit_plan import BucketPlan, largest
 from towpath.engine.aliases import exchanged
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype
+from towpath.engine.parameters.dtensors import TensorParallelMesh, lead_to
 from towpath.engine.parameters.gradients import (
     OptimizerMemory,
     gradients_of,
@@ -47,8 +48,7 @@ from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import EncodedShard, ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, lead_to
-from towpath.engine.queues import RankTransfer, Work
+from towpath.engine.transfer_queues import RankTransfer, Work
 from towpath.errors import ShardError
 
 # Autograd keeps views of the weights that a forward gathered. A unit's backward gather must therefore write to the

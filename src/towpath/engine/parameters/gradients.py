@@ -22,7 +22,7 @@ from towpath.core.unit_plan import BucketPlan
 from towpath.engine.layout import ParameterPlace, torch_dtype
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.queues import RankTransfer
+from towpath.engine.transfer_queues import RankTransfer
 from towpath.errors import StepError
 
 

@@ -23,7 +23,7 @@ from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
 from towpath.engine.layout import torch_dtype, trainable_places
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.queues import Handle, RankTransfer, TransferRun
+from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun
 from towpath.errors import CheckpointError, StepError
 
 

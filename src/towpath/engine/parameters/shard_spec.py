@@ -17,8 +17,8 @@ from towpath.codecs.kernels import kernels_for
 from towpath.collectives.flat import all_gather_single
 from towpath.core.formats import SCALE_BYTES, Codec
 from towpath.core.units import overlap
+from towpath.engine.parameters.dtensors import Parallel
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.tensor_parallel import Parallel
 
 if TYPE_CHECKING:
     from towpath.engine.parameters.shard_tensor import ShardTensor

@@ -18,7 +18,7 @@ from towpath.engine.layout import UnitLayout
 from towpath.engine.parameters.bucket import Bucket, Buffers
 from towpath.engine.parameters.gradients import FlatGradients
 from towpath.engine.parameters.module_parameters import ModuleParameters
-from towpath.engine.queues import RankTransfer
+from towpath.engine.transfer_queues import RankTransfer
 from towpath.errors import StepError
 
 

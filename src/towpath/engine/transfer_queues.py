@@ -266,7 +266,7 @@ class _CudaHandle(Handle):
 class Queues:
     """The queues of transfers of one model on one rank. Every rank must submit the same transfers in the same order.
 
-    It holds the wire buffers of each queue. Units submit their transfers here, and get a handle to wait for them.
+    It holds the wire buffers of each queue. The executor submits jobs here, and gets a handle to wait for each.
     """
 
     def __init__(self, streams: Mapping[str, Stream], device: torch.device, record: Record, log: CollectiveLog) -> None:
@@ -334,7 +334,7 @@ class Queues:
         return self._buffers[name]
 
     def finish(self) -> None:
-        """Return once the caller may use the results of all submitted jobs."""
+        """Return once the caller may use the results of all submitted jobs. Do not raise if one failed."""
         for stream in self._streams.values():
             stream.finish()
 
