@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from towpath.core.exact import expected_share
 from towpath.core.formats import Precision
+from towpath.core.lossless import expected_share
 from towpath.core.placement import legal_placements
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES, Grid, Op

@@ -9,13 +9,13 @@ import pytest
 
 from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.core.pipeline import (
+from towpath.core.passes import (
     SCHEDULES,
     Await,
     Compression,
     Order,
     Post,
-    Run,
+    RunPass,
     Walk,
     owners,
     plain_walk,
@@ -98,7 +98,7 @@ def test_without_communication_a_step_is_its_passes_and_the_usual_bubble(
 def test_every_schedule_computes_all_and_sends_every_message_once(name: str) -> None:
     order, walk, owners = found(name, 4, 8)
     for rank, operations in walk.items():
-        assert [each.stage_pass for each in operations if isinstance(each, Run)] == list(order[rank])
+        assert [each.stage_pass for each in operations if isinstance(each, RunPass)] == list(order[rank])
     posted = [each for operations in walk.values() for each in operations if isinstance(each, Post)]
     awaited = [each for operations in walk.values() for each in operations if isinstance(each, Await)]
     ends = [(each.message, each.sends) for each in posted]

@@ -16,7 +16,7 @@ from towpath.cli.plan_output import PlanFiles, PlannedStages, facts_of, heading,
 from towpath.cli.terminal import above_zero, check_picture_file, whole
 from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, asked_of_micro_batches, plain_walk
+from towpath.core.passes import COMPRESSIONS, SCHEDULES, asked_of_micro_batches, plain_walk
 from towpath.core.strategy import Offload, Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.files import check_output_file

@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch.autograd import profiler
 
-from towpath.core.exact import exact_codec
+from towpath.core.lossless import exact_codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.agree.watchdog import Watchdog

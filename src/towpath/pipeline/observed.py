@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from towpath.core.exact import exact_codec
+from towpath.core.lossless import exact_codec
 from towpath.core.schedule import JobSchedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 
-from towpath.core.exact import DIFFERENCES, VALUES, Shares, exact_codec, expected_share
 from towpath.core.launches import Launches
+from towpath.core.lossless import DIFFERENCES, VALUES, Shares, exact_codec, expected_share
 from towpath.core.routes import Form, Grid, Op
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology

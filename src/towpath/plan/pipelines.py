@@ -14,7 +14,7 @@ from functools import cache
 
 from towpath.core import presets
 from towpath.core.formats import Precision, item_bytes, wide
-from towpath.core.pipeline import (
+from towpath.core.passes import (
     SCHEDULES,
     Compression,
     Order,
@@ -24,7 +24,7 @@ from towpath.core.pipeline import (
     owners,
     plain_walk,
 )
-from towpath.core.pipeline import compression as named_compression
+from towpath.core.passes import compression as named_compression
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule

@@ -1,7 +1,7 @@
 """The replay of one training step: a clock executes what the step machine asks for, in place of an engine.
 
 Without pipeline stages, one rank represents all. In a pipeline, one rank represents all copies of a stage. Each of
-these ranks walks its operations (`core/pipeline.py`), and its engines execute what their step machines ask for.
+these ranks walks its operations (`core/passes.py`), and its engines execute what their step machines ask for.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from towpath.core.launches import Launches, launches_of
-from towpath.core.pipeline import Await, Compression, Message, Post, Run, StagePass, Walk
+from towpath.core.passes import Await, Compression, Message, Post, RunPass, StagePass, Walk
 from towpath.core.schedule import Shape, message_transfers
-from towpath.core.steady_step import Compute, Part, settled, settled_stage, steady_step
+from towpath.core.steady_step import Compute, PassPart, settled, settled_stage, steady_step
 from towpath.core.step_state import Action
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
@@ -49,13 +49,13 @@ class ComputeSeconds:
     def of(self, compute: Compute) -> float:
         """Return the seconds of one computation of the schedule."""
         match compute.part:
-            case Part.FORWARD:
+            case PassPart.FORWARD:
                 return self.forward[compute.unit]
-            case Part.BACKWARD:
+            case PassPart.BACKWARD:
                 return self.backward[compute.unit]
-            case Part.FORWARD_END:
+            case PassPart.FORWARD_END:
                 return self.forward_end
-            case Part.BACKWARD_END:
+            case PassPart.BACKWARD_END:
                 return self.backward_end
 
     def kernels(self, compute: Compute) -> float:
@@ -65,12 +65,12 @@ class ComputeSeconds:
         """
         backward = 3.0 if sum(self.backward) > 2.5 * sum(self.forward) else 2.0
         match compute.part:
-            case Part.FORWARD:
+            case PassPart.FORWARD:
                 return 1.0
-            case Part.BACKWARD:
+            case PassPart.BACKWARD:
                 return backward
-            case Part.FORWARD_END | Part.BACKWARD_END:  # the root has few, and the other part of its pass counts them
-                return 0.0
+            case PassPart.FORWARD_END | PassPart.BACKWARD_END:
+                return 0.0  # the root has few, and the other part of its pass counts them
 
 
 def computed(
@@ -154,7 +154,7 @@ class Replay:
         self._owners = {} if walk else {0: 0}  # the rank of each stage
         for rank, operations in self._walk.items():
             for each in operations:
-                if isinstance(each, Run):
+                if isinstance(each, RunPass):
                     self._passes[each.stage_pass.stage].append(each.stage_pass)
                     self._owners[each.stage_pass.stage] = rank
         self._locations = [
@@ -230,7 +230,7 @@ class Replay:
                 yield from self._engines[i].execute(action, 0)
         for operation in self._walk[rank]:
             match operation:
-                case Run(each):
+                case RunPass(each):
                     stage, engine = stages[each.stage], self._engines[each.stage]
                     for action in stage.walk(each):
                         yield from computed(engine, self._stages[each.stage].seconds, action, stage.micro_step)

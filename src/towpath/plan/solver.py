@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from towpath.core.schedule import depends_on_memory
-from towpath.core.steady_step import Compute, Part
+from towpath.core.steady_step import Compute, PassPart
 from towpath.core.strategy import (
     AS_TRAINED,
     Strategy,
@@ -165,7 +165,7 @@ class Solver:
         if (costs := self._hardware.launching) is None:
             return True
         seconds = self._computing(batching, 1, False)
-        passes = 1 + seconds.kernels(Compute(0, Part.BACKWARD))
+        passes = 1 + seconds.kernels(Compute(0, PassPart.BACKWARD))
         kernels = KERNELS_OF_A_PARAMETER * passes * sum(len(b.numels) for u in self.model.units for b in u.spec.buckets)
         return kernels * costs.kernel < seconds.micro_step
 
