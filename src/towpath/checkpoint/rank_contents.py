@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from towpath.checkpoint.islands import IslandContents
 from towpath.checkpoint.manifest import Manifest
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
 from towpath.engine.executor import Engine
-from towpath.engine.outer import OuterSync
 from towpath.errors import CheckpointError
+from towpath.outer.saved import IslandContents
+from towpath.outer.sync import OuterSync
 from towpath.topology.groups import Groups
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing

@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 
 from towpath.checkpoint import optimizer_state
 from towpath.checkpoint.exporting import ADAPTERS, adapters_of
-from towpath.checkpoint.islands import VALUE, IslandContents, IslandRestore, islands_of, prefix_of, view_of
 from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
 from towpath.checkpoint.rank_contents import (
     NamedTensors,
@@ -42,6 +41,7 @@ from towpath.core.formats import shape_text
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
+from towpath.outer.saved import VALUE, IslandContents, IslandRestore, islands_of, prefix_of, view_of
 from towpath.topology.together import described
 
 _TAKEN = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)

@@ -29,10 +29,10 @@ from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.program import Program
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.queues import CudaStream, Queues, RankTransfer, Stream
-from towpath.engine.streams.record import Record
 from towpath.engine.threads import ThreadStream
 from towpath.engine.timing import timer_for
 from towpath.logs import logger
+from towpath.observe.record import Record
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

@@ -25,8 +25,8 @@ from towpath.core.transfer import Needs, Range, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.status import is_capturing
-from towpath.engine.streams.record import Record, TransferWait, profiled
 from towpath.errors import StepError
+from towpath.observe.record import Record, TransferWait, profiled
 
 
 @final

@@ -25,10 +25,10 @@ from towpath.core.formats import Precision
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError, PlanError
+from towpath.outer.proposal import OuterPlanner, worth_it
 from towpath.plan import tables
 from towpath.plan.cluster_file import GIB, Cluster
 from towpath.plan.cluster_probe import device_of_job, probe, still_holds
-from towpath.plan.islands import OuterPlanner, worth_it
 from towpath.plan.live import describe_by_parameters
 from towpath.plan.measure import describe_measured, ranks_measure_together
 from towpath.plan.model import Model

@@ -16,12 +16,12 @@ from typing import final
 import torch
 from torch.autograd import profiler
 
-from towpath.core.exact import exact_codec
+from towpath.core.lossless import exact_codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.agree.watchdog import Watchdog
-from towpath.engine.streams.trace import Trace
 from towpath.engine.timing import HostClock, Mark, Timer
+from towpath.observe.trace import Trace
 
 # Named ranges for `torch.profiler`.
 #
