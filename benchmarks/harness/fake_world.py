@@ -25,10 +25,10 @@ from towpath.codecs import packing
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import flat
 from towpath.core.transfer import Transfer
+from towpath.engine import comm
 from towpath.engine.agree.digest import CollectiveLog
-from towpath.engine.streams import queue
+from towpath.engine.queues import Handle, Stream, StreamJob
 from towpath.engine.streams.record import TransferWait
-from towpath.engine.streams.streams import Handle, Job, Stream
 from towpath.topology import groups
 
 # In a job's counts: launches of collectives, calls that are launched together with others, messages between two ranks,
@@ -91,7 +91,7 @@ class _InlineStream(Stream):
         super().__init__(depth)
         self._launches = launches
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
+    def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         with torch.no_grad(), self._launches.of_job(getattr(waiting, "_transfers", ())):
             for work in job.works:
                 work(job.workspace)
@@ -154,7 +154,7 @@ def fake_world(
         (CollectiveLog, "check", lambda self, combined, of_all_ranks: self.turn()),
     ]
     if device == "cpu":
-        replaced.append((queue, "make_stream", lambda name, device, depth: _InlineStream(depth, launches)))
+        replaced.append((comm, "make_stream", lambda name, device, depth: _InlineStream(depth, launches)))
     for module in (packing, flat):
         made = module.kernels_for
         replaced.append(

@@ -20,7 +20,7 @@ from benchmarks.harness.candidates import LabPlace, Launch, timed
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.suite import Settings, Suite
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
-from towpath.collectives.rank_transfer import CoalescedAllGather, select
+from towpath.collectives.select import CoalescedAllGather, select
 from towpath.core import routes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op, Route

@@ -29,9 +29,9 @@ from benchmarks.harness.shared_gpu import share_gpu
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import build, stepper
 from benchmarks.workload import LENGTH, SHORT, SQUARE, Workload
-from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.steady_step import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
+from towpath.engine.queues import RankTransfer
 from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.observing import intervals_of_ranks
 from towpath.tracing import write_intervals

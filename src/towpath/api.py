@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from towpath.checkpoint.weights import Safetensors
-from towpath.collectives.rank_transfer import form_for
+from towpath.collectives.select import form_for
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter

@@ -5,15 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter
+from typing import Any
 
 
-class _RankAdapter(_Adapter):
+class _RankAdapter(logging.LoggerAdapter[logging.Logger]):
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         # A process that has not loaded torch is no rank, and must not load it to log a message.
         distributed = sys.modules.get("torch.distributed")
@@ -22,6 +17,6 @@ class _RankAdapter(_Adapter):
         return f"[rank {distributed.get_rank()}] {msg}", kwargs
 
 
-def logger(name: str) -> _Adapter:
+def logger(name: str) -> _RankAdapter:
     """Return the logger `towpath.NAME`. It adds no handler, so the program decides what is shown, and where."""
     return _RankAdapter(logging.getLogger(f"towpath.{name}"), {})

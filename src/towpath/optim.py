@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from towpath.core.transport import Transport
-from towpath.engine.executor import Engine, engine_with
+from towpath.engine.executor import Engine
 from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
-from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
 from towpath.engine.parameters.tensor_parallel import replacement_of
 from towpath.engine.trial_steps import Common, call_with, coupling, options_of
 from towpath.errors import ShardError, StepError, TowpathError

@@ -10,7 +10,7 @@ import torch
 from lab import Lab
 from tests.lab.test_bytes import ABOVE, BELOW, counters_at_rest
 from tests.workspace import workspace
-from towpath.collectives.rank_transfer import group_rank, select
+from towpath.collectives.select import group_rank, select
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Form, Group, Op
 from towpath.core.strategy import TransferKind

@@ -35,17 +35,16 @@ import towpath.codecs.packing
 import towpath.collectives.flat
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
-from towpath.engine import outer
+from towpath.engine import comm, outer
 from towpath.engine.agree import boundary
+from towpath.engine.comm import Streams
 from towpath.engine.parameters import bucket as parameter_memory
 from towpath.engine.parameters import gradients as optimizer_memory
 from towpath.engine.parameters import shard_spec as encoded_shard
 from towpath.engine.parameters.partial_sums import Partial
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.streams import queue
-from towpath.engine.streams.queue import Streams
+from towpath.engine.queues import Handle, Stream, StreamJob
 from towpath.engine.streams.record import TransferWait
-from towpath.engine.streams.streams import Handle, Job, Stream
 
 COMPUTATION, HOST = "computation", "the host"
 
@@ -357,7 +356,7 @@ class LogicalStream(Stream):
     def _stream(self, buffer_index: int) -> str:
         return f"{self._name} {buffer_index}"
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
+    def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         stream = self._stream(job.workspace.buffer_index)
         transfers = getattr(waiting, "_transfers", ())
         handles = [handle for handle in after if isinstance(handle, LogicalHandle)]
@@ -435,7 +434,7 @@ def checking() -> Generator[Checker]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outer, "checksum", slow_checksum)
         patch.setattr(boundary, "checksum_of", checksum)
-        patch.setattr(queue, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker))
+        patch.setattr(comm, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker))
         patch.setattr(Streams, "of", staticmethod(lambda groups, device: made))
         patch.setattr(messages, "_launched", launch)
         for module in (optimizer_memory, outer):

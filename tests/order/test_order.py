@@ -32,9 +32,9 @@ from towpath.core.step_state import ParamVersion, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
+from towpath.engine.queues import Handle, StreamJob
 from towpath.engine.saved_activations import DeviceCopies
 from towpath.engine.streams.record import TransferWait
-from towpath.engine.streams.streams import Handle, Job
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = (
@@ -54,11 +54,11 @@ def two_streams(checker: Checker) -> tuple[LogicalStream, LogicalStream]:
     return LogicalStream("a", 1, checker), LogicalStream("b", 1, checker)
 
 
-def job(work: Callable[[], Any]) -> Job:
+def job(work: Callable[[], Any]) -> StreamJob:
     def run(_: Workspace) -> None:
         work()
 
-    return Job(workspace(), [run])
+    return StreamJob(workspace(), [run])
 
 
 def test_two_writes_without_an_edge_are_a_race_that_names_both() -> None:
@@ -346,7 +346,7 @@ class Activations(LogicalStream):
         super().__init__(name, 1, checker)
         self.waited_for, self.copies = waited_for, 0
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
+    def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         self.copies += 1
         handle = super().submit(job, after, waiting)
         return handle if self.waited_for else LogicalHandle(self._checker, {})

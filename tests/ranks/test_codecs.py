@@ -22,7 +22,7 @@ from tests.workspace import workspace
 from towpath.codecs.kernels import reference
 from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank
-from towpath.collectives.rank_transfer import select
+from towpath.collectives.select import select
 from towpath.core.formats import Codec
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op, hops_of

@@ -61,17 +61,17 @@ def _backward(run: Run, step: int, offload: bool = True) -> None:
 def _count_kept(patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What was copied to the host."""
     kept: list[torch.Tensor] = []
-    made, offload = saved_activations._OnHost, saved_activations.DeviceCopies.offload
+    copied, offload = saved_activations._copied, saved_activations.DeviceCopies.offload
 
-    def make(tensor: torch.Tensor, device: torch.device) -> Any:
-        kept.append(tensor)
-        return made(tensor, device)
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(copied(tensor))
+        return kept[-1]
 
     def begin(self: saved_activations.DeviceCopies, tensor: torch.Tensor, window: Any) -> Any:
         kept.append(tensor.clone())
         return offload(self, tensor, window)
 
-    patch.setattr(saved_activations, "_OnHost", make)
+    patch.setattr(saved_activations, "_copied", copy)
     patch.setattr(saved_activations.DeviceCopies, "offload", begin)  # on a GPU
     return kept
 

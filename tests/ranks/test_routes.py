@@ -6,11 +6,10 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from tests.ranks.server import World, Worlds, on_ranks
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
 from towpath.collectives.collective import Collective, GroupRank
-from towpath.collectives.rank_transfer import CoalescedAllGather, RankTransfer, group_rank, select
+from towpath.collectives.select import CoalescedAllGather, group_rank, select
 from towpath.core import routes
 from towpath.core.formats import item_bytes
 from towpath.core.placement import GroupCollective
@@ -28,6 +27,7 @@ from towpath.core.routes import COLLECTIVES, ROUTES, Form, Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
+from towpath.engine.queues import RankTransfer
 from towpath.errors import StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
@@ -58,13 +58,6 @@ def _transfer(op: Op, route: str, shape: Topology, elements: int, dtype: str, me
 def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Collective:
     transfer = _transfer(op, route, shape, elements, dtype, members)
     return select(transfer, members, torch.device("cpu"))
-
-
-class Unobserved:
-    """Nobody sees transfers run."""
-
-    def running(self, transfers: Sequence[Transfer], micro_step: int) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def _draws(seed: int, dtypes: tuple[str, ...], whole_product: bool) -> Iterator[tuple[str, str, bool, bool, int, int]]:
@@ -291,7 +284,7 @@ def test_a_tensor_that_a_collective_was_not_made_for_is_refused_at_once() -> Non
     members = _members(shape)
     transfer = _transfer(Op.ALL_GATHER, "ho-ring", shape, 240, "float32", members)
     collective = select(transfer, members, torch.device("cpu"))
-    bound = RankTransfer(transfer, members, collective, Unobserved(), lambda others: "")
+    bound = RankTransfer([transfer], members, collective, cast(Any, None), lambda others: "")
     good = torch.zeros(240)
     for region, shard, words in (
         (torch.zeros(239), good[:60], "got a region of 239 elements of torch.float32, expected 240"),
@@ -300,7 +293,7 @@ def test_a_tensor_that_a_collective_was_not_made_for_is_refused_at_once() -> Non
         (torch.zeros(480)[::2], good[:60], "contiguous"),
     ):
         with pytest.raises(StepError, match=words):
-            bound.run(region, shard, workspace())
+            bound.check_fit(region, shard)
 
 
 @pytest.mark.parametrize(

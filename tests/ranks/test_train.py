@@ -481,7 +481,7 @@ def _lacking(config: Config, section: str, name: str, lacking: int) -> tuple[str
 def test_ranks_with_other_settings_refuse_to_train(world: Worlds, config: Callable[..., Config]) -> None:
     for kind, told in world(4).run(_apart, config()):
         assert kind == "ConfigError"
-        assert "rank 0 has 'seed = 0', rank 3 has 'seed = 7'" in told, told
+        assert "rank 0 has 'train.seed = 0', rank 3 has 'train.seed = 7'" in told, told
 
 
 def _apart(config: Config) -> tuple[str, str]:

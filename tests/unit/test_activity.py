@@ -23,8 +23,9 @@ from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
 from towpath.engine.agree.watchdog import Neighbor, RankStatus, Watchdog, _end, _report
-from towpath.engine.streams.queue import ThreadStream, make_stream
-from towpath.engine.streams.streams import CudaStream, _CudaHandle
+from towpath.engine.comm import make_stream
+from towpath.engine.queues import CudaStream, _CudaHandle
+from towpath.engine.threads import ThreadStream
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

@@ -13,9 +13,9 @@ import torch
 
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.engine import saved_activations
+from towpath.engine.queues import Handle, Stream, StreamJob
 from towpath.engine.saved_activations import DeviceCopies, _Window
 from towpath.engine.streams.record import TransferWait
-from towpath.engine.streams.streams import Handle, Job, Stream
 from towpath.errors import StepError
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ class Late(Stream):
         self.jobs: list[LateHandle] = []
         self.told_of: list[int] = []
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
+    def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         self.jobs.append(LateHandle(self, job, after, len(self.jobs)))
         return self.jobs[-1]
 
@@ -52,7 +52,7 @@ class Late(Stream):
 @dataclass(eq=False)
 class LateHandle(Handle):
     stream: Late
-    job: Job | None
+    job: StreamJob | None
     after: Sequence[Handle]
     number: int
 

@@ -17,11 +17,8 @@ from towpath.core.pipeline import (
     Post,
     Run,
     Walk,
-    gpipe,
-    gpipe_walk,
-    one_forward_one_backward,
-    one_forward_one_backward_walk,
     owners,
+    plain_walk,
 )
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
@@ -87,13 +84,12 @@ def test_a_step_of_a_warm_up_is_replayed_with_the_messages_of_that_step() -> Non
     ]
 
 
-@pytest.mark.parametrize("make, walk", [(gpipe, gpipe_walk), (one_forward_one_backward, one_forward_one_backward_walk)])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
 @pytest.mark.parametrize("ranks, micro_batches", [(2, 2), (4, 4), (4, 8)])
 def test_without_communication_a_step_is_its_passes_and_the_usual_bubble(
-    make: object, walk: object, ranks: int, micro_batches: int
+    schedule: str, ranks: int, micro_batches: int
 ) -> None:
-    order = make(ranks, micro_batches)  # type: ignore[operator]
-    seen = replayed(walk(order), list(range(ranks)))  # type: ignore[operator]
+    seen = replayed(plain_walk(schedule, ranks, micro_batches)[1], list(range(ranks)))
     assert seen.seconds == pytest.approx((micro_batches + ranks - 1) * (FORWARD + BACKWARD), rel=1e-6)
     assert all(t.computed == pytest.approx(micro_batches * (FORWARD + BACKWARD)) for t in seen.ranks)
 
@@ -116,7 +112,7 @@ def test_every_schedule_computes_all_and_sends_every_message_once(name: str) -> 
 def test_a_message_takes_its_cable_and_is_waited_for() -> None:
     """Two stages, one micro-batch: forward, output, forward and backward, gradient, backward."""
     cable = 4 * HIDDEN / 0.5  # half a second each
-    seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], hardware(2, cable))
+    seen = replayed(plain_walk("GPipe", 2, 1)[1], [0, 1], hardware(2, cable))
     assert seen.seconds == pytest.approx(2 * (FORWARD + BACKWARD) + 2 * 0.5, rel=1e-6)
     assert seen.ranks[1].exposed[TransferKind.ACTIVATION] == pytest.approx(FORWARD + 0.5)
     assert seen.ranks[0].in_flight[TransferKind.ACTIVATION] == pytest.approx(0.5)
@@ -126,24 +122,24 @@ def test_a_message_takes_its_cable_and_is_waited_for() -> None:
 def test_copies_of_a_stage_on_one_node_share_its_cable() -> None:
     link = Link(4 * HIDDEN / 0.5, 0.0)
     cluster = Hardware(Topology(2, 2), Link(FAST, 0.0), link, FAST, FAST)
-    seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], cluster, copies=2)
+    seen = replayed(plain_walk("GPipe", 2, 1)[1], [0, 1], cluster, copies=2)
     assert seen.seconds == pytest.approx(2 * (FORWARD + BACKWARD) + 4 * 0.5, rel=1e-6)
 
 
 def test_ranks_of_one_host_share_its_cores() -> None:
     """Both stages compute at once only half as fast: but where one waits for the other, each has all of it."""
-    seen = replayed(gpipe_walk(gpipe(2, 4)), [0, 1], hardware(2, cores=1.0, ranks_sharing=2))
+    seen = replayed(plain_walk("GPipe", 2, 4)[1], [0, 1], hardware(2, cores=1.0, ranks_sharing=2))
     assert seen.seconds == pytest.approx(2 * 4 * (FORWARD + BACKWARD), rel=1e-6)
 
 
 def test_by_sockets_a_receiver_tells_that_it_is_ready_behind_what_it_sends() -> None:
     """Two stages that exchange an output and a gradient at once: with sockets one after the other."""
-    walk = one_forward_one_backward_walk(one_forward_one_backward(2, 4))
+    walk = plain_walk("1F1B", 2, 4)[1]
     links, by_sockets = (hardware(2, 4 * HIDDEN / 0.5, cores=cores, ranks_sharing=2) for cores in (None, 100.0))
     took = [replayed(walk, [0, 1], cluster, seconds=(0.1, 0.1)).seconds for cluster in (links, by_sockets)]
     assert took[1] > took[0] + 0.5
 
 
 def test_low_rank_messages_take_the_bytes_of_their_factors() -> None:
-    seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], compression=Compression("low-rank:2"), shape=(10, 100))
+    seen = replayed(plain_walk("GPipe", 2, 1)[1], [0, 1], compression=Compression("low-rank:2"), shape=(10, 100))
     assert seen.combined().inter_bytes == 4 * 1000 + 4 * 2 * 110

@@ -14,15 +14,15 @@ from tests.workspace import workspace
 from towpath.collectives.collective import Workspace
 from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
-from towpath.engine.streams import queue
-from towpath.engine.streams.queue import make_stream
-from towpath.engine.streams.streams import Job, Stream, Work
+from towpath.engine import comm
+from towpath.engine.comm import make_stream
+from towpath.engine.queues import Stream, StreamJob, Work
 
 DEADLINE_SECONDS = 60.0
 
 
-def job(run: Work, begin: Work | None = None) -> Job:
-    return Job(workspace(), [run], begin)
+def job(run: Work, begin: Work | None = None) -> StreamJob:
+    return StreamJob(workspace(), [run], begin)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_one_hardware_queue_is_warned_of_once(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: object())
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    queue._warn_of_one_connection.cache_clear()
+    comm._warn_of_one_connection.cache_clear()
     with caplog.at_level(logging.WARNING, "towpath"):
         make_stream("gather", torch.device("cpu"), 1).close()
         assert not caplog.records
@@ -161,4 +161,4 @@ def test_one_hardware_queue_is_warned_of_once(
             make_stream("gather", torch.device("cuda"), 1)
     assert [record.name for record in caplog.records] == ["towpath.engine"] * warns
     assert all("CUDA_DEVICE_MAX_CONNECTIONS" in record.getMessage() for record in caplog.records)
-    queue._warn_of_one_connection.cache_clear()
+    comm._warn_of_one_connection.cache_clear()

@@ -244,7 +244,8 @@ def _phases(
         made, batchings = _strategy(text, solver), solver.request.batchings(solver.cluster.topology.world)
         predict = solver.predict
     else:
-        pipelines, layout = stages.pipelines, replace(layout, strategy=_from_file(text) or text)
+        own = _from_file(text) if text.endswith(".toml") else text
+        pipelines, layout = stages.pipelines, replace(layout, strategy=own)
         made, batchings = pipelines.strategy(layout), solver.request.batchings(pipelines.copies(layout))
         allowed = [b for b in batchings if not asked_of_micro_batches(layout.schedule, layout.pipeline, b.micro_steps)]
         if not allowed:
@@ -265,9 +266,9 @@ def _phases(
 def _strategy(text: str, solver: Solver) -> Strategy:
     """Return the strategy that a preset's name or a file describes, with all of its codecs in use."""
     topology, offload = solver.cluster.topology, solver.request.offload
-    made = _from_file(text)
-    if made is None:
+    if not text.endswith(".toml"):
         return presets.parse_strategy(text, topology, offload)
+    made = _from_file(text)
     if made.job != topology:
         raise ConfigError(
             f"strategy {text} is for {made.job} ranks, and the cluster has {topology}. Pass --nodes, or plan anew."
@@ -275,10 +276,7 @@ def _strategy(text: str, solver: Solver) -> Strategy:
     return made if offload is None else replace(made, offload=offload)
 
 
-def _from_file(text: str) -> Strategy | None:
-    """Return the strategy of a file, or None if the text is the name of a preset."""
-    if not text.endswith(".toml"):
-        return None
+def _from_file(text: str) -> Strategy:
     try:
         return Strategy.from_toml(Path(text).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 from zlib import crc32
 
 import torch
@@ -141,7 +141,8 @@ class Collective(ABC):
 
     `shard` is this rank's slice. It may be a view of the region. An all-gather copies the `shard` of each member to
     every `region`. A reduce-scatter writes the sum of all members' regions to `shard`, and leaves the rest of `region`
-    undefined. An all-reduce writes the sum to all of `region`.
+    undefined. An all-reduce writes the sum to all of `region`. Coalesced collectives take a list of regions and one of
+    shards. The exchange of matrices (`owners.py`) has a region for each matrix.
     """
 
     @property
@@ -169,5 +170,5 @@ class Collective(ABC):
         """Start the part of `run` that waits for no other rank, if there is one. `run` continues from there."""
 
     @abstractmethod
-    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+    def run(self, region: Any, shard: Any, workspace: Workspace) -> None:
         """Complete the collective in the order of the current stream. On a CPU, complete it before returning."""

@@ -12,7 +12,7 @@ from typing import final
 import torch
 
 from towpath.codecs.kernels import kernels_for, watched
-from towpath.collectives.collective import GroupRank, Workspace
+from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.point_to_point import PeerMessage, post
 from towpath.core.formats import item_bytes
 from towpath.core.routes import Op
@@ -34,7 +34,7 @@ class _PieceMessage:
 
 
 @final
-class OwnersExchange:
+class OwnersExchange(Collective):
     """One transfer of matrices on this rank. All messages are posted together, directly between holder and owner."""
 
     def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device) -> None:
@@ -49,13 +49,13 @@ class OwnersExchange:
             if members.position in (message.source, message.target)
         ]
 
-    def run(self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor], workspace: Workspace) -> None:
-        """Execute the transfer. To the owners, each piece is copied into its place in `wholes`; from them, back.
+    def run(self, region: Mapping[int, torch.Tensor], shard: Sequence[torch.Tensor], workspace: Workspace) -> None:
+        """Execute the transfer. To the owners, each piece is copied into its place in the region; from them, back.
 
-        Args:
-            pieces: This rank's piece of each matrix, 1-D.
-            wholes: The full matrices that this rank owns, 1-D, by index of the matrix.
+        `region` has the full matrices that this rank owns, by index of the matrix, and `shard` this rank's piece of
+        each matrix. All are 1-D.
         """
+        wholes, pieces = region, shard
         self._check(pieces, wholes)
         exchanged = self._piece_messages(pieces, wholes, workspace)
         kernels = None if self._kernels is None else watched(self._kernels, workspace.watch)

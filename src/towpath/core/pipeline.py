@@ -204,20 +204,14 @@ def plain_walk(schedule: str, ranks: int, micro_batches: int) -> tuple[Order, Wa
 
     PyTorch plans the interleaved schedule (`towpath.pipeline.schedules.walks`).
     """
-    if schedule == "GPipe":
-        order = gpipe(ranks, micro_batches)
-        return order, gpipe_walk(order)
-    assert schedule == "1F1B", schedule
-    order = one_forward_one_backward(ranks, micro_batches)
-    return order, one_forward_one_backward_walk(order)
+    make, walk = {"GPipe": (gpipe, _walk_gpipe), "1F1B": (one_forward_one_backward, _walk_1f1b)}[schedule]
+    order = make(ranks, micro_batches)
+    found = Messages(order)
+    return order, {rank: list(walk(passes, found)) for rank, passes in order.items()}
 
 
-def gpipe_walk(order: Order) -> Walk:
-    """Return the operations of GPipe. A rank waits for its sends after all forwards, and again after all backwards."""
-    return {rank: list(_gpipe(passes, Messages(order))) for rank, passes in order.items()}
-
-
-def _gpipe(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
+def _walk_gpipe(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
+    """Yield the operations of GPipe. A rank waits for its sends after all forwards, and again after all backwards."""
     for forward in (True, False):
         sent: list[Message] = []
         for each in passes:
@@ -230,16 +224,12 @@ def _gpipe(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
         yield from (Await(message, sends=True) for message in sent)
 
 
-def one_forward_one_backward_walk(order: Order) -> Walk:
-    """Return the operations of 1F1B.
+def _walk_1f1b(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
+    """Yield the operations of 1F1B.
 
     Before the first backward and after the last forward, a rank waits for a send when it has computed the next pass. In
     between it waits for each send at once, together with the message that it needs next.
     """
-    return {rank: list(_walk_1f1b(passes, Messages(order))) for rank, passes in order.items()}
-
-
-def _walk_1f1b(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
     under_way: Message | None = None
     for index, each in enumerate(passes):
         following = passes[index + 1] if index + 1 < len(passes) else None

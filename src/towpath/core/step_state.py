@@ -285,19 +285,6 @@ class ForwardPass:
         inputs_done: How many of them have got one in it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "done",
-        "entered",
-        "inputs",
-        "inputs_awaited",
-        "inputs_done",
-        "running",
-        "unit",
-        "version",
-        "walk",
-    )
-
     def __init__(self, unit: int, version: int, walk: int = 0) -> None:
         self.unit, self.version, self.walk = unit, version, walk
         self.running = self.done = False

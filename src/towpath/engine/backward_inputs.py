@@ -7,14 +7,23 @@ code calls is replaced by a subclass, which adds the views to the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
 
-from towpath.engine.executor import backward_to
+from towpath.core.step_state import ForwardPass
+from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
+from towpath.engine.parameters.unit import Unit
 from towpath.errors import ShardError
+
+# The units of all models that the running backward pass with `inputs=` has reached, and whether it goes on behind each,
+# because inputs of the unit get gradients. None outside such a pass.
+_reached: dict[Unit, bool] | None = None
 
 
 @final
@@ -64,3 +73,52 @@ def let_backward_take_parameters() -> None:
     """Let `backward(inputs=...)` name sharded parameters, everywhere in this process."""
     if not isinstance(Variable._execution_engine, _BackwardInputs):  # pyright: ignore
         Variable._execution_engine = _BackwardInputs()  # pyright: ignore
+
+
+@contextmanager
+def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
+    """Run a backward pass with `inputs=`. Yield the unsharded views for those inputs that are ShardTensors."""
+    global _reached
+    named = {id(each): engine_with(each) for each in inputs if isinstance(each, ShardTensor)}
+    views: list[nn.Parameter] = []
+    for engine in dict.fromkeys(engine for engine in named.values() if engine is not None):
+        buckets = [bucket for unit in engine.units for bucket in unit.trainable]
+        pairs = [pair for bucket in buckets for pair in zip(bucket.layout.places, bucket.views, strict=True)]
+        wanted = [(place, view) for place, view in pairs if id(place.parameter) in named and view.requires_grad]
+        if wanted:
+            engine.comm.program.ends_at([place.names[0] for place, _ in wanted])
+            shown = {id(leaf.unsharded): leaf for unit in engine.leaves for leaf in unit.shown.leaf_parameters}
+            views += [p for _, view in wanted for p in (view, shown.get(id(view))) if p is not None]
+    before, reached = _reached, dict[Unit, bool]()
+    _reached = reached
+    try:
+        yield views
+    finally:
+        _reached = before
+        for bucket in (bucket for unit in reached for bucket in unit.trainable):
+            bucket.gradients.expected = len(bucket.views)
+
+
+def expect_gradients(unit: Unit, passed: ForwardPass, inputs: Sequence[Node]) -> None:
+    """Count the gradients of `unit` that the running backward pass will compute. `inputs` compute those of its inputs.
+
+    With `backward(inputs=...)` no hook reports what autograd leaves out. If the pass ends in this unit, the unit has
+    finished once the named parameters have gradients. If not, the weights may be read again afterwards, for the
+    gradients of its inputs.
+    """
+    passed.inputs_awaited = passed.inputs
+    if _reached is None:
+        return
+    passed.inputs_awaited = sum(map(_will_run, inputs))
+    _reached[unit] = _reached.get(unit, False) or passed.inputs_awaited > 0
+    for bucket in unit.trainable:
+        leaves = [get_gradient_edge(view).node for view in bucket.views if view.requires_grad]
+        bucket.gradients.expected = len(bucket.views) if _reached[unit] else sum(map(_will_run, leaves))
+
+
+def _will_run(node: Node) -> bool:
+    """Return whether the running backward pass will execute this node of the graph."""
+    try:
+        return torch._C._will_engine_execute_node(node)  # pyright: ignore
+    except RuntimeError:  # PyTorch has no answer for a leaf in torch.autograd.grad()
+        return True

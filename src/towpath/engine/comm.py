@@ -1,29 +1,26 @@
-"""The communication of one model on one rank: `CommContext` makes its process groups, and turns plans into collectives.
+"""The communication of one model on one rank: its streams, its process groups, and the collectives of its transfers.
 
 A *lane* is a set of queues that share communicators (`core/queues.py`).
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import sys
+import weakref
 from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import final
 
 import torch
 import torch.distributed as dist
 
-from towpath.collectives.collective import GroupRank
+from towpath.collectives.collective import Collective, GroupRank
 from towpath.collectives.owners import OwnersExchange
-from towpath.collectives.rank_transfer import (
-    CoalescedAllGather,
-    CoalescedReduceScatter,
-    CoalescedTransfers,
-    RankMatrices,
-    RankTransfer,
-    form_for,
-    group_rank,
-    select,
-)
-from towpath.core.queues import QUEUES, Lanes, shared_lanes
+from towpath.collectives.select import CoalescedAllGather, CoalescedReduceScatter, form_for, group_rank, select
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes, shared_lanes
 from towpath.core.routes import WITH_OWNERS
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Ranks, Transfer
@@ -31,11 +28,92 @@ from towpath.core.unit_plan import UnitPlan
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.program import Program
 from towpath.engine.agree.watchdog import Watchdog
-from towpath.engine.streams.queue import Queues, Streams
+from towpath.engine.queues import CudaStream, Queues, RankTransfer, Stream
 from towpath.engine.streams.record import Record
-from towpath.engine.streams.streams import timer_for
+from towpath.engine.threads import ThreadStream
+from towpath.engine.timing import timer_for
+from towpath.logs import logger
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
+
+_LOG = logger("engine")
+
+# The priorities of the queues' CUDA streams. The computation (0) waits for most transfers soon, so these go first (-1).
+# Nothing waits for the sync of gradients before the boundary, or for an exchange between islands before it is applied.
+_LAST = (QUEUES[TransferKind.GRAD_SYNC], QUEUES[TransferKind.OUTER])
+PRIORITIES = {queue: 0 if queue in _LAST else -1 for queue in QUEUES.values()}
+
+
+def make_stream(name: str, device: torch.device, depth: int) -> Stream:
+    """Return a new stream that runs the queue `name`, with `depth` jobs at a time."""
+    # What ranks compare is in the host's memory, and a thread sends it on GPUs, too. So the training thread can check,
+    # while it waits, whether its peers can still come.
+    on_device = device.type == "cuda" and name not in {QUEUES[kind] for kind in BETWEEN_HOSTS}
+    if not on_device:
+        return ThreadStream(name, depth)
+    _warn_of_one_connection()
+    return CudaStream(device, depth, PRIORITIES[name])
+
+
+@cache
+def _warn_of_one_connection() -> None:
+    """Warn once per process if the streams of a GPU share one hardware queue."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        _LOG.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1, so transfers queue behind the computation and cannot overlap with it. "
+            "Unset it, or set it to 32, before the program uses CUDA."
+        )
+
+
+@final
+class Streams(dict[str, Stream]):
+    """The streams of one process group on this rank, by the names of their queues. They are made when first used.
+
+    All models that are sharded over one process group share them. So they share the threads and the connections of the
+    process groups, and their number does not grow with the number of models. Sharing also gives the transfers of
+    several models the same order on all ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    @staticmethod
+    def of(groups: Groups, device: torch.device) -> Streams:
+        """Return the streams of a process group, which are made at the first call."""
+
+        def make() -> Streams:
+            streams = Streams(device)
+            atexit.register(leave, weakref.ref(streams), Watchdog.of(groups))
+            return streams
+
+        return groups.shared(f"streams on {device}", make)
+
+    def __missing__(self, name: str) -> Stream:
+        self[name] = make_stream(name, self._device, MAX_IN_FLIGHT[name])
+        return self[name]
+
+    def finish(self) -> None:
+        """Return once the caller may use the results of all jobs. Do not raise if a job failed."""
+        for stream in self.values():
+            stream.finish()
+
+
+def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
+    """Wait at the program's end for jobs that are under way, because their threads cannot be stopped.
+
+    If the ranks have diverged, such a job can never end. It would block the program until the process group's timeout.
+    So the process then exits at once, with status 1.
+    """
+    if peers.diverged:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    left = streams()
+    if left is not None:
+        with contextlib.suppress(Exception):
+            left.finish()
+
 
 # How many thread blocks a kernel of NCCL may use in a group that crosses nodes, or that exchanges all-to-all inside a
 # node. More blocks keep no link between nodes busier, and take processors of the device away from the computation. For
@@ -89,11 +167,23 @@ class CommContext:
         bound: list[RankTransfer] = []
         for transfer in transfers:
             members = self._members(transfer)
-            collective = select(transfer, members, self.device)
+            if transfer.move.op in WITH_OWNERS:
+                collective: Collective = OwnersExchange(transfer, members, self.device)
+            else:
+                collective = select(transfer, members, self.device)
             # Errors of transfers between islands name ranks of the whole job.
             peers = self._everyone if transfer.kind in OUTER_KINDS else self.watchdog
-            bound.append(RankTransfer(transfer, members, collective, self.record, peers.describe_ranks))
+            bound.append(RankTransfer([transfer], members, collective, self.record, peers.describe_ranks))
         return bound
+
+    def coalesce(self, alike: Sequence[RankTransfer]) -> RankTransfer:
+        """Return one transfer that runs all gathers, or all reductions, of the same members as one."""
+        transfers, members = [bound.transfer for bound in alike], alike[0].members
+        if transfers[0].kind is TransferKind.REDUCE:
+            collective: Collective = CoalescedReduceScatter(members)
+        else:
+            collective = CoalescedAllGather(transfers, members, self.device)
+        return RankTransfer(transfers, members, collective, self.record, self.watchdog.describe_ranks)
 
     def tell(self, failure: str) -> None:
         """Post the error of an exchange between islands. Ranks of all islands that wait for this rank quote it."""
@@ -101,12 +191,6 @@ class CommContext:
             return
         for monitor in {self.watchdog, self._everyone}:
             monitor.tell(failure)
-
-    def bind_matrices(self, transfer: Transfer) -> RankMatrices:
-        """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""
-        members = self._members(transfer)
-        exchange = OwnersExchange(transfer, members, self.device)
-        return RankMatrices(transfer, members, exchange, self.record, self.watchdog.describe_ranks)
 
     def _members(self, transfer: Transfer) -> GroupRank:
         queue, topology = QUEUES[transfer.kind], transfer.topology
@@ -146,10 +230,3 @@ class CommContext:
     def _of_job(self, ranks: Ranks, purpose: str) -> dist.ProcessGroup:
         limit = MAX_CTAS if self._backend == "nccl" and "NCCL_MAX_CTAS" not in os.environ else None
         return self.job.of(ranks, purpose, self._backend, limit)
-
-    def coalesce(self, alike: Sequence[RankTransfer]) -> CoalescedTransfers:
-        """Return one transfer that runs all gathers, or all reductions, of the same members as one."""
-        members = alike[0].members
-        if alike[0].transfer.kind is TransferKind.REDUCE:
-            return CoalescedTransfers(alike, CoalescedReduceScatter(members))
-        return CoalescedTransfers(alike, CoalescedAllGather([bound.transfer for bound in alike], members, self.device))

@@ -10,12 +10,13 @@ import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from towpath.core.formats import Precision
@@ -43,6 +44,7 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.boundary import UnusedParams
 from towpath.engine.agree.watchdog import EndOfBackward, FailedPasses
+from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
 from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
@@ -50,17 +52,13 @@ from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit
+from towpath.engine.queues import Handle, RankTransfer, TransferRun, Work
 from towpath.engine.registrations import registrations
-from towpath.engine.streams.streams import Handle, eager, on_host
+from towpath.engine.timing import eager, on_host
 from towpath.errors import ShardError, StepError
 
 if TYPE_CHECKING:
     from towpath.engine.parameters.matrix_steps import MatrixSteps
-
-
-# The units of all models that the running backward pass with `inputs=` has reached, and whether it goes on behind each,
-# because inputs of the unit get gradients. None outside such a pass.
-_reached: dict[Unit, bool] | None = None
 
 
 class Engine:
@@ -161,15 +159,16 @@ class Engine:
                 if task.handle is not None:
                     cast(Handle, task.handle).wait(on_host)
             case SwapParameters(index, whole):
-                self.units[index].swap_parameters(whole)
+                self.units[index].shown.swap(whole)
                 for leaf in self.leaves if index == self.root.index else ():
-                    leaf.show_leaf_parameters(whole)
+                    leaf.shown.show_leaf(whole)
             case InvalidateViews(index, invalid):
-                self.units[index].invalidate_views(invalid)
+                self.units[index].shown.invalidate_views(invalid)
             case AssignSlot(index, slot):
                 self.units[index].assign_slot(self.weights.of(slot))
             case SaveBackwardCopy(index):
-                self.units[index].save_backward_copy()
+                for bucket in self.units[index].gathered:
+                    bucket.save_backward_copy()
             case OpenGradients(index, slot):
                 self.units[index].open_gradients(None if slot is None else self.gradients.of(slot))
             case AgreeOnSizes(units):
@@ -186,23 +185,72 @@ class Engine:
                 self._set_grads()
 
     def _submit(self, task: Task) -> Handle | None:
+        """Submit the transfers of a task to their queue, each with the memory that it reads and writes."""
         if task.kind is TransferKind.OUTER:
             assert self.outer is not None
             return self.outer.submit(task)
-        unit, slot = self.units[task.unit], task.slot
+        unit = self.units[task.unit]
         after = [cast(Handle, t.handle) for t in task.after if t.handle is not None]
         if unit is self._arriving and task.kind in (TransferKind.REDUCE, TransferKind.GRAD_SYNC):
             self._gradients_arrive_for(None)
         match task.kind:
             case TransferKind.PARAM_SYNC:
-                return unit.param_sync()
+                return self._param_sync(unit)
             case TransferKind.REDUCE:
-                assert slot is not None
-                return unit.reduce(self.gradients.of(slot))
+                return self._reduce(unit)
             case TransferKind.GRAD_SYNC:
-                return unit.grad_sync(self._terms, after)
+                return self._grad_sync(unit, after)
             case _:
-                return unit.gather(task.kind, task.save_copy, after)
+                return self._gather(unit, task, after)
+
+    def _gather(self, unit: Unit, task: Task, after: Sequence[Handle]) -> Handle:
+        """Submit the all-gathers of a unit's weights: each reads a shard, and writes the unsharded weights."""
+        kind, buckets = task.kind, unit.gathered
+        runs = _runs(unit, kind, [(b, b.full, b.source(kind)) for b in buckets])
+        before = [work for b in buckets if (work := b.before_gather(kind)) is not None]
+        copies = [b.save_backward_copy for b in buckets if b.copy is not None] if task.save_copy else []
+        # The first messages of a gather wait for nobody, so they may leave while the gather before it still shares out
+        # inside the nodes. They cannot if something must be computed first.
+        begin = runs[0].begin if runs and not before and kind not in unit.coalesced else None
+        return self.comm.queues.submit(kind, _bound(buckets, kind), [*before, *runs, *copies], after, begin)
+
+    def _reduce(self, unit: Unit) -> Handle:
+        """Submit the reductions of this micro-step's gradients, whose results are added to the G shards."""
+        kind, reduced = TransferKind.REDUCE, unit.reduced
+        gradients = [each for _, each in reduced]
+        for each in gradients:
+            each.fill_missing()
+        works: list[Work] = [
+            *(each.divide for each in gradients if each.divides),
+            *_runs(unit, kind, [(bucket, each.region, each.shard) for bucket, each in reduced]),
+            *(each.accumulate for each in gradients),
+        ]
+        return self.comm.queues.submit(kind, _bound((bucket for bucket, _ in reduced), kind), works)
+
+    def _param_sync(self, unit: Unit) -> Handle | None:
+        """Submit the parameter sync of the buckets written since the last one. Return None if nothing is sent."""
+        kind, dirty = TransferKind.PARAM_SYNC, [b for b in unit.buckets if b.dirty]
+        for bucket in dirty:
+            bucket.synced_count = bucket.version.count
+        sending = [b for b in dirty if b.plan.has_param_sync]
+        if not sending:
+            return None
+        handle = self.comm.queues.submit(kind, _bound(sending, kind), [b.param_sync for b in sending])
+        for bucket in sending:
+            if bucket.plan.optimizer_on_host:  # the host must not write to the master while the device copies it
+                bucket.version.read_until(partial(handle.wait, on_host=True))
+        return handle
+
+    def _grad_sync(self, unit: Unit, after: Sequence[Handle]) -> Handle | None:
+        """Submit the sync that turns sums into means, in the last micro-step. Return None if there is nothing to do."""
+        for bucket in unit.trainable:
+            if not bucket.gradients.reduces:
+                bucket.gradients.fill_missing()
+        sums = [b for b in unit.trainable if b.gradients.needs_grad_sync(self._terms)]
+        if not sums:
+            return None
+        works = [partial(b.gradients.grad_sync, self._terms) for b in sums]
+        return self.comm.queues.submit(TransferKind.GRAD_SYNC, _bound(sums, TransferKind.GRAD_SYNC), works, after)
 
     # Forward --------------------------------------------------------------------------------------------------------
 
@@ -224,7 +272,7 @@ class Engine:
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
         """Unshard `unit` before its forward. `comes_back`: whether a backward pass may follow."""
         recomputing = in_backward()  # activation checkpointing runs forwards inside a backward pass
-        unit.check_parameters()
+        unit.shown.check()
         self._check_registrations()
         if not recomputing:
             self.begin()
@@ -238,7 +286,7 @@ class Engine:
         """Raise if the forward wrote to its parameters, returns their memory, or added parameters to the model."""
         if not self.machine.is_kept_unsharded(unit.index):
             for each in (unit, *(self.leaves if unit is self.root else ())):
-                each.check_unwritten()
+                each.shown.check_unwritten()
             if unit is not self.root:  # the root stays unsharded until the end of the backward pass
                 unit.check_returned(outputs)
         self._check_registrations()
@@ -249,9 +297,9 @@ class Engine:
             return
         made = registrations.made
         for unit in self.units:
-            unit.check_parameters()
+            unit.shown.check()
         (model,) = self.root.modules
-        known = {id(p) for unit in self.units for p in (*unit.parameters, *unit.views, *unit.leaf_parameters)}
+        known = {id(p) for unit in self.units for p in (*unit.parameters, *unit.views, *unit.shown.leaf_parameters)}
         apart = tuple(
             f"{name}." for name, module in model.named_modules() if name and hasattr(module, "towpath_engine")
         )
@@ -287,10 +335,9 @@ class Engine:
         """Unshard the unit when the first gradient reaches one of its outputs. The gradients of others do nothing."""
         if passed.running:
             return
-        passed.inputs_done, passed.inputs_awaited = 0, passed.inputs
+        passed.inputs_done = 0
         self._gradients_arrive_for(self.units[passed.unit])
-        if _reached is not None:
-            self._expect_some(passed, inputs, _reached)
+        expect_gradients(self.units[passed.unit], passed, inputs)
         with self._maybe_first_of_a_backward_pass():
             actions = self.machine.backward_begins(passed, graph=torch.is_grad_enabled())
         self.execute(actions)
@@ -306,19 +353,6 @@ class Engine:
         self.comm.record.ends("backward", self.units[passed.unit].name)
         self.execute(self.machine.input_gradients_done(passed))
         self.execute(self.machine.weight_gradients_done(passed))
-
-    def _expect_some(self, passed: ForwardPass, inputs: Sequence[Node], reached: dict[Unit, bool]) -> None:
-        """Count the gradients of the unit that a backward pass with `inputs=` will compute.
-
-        No hook reports what autograd leaves out. If the pass ends in this unit, the unit has finished once the named
-        parameters have gradients. If not, the weights may be read again afterwards, for the gradients of its inputs.
-        """
-        unit = self.units[passed.unit]
-        passed.inputs_awaited = sum(map(_will_run, inputs))
-        reached[unit] = reached.get(unit, False) or passed.inputs_awaited > 0
-        for bucket in unit.trainable:
-            leaves = [get_gradient_edge(view).node for view in bucket.views if view.requires_grad]
-            bucket.gradients.expected = len(bucket.views) if reached[unit] else sum(map(_will_run, leaves))
 
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Accept the unsharded gradient that autograd has accumulated for parameter `index` of `bucket`."""
@@ -509,44 +543,23 @@ class Engine:
                 listener()
 
 
-def engine_with(parameter: torch.Tensor) -> Engine | None:
-    """Return the engine of the sharded model that `parameter` belongs to; None if there is none."""
-    if not isinstance(parameter, ShardTensor) or parameter.version is None:  # gradients and copies have none
-        return None
-    engine = parameter.shard_spec.replica.engine
-    return cast(Engine | None, engine()) if engine is not None else None
+def _bound(buckets: Iterable[Bucket], kind: TransferKind) -> list[RankTransfer]:
+    return [bound for bucket in buckets for bound in bucket.transfers[kind]]
 
 
-def _will_run(node: Node) -> bool:
-    """Return whether the running backward pass will execute this node of the graph."""
-    try:
-        return torch._C._will_engine_execute_node(node)  # pyright: ignore
-    except RuntimeError:  # PyTorch has no answer for a leaf in torch.autograd.grad()
-        return True
-
-
-@contextmanager
-def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
-    """Run a backward pass with `inputs=`. Yield the unsharded views for those inputs that are ShardTensors."""
-    global _reached
-    named = {id(each): engine_with(each) for each in inputs if isinstance(each, ShardTensor)}
-    views: list[nn.Parameter] = []
-    for engine in dict.fromkeys(engine for engine in named.values() if engine is not None):
-        buckets = [bucket for unit in engine.units for bucket in unit.trainable]
-        pairs = [pair for bucket in buckets for pair in zip(bucket.layout.places, bucket.views, strict=True)]
-        wanted = [(place, view) for place, view in pairs if id(place.parameter) in named and view.requires_grad]
-        if wanted:
-            engine.comm.program.ends_at([place.names[0] for place, _ in wanted])
-            shown = {id(leaf.unsharded): leaf for unit in engine.leaves for leaf in unit.leaf_parameters}
-            views += [p for _, view in wanted for p in (view, shown.get(id(view))) if p is not None]
-    before, reached = _reached, dict[Unit, bool]()
-    _reached = reached
-    try:
-        yield views
-    finally:
-        _reached = before
-        for bucket in (bucket for unit in reached for bucket in unit.trainable):
-            bucket.gradients.expected = len(bucket.views)
+def _runs(
+    unit: Unit, kind: TransferKind, memory: Sequence[tuple[Bucket, torch.Tensor, torch.Tensor]]
+) -> list[TransferRun]:
+    """Return the transfers of a unit with their memory: bucket, region and shard. Small ones come first, as one."""
+    runs: list[TransferRun] = []
+    together, transfer = unit.coalesced.get(kind, ((), None))
+    if transfer is not None:
+        small = [(region, shard) for bucket, region, shard in memory if bucket in together]
+        runs.append(TransferRun(transfer, [region for region, _ in small], [shard for _, shard in small]))
+    for bucket, region, shard in memory:
+        if bucket not in together:
+            runs += [TransferRun(bound, region, shard) for bound in bucket.transfers[kind]]
+    return runs
 
 
 def engine_of(model: nn.Module) -> Engine:

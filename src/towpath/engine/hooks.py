@@ -25,8 +25,9 @@ from towpath.engine.from_fsdp import COUNTERPARTS, NoMethodError
 from towpath.engine.layout import has_forward, kept_modules, torch_dtype
 from towpath.engine.module_class import add_mixin, keep_dtype
 from towpath.engine.parameters.bucket import Bucket
-from towpath.engine.parameters.unit import Unit, is_transformed
-from towpath.engine.streams.streams import eager
+from towpath.engine.parameters.module_parameters import is_transformed
+from towpath.engine.parameters.unit import Unit
+from towpath.engine.timing import eager
 from towpath.errors import ShardError, StepError
 
 
@@ -49,12 +50,12 @@ def attach(model: nn.Module, engine: Engine) -> None:
         for module in unit.modules:
             enter_by(module, UnitModule, unit)
         if unit.plan.leaf:
-            unit.be_a_leaf()
+            unit.shown.be_a_leaf(unit.modules[0])
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
                 arrived = _arrival(engine, unit, bucket, index)
                 view.register_post_accumulate_grad_hook(arrived)
-                for shown in (p for p in unit.leaf_parameters if p.unsharded is view):
+                for shown in (p for p in unit.shown.leaf_parameters if p.unsharded is view):
                     shown.register_post_accumulate_grad_hook(arrived)
 
 
@@ -62,7 +63,7 @@ def _parts(engine: Engine) -> list[nn.Module]:
     """Return the modules inside the root unit that compute with its parameters and can be called by themselves."""
     (model,) = engine.root.modules
     units = {id(m): unit.plan.leaf for unit in engine.units for m in unit.modules}
-    owners = {id(m) for m in engine.root.owners}
+    owners = {id(m) for m in engine.root.shown.owners}
     found: dict[int, nn.Module] = {}
 
     def visit(module: nn.Module) -> bool:
@@ -214,7 +215,7 @@ class _Forward:
 
     def read(self, index: int) -> torch.Tensor:
         """Return a copy of the unsharded parameter at `index`, as if a forward of the module had returned it."""
-        return self.unit.copy_of(index, lambda call: self.run(call, (), {}))
+        return self.unit.shown.copy_of(index, lambda call: self.run(call, (), {}))
 
     @eager(recursive=False)
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -36,7 +36,7 @@ from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.gradients import host_memory, slice_within
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.streams.streams import Handle
+from towpath.engine.queues import Handle
 from towpath.errors import StepError
 
 # A parameter, and something of the same shape that this rank holds a part of.

@@ -18,6 +18,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from operator import methodcaller
 from typing import Any, final
 
 import torch
@@ -26,7 +27,7 @@ from torch import nn
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters import gradients
-from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream
+from towpath.engine.queues import CudaStream, Handle, Stream, StreamJob
 from towpath.errors import StepError
 
 # Smaller tensors stay on the device, because copying them costs more time than their memory is worth.
@@ -52,6 +53,13 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
     shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.detach().as_strided(shape, tensor.stride())
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a saved tensor of a model on a CPU."""
+    kept = _like(tensor, tensor.device)
+    _once(kept).copy_(_once(tensor))
+    return kept
 
 
 def _device_bytes(tensor: torch.Tensor) -> int:
@@ -86,17 +94,6 @@ class _LeftOnDevice:
         if self.tensor._version != self.version:
             raise _modified(self.tensor, self.version)
         return self.tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _OnHost:
-    """A copy of a saved tensor of a model on a CPU."""
-
-    kept: torch.Tensor
-    device: torch.device
-
-    def unpacked(self) -> torch.Tensor:
-        return self.kept.to(self.device)
 
 
 @dataclass(slots=True, eq=False)
@@ -167,21 +164,6 @@ class _Offloaded:
 
     `like` has the shape and the strides of the tensor, and no memory.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "arriving",
-        "copies",
-        "kept",
-        "leaving",
-        "left",
-        "like",
-        "modified",
-        "place",
-        "stream",
-        "version",
-        "window",
-    )
 
     def __init__(self, copies: DeviceCopies, tensor: torch.Tensor, window: _Window, place: _SlabRange) -> None:
         self.copies, self.window, self.place, self.stream = copies, window, place, copies.current_stream()
@@ -344,7 +326,7 @@ class DeviceCopies:
             dense = _like(kept, self.device)
             target.copy_(dense.copy_(source, non_blocking=True), non_blocking=True)
 
-        return stream.submit(Job(self._workspace, [work]), after)
+        return stream.submit(StreamJob(self._workspace, [work]), after)
 
 
 @cache
@@ -371,26 +353,20 @@ def offload_activations(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTE
     engine_memory, device_type = _EngineMemory(engine, model), engine.comm.device.type
     window = _Window(None)
 
-    def pack(tensor: torch.Tensor) -> _LeftOnDevice | _OnHost | _Offloaded:
+    def pack(tensor: torch.Tensor) -> _LeftOnDevice | _Offloaded:
         nonlocal window
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == device_type
         if not plain or tensor.nbytes < smallest_bytes or tensor in engine_memory:
             return _LeftOnDevice(tensor, tensor._version)
         copies = _copies_on(tensor.device)
         if copies is None:
-            kept = _like(tensor, tensor.device)
-            _once(kept).copy_(_once(tensor))
-            return _OnHost(kept, tensor.device)
+            return _LeftOnDevice(kept := _copied(tensor), kept._version)
         if window.nbytes and window.nbytes + _device_bytes(tensor) > _WINDOW_BYTES:
             window = _Window(window)
         return copies.offload(tensor, window)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, methodcaller("unpacked")):
         yield
-
-
-def _unpack(packed: _LeftOnDevice | _OnHost | _Offloaded) -> torch.Tensor:
-    return packed.unpacked()
 
 
 class _EngineMemory:

@@ -31,12 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from towpath.engine.agree.program import Program
-from towpath.engine.executor import Engine, engine_with
+from towpath.engine.executor import Engine
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import ShardSpec
-from towpath.engine.parameters.shard_tensor import ShardTensor, running_step
+from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with, running_step
 from towpath.engine.parameters.tensor_parallel import replacement_of
-from towpath.engine.streams.streams import eager
+from towpath.engine.timing import eager
 from towpath.errors import ShardError
 from towpath.logs import logger
 
@@ -164,7 +164,7 @@ class _Alone(TorchDispatchMode):
 
 def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
     together, apart = small_copy(optimizer), small_copy(optimizer)
-    pairs = list(zip(_parameters(together), _parameters(apart), strict=True))
+    pairs = list(zip(parameters_of(together), parameters_of(apart), strict=True))
     start = [p.clone() for p, _ in pairs]
     states: dict[nn.Parameter, dict[str, Any]] = {p: {} for _, p in pairs}
     alone: str | None = None
@@ -237,10 +237,10 @@ def _check_compiles(optimizer: Optimizer) -> None:
         return ShardTensor(tensor.view(-1), ShardSpec(tensor.shape, 0, tensor.numel(), 0, Replica(None, (0,), 0)))
 
     try:
-        with _undisturbed({p.device for p in _parameters(optimizer)}, compiles=True):
+        with _undisturbed({p.device for p in parameters_of(optimizer)}, compiles=True):
             slices = small_copy(optimizer, as_slice)
             _compiled.add(slices)
-            for p in _parameters(slices):
+            for p in parameters_of(slices):
                 p.grad = torch.ones_like(p)
             slices.step()
     except Exception as error:
@@ -276,13 +276,12 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
     random_numbers = torch.Generator().manual_seed(0)
     made: Any = type(optimizer).__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): made}
-    for p in _parameters(optimizer):
+    for p in parameters_of(optimizer):
         small = torch.randn([min(side, _SIDE) for side in p.shape], generator=random_numbers)
         memo[id(p)] = nn.Parameter(held_as(small.to(p.device, p.dtype)), p.requires_grad)
 
-    def kind_of_group(
-        group: dict[str, Any],
-    ) -> str:  # the flags and names by which an optimizer may treat it differently
+    # The flags and names by which an optimizer may treat a group differently.
+    def kind_of_group(group: dict[str, Any]) -> str:
         return repr({k: v for k, v in options_of(group).items() if isinstance(v, (bool, str, type(None)))})
 
     groups = [_small_group(group, memo) for group in _seldom_alike(optimizer.param_groups, kind_of_group)]
@@ -329,7 +328,7 @@ def _gradient(parameter: torch.Tensor, number: int, step: int) -> torch.Tensor:
     return ((steady + 0.1 * noise) * _SIZES[number % len(_SIZES)]).to(parameter.device, parameter.dtype)
 
 
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -408,7 +407,7 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
     if _adopted.get(optimizer) == seen:
         return
     state = cast(dict[Any, Any], optimizer.state)
-    present = {id(p) for p in _parameters(optimizer)}
+    present = {id(p) for p in parameters_of(optimizer)}
     for group in optimizer.param_groups:
         for number, before in enumerate(group["params"]):
             parameter = replacement_of(before)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from towpath.checkpoint.state_dicts import get_model_state_dict
 from towpath.core.presets import StrategyLike
+from towpath.engine.trial_steps import parameters_of
 from towpath.errors import CheckpointError, ConfigError, ShardError
 from towpath.integrations.common import (
     FOLDER,
@@ -286,8 +287,7 @@ class Accelerator(accelerate.Accelerator):
         owner = {id(p): number for number, model in enumerate(models) for p in model.parameters()}
         found: dict[int, list[Optimizer]] = {n: [] for n, model in enumerate(models) if is_sharded(model)}
         for optimizer in map(_plain, self._optimizers):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            numbers = {owner[id(p)] for p in parameters if id(p) in owner} & found.keys()
+            numbers = {owner[id(p)] for p in parameters_of(optimizer) if id(p) in owner} & found.keys()
             if len(numbers) > 1:
                 raise CheckpointError(
                     "an optimizer steps parameters of several sharded models, which cannot be saved: make one for each."

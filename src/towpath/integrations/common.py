@@ -20,10 +20,11 @@ from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_s
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import StrategyLike
 from towpath.engine.agree.boundary import CHECK_EVERY
-from towpath.engine.executor import engine_of, engine_with
+from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
-from towpath.engine.trial_steps import adopt
+from towpath.engine.parameters.shard_tensor import engine_with
+from towpath.engine.trial_steps import adopt, parameters_of
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
 from towpath.optim import members_of, whole_of
@@ -113,7 +114,7 @@ def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> 
         ShardError: The optimizer has stepped already, or needs full matrices and is not wrapped.
     """
     adopt(optimizer)
-    engines = {engine_with(p) for group in optimizer.param_groups for p in group["params"]} - {None}
+    engines = {engine_with(p) for p in parameters_of(optimizer)} - {None}
     if not engines or (model is not None and engine_of(model) not in engines):
         return
     for member in members_of(optimizer):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
-from towpath.collectives.rank_transfer import form_for, group_rank, select
+from towpath.collectives.select import form_for, group_rank, select
 from towpath.core.placement import GroupCollective, legal_placements, transitions
 from towpath.core.routes import ROUTES, Form, Op, Route
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind, move_shapes

@@ -245,8 +245,7 @@ class Profile:
 
     def to_json(self) -> str:
         """Return the profile as the text of a file."""
-        found = asdict(self)
-        return json.dumps({"version": VERSION, **found}, indent=1) + "\n"
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     @staticmethod
     def load(path: str | Path) -> Profile:

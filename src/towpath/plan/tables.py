@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from typing import Any, get_args
 
 from towpath.core.exact import SMALLEST_BYTES, exact_codec, in_bits
-from towpath.core.outer import Outer
 from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind, move_shapes
 from towpath.plan.cluster_file import GIB
 from towpath.plan.pipelines import PipelinePrediction
@@ -56,12 +55,10 @@ def label(strategy: Strategy) -> str:
     """Return the strategy's name, its codecs, whether it has exact transports, and how often islands synchronize."""
     codecs = dict.fromkeys(w.encoding.name for k in WITH_TRANSPORT if (w := strategy.transport(k)).encoding is not None)
     inner = " ".join([strategy.name, *codecs, *(["exact"] if strategy.is_exact else [])])
-    return inner if strategy.outer is None else f"{inner}, {_outer_label(strategy.outer)}"
-
-
-def _outer_label(outer: Outer) -> str:
+    if (outer := strategy.outer) is None:
+        return inner
     codec = f" {outer.transport.codec}".partition(":")[0] if outer.transport.codec != "none" else ""
-    return f"every {outer.every}" + (f"+{outer.delay}" if outer.delay else "") + codec
+    return f"{inner}, every {outer.every}" + (f"+{outer.delay}" if outer.delay else "") + codec
 
 
 def extents(strategy: Strategy) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, cast, get_args, get_type_hints
@@ -408,8 +408,9 @@ def _made(kind: type[Any], name: str, table: Any) -> Any:
         if full in GONE:
             raise ConfigError(f"the key {full} is gone: {GONE[full]}.")
         if each not in known:
-            what = "unknown key" if name else "unknown section"
-            raise ConfigError(f"{what} {full if name else f'[{full}]'}; {_closest(each, known)}")
+            what = f"unknown key {full}" if name else f"unknown section [{full}]"
+            close = difflib.get_close_matches(each, sorted(known), n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{what}; did you mean {close!r}? Known: {', '.join(sorted(known))}.")
         is_section = isinstance(types[each], type) and issubclass(types[each], Section)
         values[each] = _made(types[each], full, value) if is_section else _typed(types[each], value, full)
     return kind(**values)
@@ -469,9 +470,3 @@ def _read(path: Path, what: str) -> str:
         raise ConfigError(f"cannot read {what} {path}: {error.strerror or error}. Check the path.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {what} {path}: it is not text in UTF-8 ({error}). Save it as such.") from None
-
-
-def _closest(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-    return f"did you mean {close!r}? Known: {', '.join(names)}."

@@ -42,11 +42,6 @@ class Job:
         """The number of ranks."""
         return self.groups.world
 
-    @property
-    def leads_node(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self.rank % self.topology.ranks_per_node == 0
-
     def together(self) -> AbstractContextManager[list[str]]:
         """Return the context of `topology.together` over all ranks. Its errors are those of the command."""
         return together(self.groups, "the start", "Give all ranks the same files and arguments.", ConfigError)

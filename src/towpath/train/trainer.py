@@ -13,6 +13,7 @@ import math
 import os
 import random
 import time
+import tomllib
 from collections import defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
@@ -98,7 +99,9 @@ class Trainer:
             if parallel.tensor > 1:  # refuses layers that these ranks cannot share
                 bundle = replace(bundle, tensor_plan=plan_for(bundle.model, bundle.tensor_plan, parallel.tensor))
             # Ranks with other configurations or data would silently train apart.
-            lines += [*str(config).splitlines(), f"data.fingerprint = {self.tokens.fingerprint}"]
+            sections = tomllib.loads(str(config)).items()
+            lines += [f"{section}.{key} = {value}" for section, keys in sections for key, value in keys.items()]
+            lines.append(f"the checksum of the data = {self.tokens.fingerprint}")
         self.bundle = bundle
         windows = f"{len(self.tokens.train):,} sequences of {train.length} tokens"
         job.print_once(f"{self.tokens.about}: {windows}, vocabulary {self.tokens.vocabulary:,}")

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from towpath.codecs.kernels import pieces as loops
-from towpath.codecs.kernels import reference, registered
+from towpath.codecs.kernels import reference
 from towpath.codecs.kernels.pieces import Pieces
 from towpath.core.formats import Codec, registered_formats
 from towpath.logs import logger
@@ -93,10 +93,10 @@ def _slow(device_type: str, reason: str) -> Kernels:
 
 
 def _of(module: ModuleType) -> Kernels:
-    """Return the functions of `module`. For registered codecs, they call the functions of the registration."""
+    """Return the functions of `module`. For registered codecs, they are those of the reference."""
 
     def chosen(codec: Codec) -> ModuleType:
-        return registered if codec.name in registered_formats() else module
+        return reference if codec.name in registered_formats() else module
 
     def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
         chosen(codec).encode(codec, x, out, seed)

@@ -1,5 +1,7 @@
 """The codecs in plain torch, slow and readable. All other back ends equal this reference to the bit.
 
+Codecs that a user registers have no other back end.
+
 Everything is computed in float32, with IEEE division and without fused multiply-add. Rows are summed in their order.
 A block that holds a NaN or an Inf has the scale NaN and codes of zero, so all of it decodes to NaN. Scales are at least
 the smallest normal number. A denormal scale could flush to zero, and the codes would be infinite.
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from towpath.codecs.kernels import registered
 from towpath.core.formats import ROTATED, SCALE_BYTES, Codec
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
@@ -26,11 +29,16 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
         seed: The seed of stochastic rounding. The same seed gives the same bytes.
     """
     n, largest = x.numel(), codec.largest
-    if largest is None:
+    if codec.name == "bf16":
         out.copy_(torch.empty(n, dtype=torch.bfloat16, device=x.device).copy_(x).view(torch.uint8))
         return
     values = rotated(x.float()) if codec.hadamard else x.float()
-    blocks = _in_blocks(codec, values)
+    blocks, split = _in_blocks(codec, values), SCALE_BYTES * codec.scales(n)
+    if largest is None:
+        scales, codes = registered.encode_blocks(codec, blocks)
+        out[:split].copy_(scales.view(torch.uint8))
+        out[split:].copy_(registered.packed(codes.flatten()[:n], codec.bits))
+        return
     # The divisor is a tensor. On a GPU, torch would multiply by the inverse of a Python number, which may change the
     # last bit.
     top = torch.full((), largest, device=x.device)
@@ -38,7 +46,6 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
     finite = scales.isfinite()
     scales = scales.where(finite, torch.nan)
     quotients = (blocks / scales[:, None]).where(finite[:, None], 0.0).flatten()[:n]
-    split = SCALE_BYTES * codec.scales(n)
     out[:split].copy_(scales.view(torch.uint8))
     out[split:].copy_(_codes(codec, largest, quotients, seed))
 
@@ -89,12 +96,16 @@ def _sum(codec: Codec, rows: Sequence[torch.Tensor], elements: int) -> torch.Ten
 
 
 def _decoded(codec: Codec, data: torch.Tensor, n: int) -> torch.Tensor:
-    if codec.largest is None:
+    if codec.name == "bf16":
         return data.clone().view(torch.bfloat16).float()  # a copy: views of other dtypes must be aligned
     split = SCALE_BYTES * codec.scales(n)
     scales = data[:split].clone().view(torch.float32)
-    blocks = _in_blocks(codec, _values(codec, data[split:], n))
-    values = (blocks * scales[:, None]).flatten()[:n]
+    if codec.largest is None:
+        codes = _in_blocks(codec, registered.unpacked(data[split:], codec.bits, n))
+        blocks = registered.decode_blocks(codec, scales, codes)
+    else:
+        blocks = _in_blocks(codec, _values(codec, data[split:], n)) * scales[:, None]
+    values = blocks.flatten()[:n]
     return rotated(values) if codec.hadamard else values
 
 

@@ -1,17 +1,16 @@
 """Codecs that a user registers: two functions that turn blocks of values into codes, and back.
 
-This file pads the last block, rotates values, packs codes into bytes, and handles values that are not finite. As with
-every codec, a block that holds a NaN or an Inf decodes to NaN.
+This file packs codes into bytes, and handles values that are not finite. `reference.py` does the rest. As with every
+codec, a block that holds a NaN or an Inf decodes to NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from towpath.codecs.kernels.reference import rotated
-from towpath.core.formats import SCALE_BYTES, Codec, add_format
+from towpath.core.formats import Codec, add_format
 from towpath.errors import ConfigError
 
 # Blocks [blocks, elements] in float32 → their scales [blocks], and a code for each element in uint8.
@@ -44,63 +43,36 @@ def register(name: str, *, bits: int, encode: EncodeBlocks, decode: DecodeBlocks
     _functions[name] = encode, decode
 
 
-def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-    """Encode as `reference.encode` does, with the registered function."""
-    n = x.numel()
-    values = rotated(x.float()) if codec.hadamard else x.float()
-    size = codec.block or max(n, 1)
-    blocks = torch.nn.functional.pad(values, (0, codec.scales(n) * size - n)).view(-1, size)
+def encode_blocks(codec: Codec, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale of each block, and the code of each element, by the registered function."""
     finite = blocks.isfinite().all(1)
     scales, codes = _functions[codec.name][0](blocks.where(finite[:, None], 0.0))
     _check(codec, "scales", scales, torch.float32, (len(blocks),))
     _check(codec, "codes", codes, torch.uint8, tuple(blocks.shape))
-    split = SCALE_BYTES * codec.scales(n)
-    out[:split].copy_(scales.where(finite, torch.nan).contiguous().view(torch.uint8))
-    out[split:].copy_(_packed(codes.flatten()[:n], codec.bits))
+    return scales.where(finite, torch.nan).contiguous(), codes
 
 
-def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_decoded(codec, data, out.numel()))
+def decode_blocks(codec: Codec, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the values of blocks of codes, by the registered function."""
+    blocks = _functions[codec.name][1](scales, codes)
+    _check(codec, "values", blocks, torch.float32, tuple(codes.shape))
+    return blocks.where(scales.isfinite()[:, None], torch.nan)
 
 
-def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    out.copy_(_sum(codec, rows, out.numel()))
-
-
-def decode_sum_encode(
-    codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
-) -> None:
-    encode(codec, _sum(codec, rows, elements), out, seed)
-
-
-def _sum(codec: Codec, rows: Sequence[torch.Tensor], elements: int) -> torch.Tensor:
-    total = _decoded(codec, rows[0], elements)
-    for row in rows[1:]:
-        total = total + _decoded(codec, row, elements)
-    return total
-
-
-def _decoded(codec: Codec, data: torch.Tensor, n: int) -> torch.Tensor:
-    split = SCALE_BYTES * codec.scales(n)
-    scales = data[:split].clone().view(torch.float32)  # copied, since views of other dtypes must be aligned
-    size = codec.block or max(n, 1)
-    shifts = torch.arange(0, 8, codec.bits, dtype=torch.uint8, device=data.device)
-    unpacked = ((data[split:, None] >> shifts) & ((1 << codec.bits) - 1)).flatten()[:n]
-    codes = torch.nn.functional.pad(unpacked, (0, codec.scales(n) * size - n))
-    blocks = _functions[codec.name][1](scales, codes.view(-1, size))
-    _check(codec, "values", blocks, torch.float32, (len(scales), size))
-    values = blocks.where(scales.isfinite()[:, None], torch.nan).flatten()[:n]
-    return rotated(values) if codec.hadamard else values
-
-
-def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes of `bits` bits into bytes. The first code of a byte is in its lowest bits."""
     each = 8 // bits
     groups = torch.nn.functional.pad(codes, (0, -codes.numel() % each)).view(-1, each)
-    packed = groups[:, 0].clone()
+    joined = groups[:, 0].clone()
     for place in range(1, each):
-        packed |= groups[:, place] << (place * bits)
-    return packed
+        joined |= groups[:, place] << (place * bits)
+    return joined
+
+
+def unpacked(data: torch.Tensor, bits: int, n: int) -> torch.Tensor:
+    """Return the `n` codes that `packed` has packed."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
+    return ((data[:, None] >> shifts) & ((1 << bits) - 1)).flatten()[:n]
 
 
 def _check(codec: Codec, what: str, got: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from towpath.collectives.collective import Collective, Workspace
 from towpath.collectives.exact import AgreedAllGather, ExactSync
-from towpath.collectives.rank_transfer import CoalescedTransfers, RankTransfer
 from towpath.core.formats import item_bytes
 from towpath.core.placement import Partition
 from towpath.core.step_state import ParamVersion, Slot, Slots
@@ -34,7 +34,6 @@ from towpath.core.unit_plan import BucketPlan, largest
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import BucketLayout, ParameterPlace, exchanged, torch_dtype
 from towpath.engine.parameters.gradients import (
-    FlatGradients,
     OptimizerMemory,
     gradients_of,
     host_is_apart,
@@ -48,6 +47,7 @@ from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import EncodedShard, ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, lead_to
+from towpath.engine.queues import RankTransfer, Work
 from towpath.errors import ShardError
 
 # Autograd keeps views of the weights that a forward gathered. A unit's backward gather must therefore write to the
@@ -298,33 +298,34 @@ class Bucket:
     def source(self, kind: TransferKind) -> torch.Tensor:
         """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard.
 
-        A P shard in host memory is copied to its place in `full`.
+        A P shard in host memory contributes from its place in `full`, to which `before_gather` copies it.
         """
         if kind is TransferKind.BACKWARD_GATHER and self.copy is not None:
             return self.copy
-        if self._is_copied:
-            return self._slice(self.full, self.plan.params).copy_(self.shard, non_blocking=True)
-        return self.shard
+        return self._slice(self.full, self.plan.params) if self._is_copied else self.shard
 
-    def begin_gather(self, kind: TransferKind, workspace: Workspace) -> None:
-        """Start the non-blocking first phase of `gather`, before its turn in the queue, unless a copy comes first."""
-        for transfer in self.transfers[kind][: not self._is_copied]:
-            transfer.begin(self.full, self.source(kind), workspace)
+    def before_gather(self, kind: TransferKind) -> Work | None:
+        """Return what must be computed before the gathers, or instead of them if this rank holds all weights."""
+        if self._is_copied and not (kind is TransferKind.BACKWARD_GATHER and self.copy is not None):
+            return self._copy_from_host
+        if self.transfers[kind]:
+            return None
+        return self._decode if self.resting is not None else partial(self._copy_to_slot, self.source(kind))
 
-    def gather(self, kind: TransferKind, save_copy: bool, workspace: Workspace) -> None:
-        """All-gather the unsharded weights into `full`, and save the backward copy if `save_copy`."""
-        source = self.source(kind)
-        if self.resting is not None and not self.transfers[kind]:
-            self.resting.decode(self.full)
-        elif not self.transfers[kind] and source.data_ptr() != self.full.data_ptr():
-            self.full.copy_(source)  # every rank has all of it, but not in its slot
-        for transfer in self.transfers[kind]:
-            transfer.run(self.full, source, workspace)
-        self.save_backward_copy(save_copy)
+    def _copy_from_host(self, _: Workspace) -> None:
+        self._slice(self.full, self.plan.params).copy_(self.shard, non_blocking=True)
 
-    def save_backward_copy(self, save_copy: bool) -> None:
-        """Save the backward copy from the unsharded weights, if `save_copy` and the strategy has one."""
-        if save_copy and self.copy is not None and self.plan.backward_copy is not None:
+    def _decode(self, _: Workspace) -> None:
+        assert self.resting is not None
+        self.resting.decode(self.full)
+
+    def _copy_to_slot(self, source: torch.Tensor, _: Workspace) -> None:
+        if source.data_ptr() != self.full.data_ptr():
+            self.full.copy_(source)
+
+    def save_backward_copy(self, _: Workspace | None = None) -> None:
+        """Save this rank's part of the unsharded weights for the backward gather, if the strategy has such a copy."""
+        if self.copy is not None and self.plan.backward_copy is not None:
             self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
 
     def remember(self) -> None:
@@ -359,18 +360,6 @@ class Bucket:
         self.shard.copy_(torch.where(now == before, shard, now))
         self._rounded = None
 
-    # Gradients ----------------------------------------------------------------------------------------------------
-
-    def reduced_in(self, memory: Buffers, start: int) -> torch.Tensor:
-        """Return the part of `memory`, from `start` on, in which this micro-step's gradients arrive."""
-        return memory[self.plan.reduce_dtype][start : start + self.plan.numel]
-
-    def reduce(self, memory: Buffers, start: int, workspace: Workspace) -> None:
-        """Reduce this micro-step's gradients in `memory` from `start` on, and add the result to the G shard."""
-        # The queue's thread makes the view itself. Memory that one thread allocates and another one frees fragments the
-        # heap.
-        self.gradients.reduce(self.reduced_in(memory, start), workspace)
-
     # State and memory ---------------------------------------------------------------------------------------------
 
     @property
@@ -404,24 +393,3 @@ class Bucket:
         if self.plan.optimizer_on_host:
             held |= {"master": self.master.nbytes, "grad": self.gradients.mean_nbytes}
         return held
-
-
-def reduce_together(
-    placed: Sequence[tuple[Bucket, int]], transfers: CoalescedTransfers, memory: Buffers, workspace: Workspace
-) -> None:
-    """Reduce the gradients of several buckets with one launch. `placed` has each with the start of its gradients."""
-    buffers = [bucket.reduced_in(memory, start) for bucket, start in placed]
-    gradients = [bucket.gradients for bucket, _ in placed if isinstance(bucket.gradients, FlatGradients)]
-    mine = [each.prepare(buffer) for each, buffer in zip(gradients, buffers, strict=True)]
-    transfers.run(buffers, mine, workspace)
-    for each, summed in zip(gradients, mine, strict=True):
-        each.accumulate(summed)
-
-
-def gather_together(
-    buckets: Sequence[Bucket], transfers: CoalescedTransfers, kind: TransferKind, save_copy: bool, workspace: Workspace
-) -> None:
-    """All-gather the weights of several buckets in one message, and save their backward copies if `save_copy`."""
-    transfers.run([b.full for b in buckets], [b.source(kind) for b in buckets], workspace)
-    for bucket in buckets:
-        bucket.save_backward_copy(save_copy)

@@ -36,7 +36,7 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
                 "none of them. Take them from the model, as model.layers[0], say."
             )
         inside = {id(m) for module in modules for m in module.modules()}
-        found = [unit for unit in engine.units if any(id(owner) in inside for owner in unit.owners)]
+        found = [unit for unit in engine.units if any(id(owner) in inside for owner in unit.shown.owners)]
         if engine.root in found:
             found += [leaf for leaf in engine.leaves if leaf not in found]
         lines += [repr(unit.name or "root") for unit in found]
@@ -95,7 +95,7 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
     finally:
         for unit in kept:
             engine.execute(engine.machine.allow_reshard(unit.index))
-            unit.note_versions()
+            unit.shown.note_versions()
 
 
 def _compare(engine: Engine, units: list[Unit]) -> None:

@@ -15,7 +15,6 @@ from typing import final
 import torch
 
 from towpath.collectives.collective import Workspace
-from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.placement import Partition
 from towpath.core.routes import Op
 from towpath.core.strategy import TransferKind
@@ -23,6 +22,7 @@ from towpath.core.unit_plan import BucketPlan
 from towpath.engine.layout import ParameterPlace, torch_dtype
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.engine.queues import RankTransfer
 from towpath.errors import StepError
 
 
@@ -105,9 +105,9 @@ Transfers = Mapping[TransferKind, Sequence[RankTransfer]]
 class BucketGradients(ABC):
     """The gradients of one bucket during a step.
 
-    `Unit` and `Bucket` drive them, in this order:
+    The executor calls them in this order:
 
-    begin → arrive, once for each parameter → store → fill_missing → reduce (each micro-step)
+    begin → arrive, once for each parameter → store → fill_missing → divide → accumulate (each micro-step)
     grad_sync → set_grads (boundary)
 
     Gradients are held as autograd made them until `store`, which takes all of a unit's at once: on a GPU a launch takes
@@ -202,10 +202,6 @@ class BucketGradients(ABC):
         for index in range(len(self.used)):
             self._arrive_as_zero(index)
         self.store()
-
-    @abstractmethod
-    def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
-        """Reduce-scatter `buffer`, and add the result to this rank's G shard."""
 
     def needs_grad_sync(self, terms: int) -> bool:
         """Return whether the sums still need work to become means over `terms` gradients."""
@@ -325,9 +321,6 @@ class OwnGradients(BucketGradients):
     def _arrive_as_zero(self, index: int) -> None:
         self._arrived_now.add(index)
 
-    def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
-        raise AssertionError("no gradient is sent")
-
     def needs_grad_sync(self, terms: int) -> bool:
         return self.plan.divisors(TransferKind.GRAD_SYNC, terms) != (1, 1.0)
 
@@ -382,6 +375,9 @@ class FlatGradients(BucketGradients):
         self.sums: torch.Tensor | None = None
         self._holds_sums = False
         self._mean: torch.Tensor | None = None
+        # The memory of this micro-step's gradients, and this rank's slice of it. Their reduction reads one, and writes
+        # the other. These views are kept: memory that one thread allocates and another one frees fragments the heap.
+        self.region = self.shard = torch.empty(0, device=device)
         self._arriving: list[torch.Tensor] = []  # the memory of each parameter's gradient
         self._padding: list[torch.Tensor] = []  # the memory between them
         self._user_can_read: list[weakref.ref[torch.Tensor]] = []
@@ -434,6 +430,7 @@ class FlatGradients(BucketGradients):
         else:
             self._arrived.clear()
         if not self._arriving or self._arriving[0].data_ptr() != buffer.data_ptr():
+            self.region, self.shard = buffer, slice_of(buffer, self.plan.grads, self._rank)
             self._arriving = [place.of(buffer) for place in self._places]
             ends = [*(p.offset for p in self._places[1:]), self.plan.numel]
             spans = [(p.offset + p.numel, end) for p, end in zip(self._places, ends, strict=True)]
@@ -461,28 +458,22 @@ class FlatGradients(BucketGradients):
         if index not in self._arrived:
             self._held.setdefault(index)
 
-    def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
-        """Reduce `buffer` over its group, and add this rank's slice of the result to the G shard."""
-        mine = self.prepare(buffer)
-        for transfer in self._transfers[TransferKind.REDUCE]:
-            transfer.run(buffer, mine, workspace)
-        self.accumulate(mine)
+    @property
+    def divides(self) -> bool:
+        """True if gradients are divided before their reduction, because the sum would overflow."""
+        return self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)[0] != 1
 
-    def prepare(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Divide `buffer` as its reduction needs it, and return this rank's slice of it."""
-        before, _ = self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)
-        if before != 1:
-            buffer.div_(before)
-        return slice_of(buffer, self.plan.grads, self._rank)
+    def divide(self, _: Workspace) -> None:
+        self.region.div_(self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)[0])
 
-    def accumulate(self, mine: torch.Tensor) -> None:
-        """Add this rank's slice of a reduction to the G shard."""
+    def accumulate(self, _: Workspace) -> None:
+        """Add this rank's slice of the reduced gradients to the G shard."""
         assert self.sums is not None
-        _, after = self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)
+        after = self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)[1]
         if self._holds_sums:
-            self.sums.add_(mine, alpha=1 / after)
+            self.sums.add_(self.shard, alpha=1 / after)
         else:
-            self.sums.copy_(mine)
+            self.sums.copy_(self.shard)
             if after != 1:
                 self.sums.div_(after)
         self._holds_sums = True

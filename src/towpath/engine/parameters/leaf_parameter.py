@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from towpath.engine.parameters.shard_tensor import in_backward
-from towpath.engine.streams.streams import eager
+from towpath.engine.timing import eager
 from towpath.errors import ShardError
 
 _PROPERTIES = (

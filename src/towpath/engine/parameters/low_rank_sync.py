@@ -16,11 +16,11 @@ import torch
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Workspace
-from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.formats import wide
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Factored, Matrix
 from towpath.core.unit_plan import BucketPlan
+from towpath.engine.queues import RankTransfer
 
 
 class LowRankSync:

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from towpath.collectives.collective import Workspace
-from towpath.collectives.rank_transfer import RankMatrices
 from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, Round, plan_matrices, step_actions
 from towpath.core.step_state import ParamVersion, Submit, Task, Wait
 from towpath.core.strategy import TransferKind
@@ -26,7 +23,7 @@ from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
 from towpath.engine.layout import torch_dtype, trainable_places
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.streams.streams import Handle
+from towpath.engine.queues import Handle, RankTransfer, TransferRun
 from towpath.errors import CheckpointError, StepError
 
 
@@ -57,7 +54,7 @@ class MatrixSteps:
             engine.strategy, [unit.plan for unit in engine.units], [parameter for parameter, _ in chosen], gradients
         )
         self._slot = engine.strategy.moves.optimizer.slots[engine.comm.rank]
-        self._bound: dict[Transfer, RankMatrices] = {}
+        self._bound: dict[Transfer, RankTransfer] = {}
         for transfer in self.plan.transfers():
             self._bind(transfer)
         self._memory: dict[str, torch.Tensor] = {}
@@ -195,26 +192,23 @@ class MatrixSteps:
 
     # Transfers -------------------------------------------------------------------------------------------------------
 
-    def _bind(self, transfer: Transfer) -> RankMatrices:
+    def _bind(self, transfer: Transfer) -> RankTransfer:
         if transfer not in self._bound:
-            self._bound[transfer] = self._comm.bind_matrices(transfer)
+            (self._bound[transfer],) = self._comm.bind([transfer])
         return self._bound[transfer]
 
     def _submit(self, task: Task, each: Round) -> Handle:
-        bound = [self._bind(transfer) for transfer in task.transfers]
         gathered = self._gathered(each, task.unit % ROUNDS_IN_FLIGHT)
-        pieces: Mapping[TransferKind, list[torch.Tensor]] = {
-            kind: [piece(matrix) for matrix in each.matrices]
-            for kind, piece in (
-                (TransferKind.MATRIX_GRADIENTS, self._gradient),
-                (TransferKind.MATRIX_WEIGHTS, self._weight),
-                (TransferKind.MATRIX_UPDATES, self._weight),
-            )
-            if any(transfer.kind is kind for transfer in task.transfers)
-        }
+        bound = [self._bind(transfer) for transfer in task.transfers]
+        runs: list[TransferRun] = []
+        for transfer in bound:
+            has_gradients = transfer.transfer.kind is TransferKind.MATRIX_GRADIENTS
+            pieces = [(self._gradient if has_gradients else self._weight)(matrix) for matrix in each.matrices]
+            place = 0 if has_gradients else 1
+            wholes = {n: gathered[m.name][place] for n, m in enumerate(each.matrices) if m.name in gathered}
+            runs.append(TransferRun(transfer, wholes, pieces))
         after = [cast(Handle, before.handle) for before in task.after]
-        work = partial(_exchange, bound, pieces, each, gathered)
-        return self._comm.queues.submit(task.kind, bound, [work], after)
+        return self._comm.queues.submit(task.kind, bound, runs, after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,17 +236,3 @@ def not_savable(path: str, kind: str) -> CheckpointError:
         f"the optimizer's state {path} is a {kind}, which checkpoints cannot hold: expected plain tensors. Save the "
         "model alone, and start with a new optimizer; or take an optimizer without quantized states."
     )
-
-
-def _exchange(
-    bound: Sequence[RankMatrices],
-    pieces: Mapping[TransferKind, Sequence[torch.Tensor]],
-    each: Round,
-    gathered: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-    workspace: Workspace,
-) -> None:
-    for transfer in bound:
-        kind = transfer.transfer.kind
-        place = 0 if kind is TransferKind.MATRIX_GRADIENTS else 1
-        wholes = {n: gathered[m.name][place] for n, m in enumerate(each.matrices) if m.name in gathered}
-        transfer.run(pieces[kind], wholes, workspace)

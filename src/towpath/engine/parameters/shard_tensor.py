@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
+    from towpath.engine.executor import Engine
+
 aten = torch.ops.aten
 
 
@@ -249,6 +251,14 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _operation(func)(func, args, kwargs or {})
+
+
+def engine_with(parameter: torch.Tensor) -> Engine | None:
+    """Return the engine of the sharded model that `parameter` belongs to; None if there is none."""
+    if not isinstance(parameter, ShardTensor) or parameter.version is None:  # gradients and copies have none
+        return None
+    engine = parameter.shard_spec.replica.engine
+    return cast("Engine | None", engine()) if engine is not None else None
 
 
 class _FullTensor(torch.autograd.Function):

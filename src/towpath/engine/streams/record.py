@@ -20,8 +20,8 @@ from towpath.core.exact import exact_codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.agree.watchdog import Watchdog
-from towpath.engine.streams.streams import HostClock, Mark, Timer
 from towpath.engine.streams.trace import Trace
+from towpath.engine.timing import HostClock, Mark, Timer
 
 # Named ranges for `torch.profiler`.
 #

@@ -23,7 +23,7 @@ from towpath.core.exact import exact_codec
 from towpath.core.formats import Codec
 from towpath.core.strategy import BETWEEN_HOSTS
 from towpath.core.transfer import Transfer
-from towpath.engine.streams.streams import Mark, Timer
+from towpath.engine.timing import Mark, Timer
 
 COMPUTE, WAITING, BETWEEN, INSIDE, CODEC = "compute", "waiting", "between nodes", "inside nodes", "codec "
 _REST: tuple[str, str] = ("rest of the step", "")

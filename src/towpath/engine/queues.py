@@ -1,0 +1,345 @@
+"""The queues of one model's transfers: what a job is, how it runs on a GPU, and the queues that jobs are submitted to.
+
+The executor submits a job as data: the transfers, and the memory that each of them reads and writes. A stream runs the
+jobs of a queue in their order, concurrently with the computation. `CudaStream` does so on a GPU, and `ThreadStream`
+(`threads.py`) on a CPU. For what runs, it makes no difference: `RankTransfer.run` checks, records and explains.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from towpath.codecs.exact.message import MessageError
+from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
+from towpath.core.queues import QUEUES
+from towpath.core.routes import Op
+from towpath.core.strategy import WITH_TRANSPORT, TransferKind
+from towpath.core.transfer import Needs, Range, Transfer
+from towpath.core.unit_plan import UnitPlan, largest
+from towpath.engine.agree.digest import CollectiveLog
+from towpath.engine.agree.watchdog import is_capturing
+from towpath.engine.streams.record import Record, TransferWait, profiled
+from towpath.errors import StepError
+
+
+@final
+class RankTransfer:
+    """A transfer with the collective that executes it on this rank. Several may run as one: these are coalesced.
+
+    `transfers` are those of the schedule, and `transfer` is the first of them. `describe_ranks` says what some other
+    ranks reported last.
+    """
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        members: GroupRank,
+        collective: Collective,
+        record: Record,
+        describe_ranks: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.transfers, self.transfer = tuple(transfers), transfers[0]
+        self.members, self.collective = members, collective
+        self._record, self._describe_ranks = record, describe_ranks
+        self._expected = [_expected(transfer, members) for transfer in transfers]
+
+    def run(self, region: Any, shard: Any, workspace: Workspace) -> None:
+        """Execute the transfer in the order of the current stream. On a CPU, complete it before returning.
+
+        Coalesced transfers take a list of regions and one of shards. `OwnersExchange` has its own memory.
+        """
+        self.check_fit(region, shard)
+        values, messages = workspace.exact_bytes
+        with self._record.running(self.transfers, workspace.micro_step), self.explained():
+            self.collective.run(region, shard, workspace)
+            if workspace.exact_bytes != (values, messages):
+                after = workspace.exact_bytes
+                self._record.encoded(self.transfer, after[0] - values, after[1] - messages)
+
+    def begin(self, region: Any, shard: Any, workspace: Workspace) -> None:
+        """Start the non-blocking first phase, before this transfer's turn in the queue."""
+        self.check_fit(region, shard)
+        with self.explained():
+            self.collective.begin(region, shard, workspace)
+
+    def check_fit(self, region: Any, shard: Any) -> None:
+        """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes."""
+        each = [(region, shard)] if len(self.transfers) == 1 else zip(region, shard, strict=True)
+        for transfer, expected, tensors in zip(self.transfers, self._expected, each, strict=True):
+            for name, tensor, (elements, dtype) in zip(("region", "shard"), tensors, expected, strict=False):
+                if tensor.numel() != elements or tensor.dtype != dtype or not tensor.is_contiguous():
+                    raise StepError(
+                        f"rank {self.members.number}: {transfer} by {transfer.route}: got a {name} of "
+                        f"{tensor.numel()} elements of {tensor.dtype}, expected {elements} of {dtype}, contiguous. A "
+                        "collective carries what it was made for; make another for other tensors."
+                    )
+
+    @contextmanager
+    def explained(self) -> Generator[None]:
+        """Turn an error inside the block into a StepError that names the transfer and the possible causes."""
+        try:
+            yield
+        except MessageError as error:
+            raise StepError(f"rank {self.members.number}: {self.transfer} failed: {error}") from error
+        except RuntimeError as error:
+            members = self.members
+            others = [r for r in members.group.ranks if r != members.rank]
+            numbers = ", ".join(str(members.first + other) for other in others)
+            raise StepError(
+                f"rank {members.number}: {self.transfer} failed: {error}\nIf this speaks of a connection or of time, "
+                f"one of its peers (rank {numbers}) has died, hangs, is at another step or has lost its link. See what "
+                f"it printed, and restart the job from the last checkpoint. {self._describe_ranks(others)}"
+            ) from error
+
+
+def _expected(transfer: Transfer, members: GroupRank) -> list[tuple[int, torch.dtype]]:
+    """Return length and dtype of the region, and of the shard unless the operation has none."""
+    if not isinstance(transfer.payload, Range):
+        return []  # the exchange of matrices checks its own memory
+    region = transfer.elements, getattr(torch, transfer.dtype)
+    if transfer.move.op is Op.ALL_REDUCE:
+        return [region]
+    start, end = transfer.bounds(members.slot)
+    codec = transfer.transport.encoding
+    if codec is not None and transfer.payload.encoded:
+        return [region, (codec.encoded_bytes(end - start), torch.uint8)]
+    return [region, (end - start, region[1])]
+
+
+# What a job computes before, between and after its transfers: casts, copies, sums. It runs in the order of the queue.
+Work = Callable[[Workspace], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRun:
+    """A transfer with the memory that it reads and writes in one job."""
+
+    transfer: RankTransfer
+    region: Any
+    shard: Any
+
+    def __call__(self, workspace: Workspace) -> None:
+        self.transfer.run(self.region, self.shard, workspace)
+
+    def begin(self, workspace: Workspace) -> None:
+        self.transfer.begin(self.region, self.shard, workspace)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamJob:
+    """The work that a stream does for one submission.
+
+    `works` run one after the other. `begin`, if any, is the non-blocking first part of the first of them. It may run
+    before the preceding job has ended. Jobs with the same `Workspace.buffer_index` never overlap.
+    """
+
+    workspace: Workspace
+    works: Sequence[Work]
+    begin: Work | None = None
+
+
+class Handle(ABC):
+    """The end of a job. `Stream.submit` returns it, and the engine waits on it before it uses the job's results."""
+
+    @abstractmethod
+    def wait(self, on_host: bool = False) -> None:
+        """Return once the job's results may be used by what the caller computes next. Record the time of the wait.
+
+        Args:
+            on_host: Whether the host waits, too. Otherwise only the current CUDA stream waits on a GPU.
+        """
+
+
+class Stream(ABC):
+    """A runner of jobs, which execute in order and concurrently with the computation.
+
+    Up to `depth` jobs may be under way at a time. Each has its own buffer index, and so its own wire
+    buffers and tags.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth, self._buffer_index = depth, 0
+
+    def next_buffer_index(self) -> int:
+        """Return the buffer index of the next job to be submitted. Every rank must submit the same jobs."""
+        self._buffer_index = (self._buffer_index + 1) % self.depth
+        return self._buffer_index
+
+    @abstractmethod
+    def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
+        """Queue a job, which starts after earlier jobs with its buffer index, and after what was computed so far.
+
+        Args:
+            waiting: The object to which waits for the job are reported.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Return once the results of all jobs may be used by what the caller does next."""
+
+    @abstractmethod
+    def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
+        """Keep the memory of `buffer` for jobs with this index, even if the caller drops it before they end."""
+
+
+@final
+class CudaStream(Stream):
+    """A stream on a GPU: one CUDA stream per buffer index.
+
+    Jobs are enqueued at once, and events order them with the computation. Jobs with different indices overlap as far as
+    their process groups allow. Only `after` orders them. The kernels of a stream with `priority` -1 start before
+    kernels of the computation that wait for a multiprocessor.
+    """
+
+    def __init__(self, device: torch.device, depth: int, priority: int = 0) -> None:
+        super().__init__(depth)
+        self._streams = [torch.cuda.Stream(device, priority=priority) for _ in range(depth)]
+
+    def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
+        """Enqueue `job` on the CUDA stream of its buffer index."""
+        # The new work follows everything that the computation has enqueued so far, and the results of `after`. The
+        # host waits for neither. The event marks the end of the job, for the computation and for later jobs.
+        stream = self._streams[job.workspace.buffer_index]
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            for handle in after:
+                assert isinstance(handle, _CudaHandle)
+                handle.join()
+            for work in job.works:
+                work(job.workspace)
+        event = torch.cuda.Event()
+        event.record(stream)
+        if waiting is not None:
+            waiting.enqueued(event)
+        return _CudaHandle(event, stream.device, waiting)
+
+    def finish(self) -> None:
+        """Let the current stream wait for all jobs. The host does not wait."""
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
+        """Tell the caching allocator that a CUDA stream uses `buffer`, so that its memory is not reused."""
+        buffer.record_stream(self._streams[buffer_index])
+
+
+@final
+class _CudaHandle(Handle):
+    """The handle of a job on a `CudaStream`: an event behind the job."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device, waiting: TransferWait | None) -> None:
+        self._event, self._device, self._waiting = event, device, waiting
+
+    def _wait(self, on_host: bool) -> None:
+        self.join()
+        if on_host:
+            self._event.synchronize()
+
+    def join(self) -> None:
+        """Let the current stream wait. It is not recorded: on a stream of transfers, no computation waits."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def wait(self, on_host: bool = False) -> None:
+        """Let the current stream wait, and with `on_host` the host, too. Record the time."""
+        # In the capture of a CUDA graph, events can be neither queried nor timed.
+        if self._waiting is None or is_capturing():
+            self._wait(on_host)
+            return
+        with self._waiting.profiled():
+            if not self._waiting.is_timed or self._event.query():  # once the job has ended, there is no wait to time
+                self._wait(on_host)
+                return
+            began = self._waiting.mark()
+            self._wait(on_host)
+            self._waiting.waited(began, self._waiting.mark())
+
+
+class Queues:
+    """The queues of transfers of one model on one rank. Every rank must submit the same transfers in the same order.
+
+    It holds the wire buffers of each queue. Units submit their transfers here, and get a handle to wait for them.
+    """
+
+    def __init__(self, streams: Mapping[str, Stream], device: torch.device, record: Record, log: CollectiveLog) -> None:
+        self._streams, self._device, self._record, self._log = streams, device, record, log
+        self.micro_step = 0
+        self._buffers: dict[str, list[WireBuffers]] = {}  # by queue and buffer index
+        self._sizes: dict[str, Needs] = {}  # the sizes of these buffers, by queue
+        self._needs: dict[TransferKind, Needs] = {}  # sizes that the plans need, for kinds not submitted so far
+        self.always: dict[TransferKind, Needs] = {}  # sizes for kinds that are in no plan of a unit
+        self._made_before = 0  # the number of buffers made before, which were replaced since
+
+    def plan(self, plans: Iterable[UnitPlan]) -> None:
+        """Use the transfers of `plans` from now on, with wire buffers as large as the largest of them needs."""
+        plans = tuple(plans)
+        self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in WITH_TRANSPORT} | self.always
+        self._made_before = self.buffers_made
+        self._buffers.clear()
+        self._sizes.clear()
+
+    def submit(
+        self,
+        kind: TransferKind,
+        transfers: Sequence[RankTransfer],
+        works: Sequence[Work],
+        after: Sequence[Handle] = (),
+        begin: Work | None = None,
+    ) -> Handle:
+        """Submit a job to the queue of `kind`. `transfers` are those that its works run, in their order.
+
+        Args:
+            begin: The first part of the first transfer. It may run as soon as the job before has released the links.
+        """
+        record = self._record
+        record.watchdog.raise_if_diverged()
+        submitted = [transfer for bound in transfers for transfer in bound.transfers]
+        record.submitted(submitted, self.micro_step)
+        if submitted:
+            self._log.note(kind, submitted[0].unit)
+            record.watchdog.log = self._log
+        stream = self._streams[QUEUES[kind]]
+        index = stream.next_buffer_index()
+        watch = None if record.trace is None else record.trace.watch_codecs(self.micro_step)
+        buffers = self._buffers_for(kind, stream)[index]
+        job = StreamJob(Workspace(buffers, index, stream.depth, self.micro_step, watch), works, begin)
+        with profiled("submit ", submitted):
+            return stream.submit(job, after, TransferWait(record, submitted))
+
+    def _buffers_for(self, kind: TransferKind, stream: Stream) -> list[WireBuffers]:
+        """Return the wire buffers of the queue, by their index. Make larger ones first if `kind` needs them."""
+        # The submitting thread makes the buffers. If a job allocated memory on its own CUDA stream, the allocator could
+        # give it to another stream too early.
+        #
+        # Larger buffers replace the old ones. A transfer that has begun keeps the buffers that it began with.
+        name = QUEUES[kind]
+        size = largest([self._sizes.get(name, {}), self._needs.pop(kind, {})])
+        if name not in self._buffers or size != self._sizes[name]:
+            made = sum(b.made for b in self._buffers.get(name, ()))
+            self._buffers[name] = [
+                WireBuffers(self._device, partial(stream.uses, buffer_index)) for buffer_index in range(stream.depth)
+            ]
+            self._sizes[name], self._made_before = size, self._made_before + made
+            for buffers in self._buffers[name]:
+                buffers.reserve(size)
+        return self._buffers[name]
+
+    def finish(self) -> None:
+        """Return once the caller may use the results of all submitted jobs."""
+        for stream in self._streams.values():
+            stream.finish()
+
+    @property
+    def wire_buffer_bytes(self) -> int:
+        return sum(b.nbytes for each in self._buffers.values() for b in each)
+
+    @property
+    def buffers_made(self) -> int:
+        """Number of wire buffers made so far, including replaced ones."""
+        return self._made_before + sum(b.made for each in self._buffers.values() for b in each)
