@@ -146,7 +146,7 @@ def a_step_is_traced_in_the_order_of_its_stream() -> None:
     from itertools import pairwise
 
     from towpath import tracing
-    from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING
+    from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, WAITING
 
     width, rows = (2048, 4096) if DEVICE.type == "cuda" else (64, 64)
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]

@@ -34,7 +34,7 @@ from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
 from towpath.engine.queues import Handle, StreamJob
 from towpath.engine.saved_activations import DeviceCopies
-from towpath.engine.streams.record import TransferWait
+from towpath.observe.record import TransferWait
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = (

@@ -26,7 +26,7 @@ from towpath.plan.catalog import model_shape
 from towpath.plan.hardware import CodecSpeed, Hardware, Launching, Link
 from towpath.plan.pipelines import Layout, Pipelines
 from towpath.plan.profile import Point
-from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.solver import Batching, Ranking
 from towpath.plan.timeline import Timeline
 from towpath.topology.cluster import Topology
@@ -54,7 +54,8 @@ def replayed(
     made = strategy(name, TOPOLOGY, exact=exact)
     plans = [plan_unit(made, unit, Precision(), Form.COLLECTIVES) for unit in UNITS]
     seconds = ComputeSeconds([0.0] + [compute] * DEPTH, [0.0] + [2 * compute] * DEPTH, 0.0, 0.0)
-    return Replay(made, plans, replace(FAST, launching=launching), seconds, micro_steps).run()
+    stage = SimulatedStage(made, plans, seconds)
+    return Replay([stage], replace(FAST, launching=launching), micro_steps=micro_steps).run().ranks[0]
 
 
 def times(costs: Launching, factor: float) -> Launching:

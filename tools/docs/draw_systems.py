@@ -18,7 +18,7 @@ from towpath.core.placement import Placement
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.observing import Interval
+from towpath.observe.stats import Interval
 from towpath.plan import tables
 from towpath.plan.catalog import describe_model, load_cluster, model_shape
 from towpath.plan.cluster_file import GIB

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 from towpath.core.buffers import Needs, largest
 from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
-from towpath.core.outer_plan import OuterPlan, plan_outer
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.passes import Compression, Message, Order, StagePass, messages
 from towpath.core.payloads import Activation, Range
@@ -21,7 +20,6 @@ from towpath.core.placement import everyone, send
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.scopes import log_bytes
-from towpath.core.sent_bytes import SentBytes
 from towpath.core.steady_step import staged_tasks, steady_tasks
 from towpath.core.step_state import Task, slot_groups
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
@@ -30,6 +28,8 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import UnitSpec
 from towpath.errors import ConfigError
+from towpath.observe.sent_bytes import SentBytes
+from towpath.outer.exchanges import OuterPlan, plan_outer
 from towpath.topology.cluster import Extent, Topology
 
 
@@ -84,11 +84,11 @@ class Schedule(SentBytes):
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
-        return memory_bytes(self.plans) | (self.outer.memory_bytes() if self.outer is not None else {})
+        return memory_bytes(self.plans) | (self.outer.memory_bytes()[0] if self.outer is not None else {})
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps in host memory: none unless the strategy offloads."""
-        return host_memory_bytes(self.plans) | (self.outer.host_memory_bytes() if self.outer is not None else {})
+        return host_memory_bytes(self.plans) | (self.outer.memory_bytes()[1] if self.outer is not None else {})
 
     def host_copy_bytes(self) -> dict[TransferKind, int]:
         """Return the bytes that one rank copies between its device and host memory, by kind of transfer."""

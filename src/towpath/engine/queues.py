@@ -26,9 +26,9 @@ from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.agree.digest import CollectiveLog
-from towpath.engine.agree.watchdog import is_capturing
-from towpath.engine.streams.record import Record, TransferWait, profiled
+from towpath.engine.agree.status import is_capturing
 from towpath.errors import StepError
+from towpath.observe.record import Record, TransferWait, profiled
 
 
 @final

@@ -18,7 +18,7 @@ from towpath.core.lossless import exact_codec
 from towpath.core.schedule import JobSchedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
-from towpath.observing import Stats, Sums, Trace, TransferStats, stats, sums
+from towpath.observe.stats import Stats, Sums, Trace, TransferStats, stats, sums
 from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)

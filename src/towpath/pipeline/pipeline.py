@@ -42,7 +42,7 @@ from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ConfigError, ShardError, StepError, TowpathError
-from towpath.observing import Interval, Observable, Stats, Sums, Trace, traced
+from towpath.observe.stats import Interval, Observable, Stats, Sums, Trace, traced
 from towpath.pipeline.agreement import (
     ACCUMULATE,
     EVALUATE,

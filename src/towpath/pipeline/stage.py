@@ -26,7 +26,7 @@ from towpath.core.schedule import Shape, transport_for
 from towpath.core.transport import Transport, matrix_of
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import torch_dtype
-from towpath.engine.streams.trace import BETWEEN, INSIDE, Trace
+from towpath.observe.trace import BETWEEN, INSIDE, Trace
 from towpath.pipeline.observed import trace_messages
 
 # A message in fewer bytes: as low-rank factors, or in a codec of blocks. Both ends of a link have the same encodings,

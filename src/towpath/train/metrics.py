@@ -25,7 +25,7 @@ import torch
 from towpath.core.lossless import METRICS
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError
-from towpath.observing import Stats, Sums, stats, sums, trace, traced
+from towpath.observe.stats import Stats, Sums, stats, sums, trace, traced
 from towpath.progress import size
 from towpath.tracing import write_intervals
 from towpath.train.config import DTYPES, Config
