@@ -20,6 +20,7 @@ from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, asked_of_micro_batche
 from towpath.core.strategy import Offload, Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.files import check_output_file, write_output_file
+from towpath.observe.trace import write_intervals
 from towpath.outer.proposal import OuterPlanner
 from towpath.plan import tables
 from towpath.plan.catalog import describe_model, load_cluster, model_shape
@@ -437,12 +438,10 @@ def _write_trace(path: Path | None, step: Prediction, solver: Solver, stages: _S
             f"--trace shows each micro-step, and there are {step.batching.micro_steps:,}. Expected at most "
             f"{_MOST_TRACED:,}: take a smaller --batch."
         )
-    from towpath.tracing import simulated_intervals, write_intervals  # imports torch
-
     if stages is not None and isinstance(step, PipelinePrediction):
         ranks = stages.pipelines.replay(step.layout, step.batching).ranks
         names = {rank: f"rank {rank} of {step.layout}, simulated" for rank in range(len(ranks))}
     else:
         ranks = [solver.timeline(step.strategy, step.batching)]
         names = {0: f"every rank of {solver.cluster.name}, simulated"}
-    write_intervals(path, {rank: simulated_intervals(each.events) for rank, each in enumerate(ranks)}, names)
+    write_intervals(path, {rank: each.intervals for rank, each in enumerate(ranks)}, names)

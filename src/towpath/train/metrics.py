@@ -25,9 +25,10 @@ import torch
 from towpath.core.exact import METRICS
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError
-from towpath.observe.stats import Stats, Sums, stats, sums, trace, traced
+from towpath.observe.record import Totals
+from towpath.observe.stats import Stats, stats, totals, trace, traced
+from towpath.observe.trace import write_intervals
 from towpath.progress import size
-from towpath.tracing import write_intervals
 from towpath.train.config import DTYPES, Config
 
 if TYPE_CHECKING:
@@ -162,11 +163,11 @@ class MetricsLogger:
         with job.together():
             self._writers = open_writers(config, self._topology, self._first_step) if job.rank == 0 else []
         self._printed = -math.inf  # when the progress was printed last
-        self._sums = self._current_sums()
+        self._totals = self._totals_now()
         self._began, self._seconds = time.perf_counter(), 0.0  # of the whole context
 
-    def _current_sums(self) -> Sums:
-        return sums(self._model).of_groups(self._groups)
+    def _totals_now(self) -> Totals:
+        return totals(self._model).of_groups(self._groups)
 
     def __enter__(self) -> MetricsLogger:
         return self
@@ -181,9 +182,9 @@ class MetricsLogger:
 
     def log_step(self, result: StepResult) -> None:
         """Report a step that has ended."""
-        self._step, before = result.step, self._sums
-        self._sums = self._current_sums()
-        sent = self._sums.since(before)
+        self._step, before = result.step, self._totals
+        self._totals = self._totals_now()
+        sent = self._totals.since(before)
         row = asdict(result) | {
             "tokens": self._tokens,
             "tokens_per_second": self._tokens / result.seconds,
@@ -204,7 +205,7 @@ class MetricsLogger:
 
     def log_evaluation(self, loss: float | None, seconds: float) -> None:
         """Report an evaluation after the last step. Without held-out data the loss is None."""
-        self._sums = self._current_sums()  # what it sent is no part of the next step
+        self._totals = self._totals_now()  # what it sent is no part of the next step
         if loss is not None:
             self._write("validation", {"loss": loss, "seconds": seconds})
             self._job.print_once(f"step {self._step}: held-out loss {loss:.4f}")
