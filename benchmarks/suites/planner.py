@@ -40,8 +40,8 @@ from towpath.core.exact import Shares
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.engine.layout import lay_out
-from towpath.observe.record import Totals
 from towpath.observe.stats import totals
+from towpath.observe.totals import Totals
 from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.outer.period import Period
 from towpath.plan.cluster_probe import probe

@@ -16,8 +16,8 @@ import torch
 import towpath
 from towpath.core.strategy import TransferKind
 from towpath.errors import ConfigError
-from towpath.observe.record import TransferStats
 from towpath.observe.stats import Stats
+from towpath.observe.totals import TransferStats
 from towpath.train.config import Config
 from towpath.train.metrics import (
     JsonLines,

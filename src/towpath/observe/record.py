@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self, final
+from typing import final
 
 import torch
 from torch.autograd import profiler
@@ -27,6 +26,7 @@ from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.timing import HostClock, Mark, Timer
+from towpath.observe.totals import Totals, TransferStats
 from towpath.observe.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Args, Interval
 
 # Named ranges for `torch.profiler`.
@@ -51,128 +51,6 @@ def profiled(what: str, transfers: Sequence[Transfer]) -> AbstractContextManager
     return profiler.record_function(f"towpath {what}{transfers[0].kind} {transfers[0].unit}{others}")
 
 
-@dataclass(slots=True)
-class TransferStats:
-    """The calls, bytes and seconds of one transfer so far.
-
-    Bytes are those that all ranks of the job send together. Seconds are this rank's.
-    """
-
-    transfer: Transfer
-    # The bytes of a call, by class of link. Exact transfers send fewer: this is their upper bound.
-    call_intra_bytes: int
-    call_inter_bytes: int
-    calls: int = 0
-    seconds_in_flight: float = 0.0
-    seconds_exposed: float = 0.0
-    # What this rank saw encoded, if the transfer is exact: bytes of values, and of their messages.
-    exact_values: int = 0
-    exact_messages: int = 0
-
-    @staticmethod
-    def of(transfer: Transfer, copies: int = 1, calls: int = 0) -> TransferStats:
-        """Return the stats of a transfer that `copies` groups of ranks all make."""
-        return TransferStats(transfer, copies * transfer.intra_bytes, copies * transfer.inter_bytes, calls)
-
-    @property
-    def intra_bytes(self) -> int:
-        """The bytes sent inside nodes."""
-        share = self._share if self.transfer.encoded_inside else 1
-        return round(share * self.calls * self.call_intra_bytes)
-
-    @property
-    def inter_bytes(self) -> int:
-        """The bytes sent between nodes. Those of exact transfers are estimated from what this rank has encoded."""
-        return round(self._share * self.calls * self.call_inter_bytes)
-
-    @property
-    def _share(self) -> float:
-        return self.exact_messages / self.exact_values if self.exact_values else 1
-
-    def plus(self, other: TransferStats, sign: int = 1) -> TransferStats:
-        """Return the sum of both, or the difference with `sign=-1`, for stats of the same transfer."""
-        return replace(self, **{name: getattr(self, name) + sign * getattr(other, name) for name in _COUNTS})
-
-
-_COUNTS = ("calls", "seconds_in_flight", "seconds_exposed", "exact_values", "exact_messages")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
-    """The counts of all transfers so far, and the seconds of the engine's own work.
-
-    Bytes are those of all ranks together, seconds are this rank's.
-    """
-
-    transfers: tuple[TransferStats, ...]
-    seconds_host: float
-
-    _COUNTS: ClassVar = ("seconds_host",)
-
-    def since(self, earlier: Totals) -> Self:
-        """Return the counts since `earlier`, which must be of the same model. Memory and `last_step` stay as they are.
-
-        Use it to measure some steps: take `stats` before and after them.
-
-        Args:
-            earlier: The stats before these steps.
-        """
-        before = {t.transfer: t for t in earlier.transfers}
-        found = [t.plus(before[t.transfer], -1) if t.transfer in before else t for t in self.transfers]
-        kept = tuple(t for t in found if t.calls or t.seconds_exposed)
-        return replace(self, transfers=kept, **{n: getattr(self, n) - getattr(earlier, n) for n in self._COUNTS})
-
-    def of_groups(self, count: int) -> Self:
-        """Return the stats with the bytes of `count` groups of ranks that all send the same.
-
-        Memory and seconds are unchanged.
-        """
-        found = (
-            replace(t, call_intra_bytes=count * t.call_intra_bytes, call_inter_bytes=count * t.call_inter_bytes)
-            for t in self.transfers
-        )
-        return replace(self, transfers=tuple(found))
-
-    @property
-    def inter_bytes(self) -> int:
-        """The bytes that all ranks together sent between nodes."""
-        return sum(t.inter_bytes for t in self.transfers)
-
-    @property
-    def intra_bytes(self) -> int:
-        """The bytes that all ranks together sent inside nodes."""
-        return sum(t.intra_bytes for t in self.transfers)
-
-    @property
-    def seconds_exposed(self) -> float:
-        """The seconds in which this rank's computation did nothing but wait for transfers."""
-        return sum(t.seconds_exposed for t in self.transfers)
-
-    @property
-    def exposed_by_kind(self) -> dict[TransferKind, float]:
-        """The exposed seconds of each kind of transfer."""
-        found: dict[TransferKind, float] = defaultdict(float)
-        for each in self.transfers:
-            found[each.transfer.kind] += each.seconds_exposed
-        return dict(found)
-
-    @property
-    def exact_shares(self) -> dict[tuple[str, str], float]:
-        """The bytes of exact messages as a share of their values, by exact codec and dtype, as this rank saw them."""
-        values, messages = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for each in self.transfers:
-            if each.exact_values:
-                key = exact_key(each.transfer)
-                values[key] += each.exact_values
-                messages[key] += each.exact_messages
-        return {key: messages[key] / count for key, count in values.items()}
-
-
-def exact_key(transfer: Transfer) -> tuple[str, str]:
-    """Return the exact codec and the dtype of an exact transfer: those with the same ones shrink alike."""
-    return exact_codec(transfer.move.op), transfer.dtype
-
-
 @dataclass(frozen=True, slots=True)
 class _Span:
     """An interval in which `transfers` ran or, if `exposed`, were waited for. On a GPU it may not have ended yet."""
@@ -190,9 +68,6 @@ class Trace:
     """The intervals of the traced steps of one rank. `intervals` is complete, and sorted by start, after `end()`.
 
     Until then, `Record` and the training loop report intervals to it.
-
-    Args:
-        timer: The clocks of the streams.
     """
 
     def __init__(self, timer: Timer) -> None:
@@ -223,14 +98,12 @@ class Trace:
         self.intervals = tuple(sorted(kept, key=lambda i: i.start_seconds))
 
     def _interval(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> Interval:
-        start = self._since_zero(began)
-        seconds = max(0.0, self._since_zero(ended) - start)
-        return Interval(track=track, name=name, start_seconds=start, seconds=seconds, args=args)
-
-    def _since_zero(self, mark: Mark) -> float:
-        return mark - self._zero_on_host if isinstance(mark, float) else self._timer.seconds(self._zero, mark)
-
-    # The training thread --------------------------------------------------------------------------------------------
+        # What ranks compare is marked by the host's clock, also where a device does everything else.
+        start, end = (
+            mark - self._zero_on_host if isinstance(mark, float) else self._timer.seconds(self._zero, mark)
+            for mark in (began, ended)
+        )
+        return Interval(track=track, name=name, start_seconds=start, seconds=max(0.0, end - start), args=args)
 
     def enter(self, work: str, unit: str = "") -> None:
         """Note that the training thread begins `work`, inside what it does already."""
@@ -284,8 +157,6 @@ class Trace:
         self._since = ended
         self.add(WAITING, _name(transfers), began, ended, _args(transfers))
 
-    # Transfers ------------------------------------------------------------------------------------------------------
-
     def transferred(
         self, transfers: Sequence[Transfer], began: Mark, ended: Mark, micro_step: int, sent: tuple[int, int]
     ) -> None:
@@ -336,7 +207,7 @@ class Record:
 
     `CommContext` makes it. The queues, the transfers and the engine report to it, and pass the reports on to `trace`
     while a trace is recorded. `host` measures the engine's own seconds. Calls are always counted. Where timing is not
-    free, seconds are counted during a trace, and from the first call of `totals` or `sums` on.
+    free, seconds are counted during a trace, and from the first call of `totals` on.
     """
 
     def __init__(self, watchdog: Watchdog, timer: Timer, islands: int = 1) -> None:

@@ -21,7 +21,8 @@ from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import StepError
-from towpath.observe.record import Totals, Trace
+from towpath.observe.record import Trace
+from towpath.observe.totals import Totals
 from towpath.observe.trace import Interval, write_intervals
 from towpath.topology.groups import Groups
 
@@ -96,7 +97,7 @@ def stats(model: nn.Module | Observable) -> Stats:
     """Return calls, bytes and seconds of each transfer so far, and the memory by kind. Printing it gives a table.
 
     Calls and bytes are always counted. On a GPU, timing costs two events for each transfer and each wait. So seconds
-    are counted there from the first call of `stats` or `sums` for this model, and during a `trace`.
+    are counted there from the first call of `stats` for this model, and during a `trace`.
 
     Args:
         model: A model that `shard` returned, or a `Pipeline`. Every rank of a pipeline must call it.

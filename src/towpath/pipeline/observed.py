@@ -17,8 +17,9 @@ from towpath.core.schedule import JobSchedule, sum_by_kind
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine
-from towpath.observe.record import Totals, Trace, TransferStats, exact_key
+from towpath.observe.record import Trace
 from towpath.observe.stats import Stats, stats_of
+from towpath.observe.totals import Totals, TransferStats, exact_key
 from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
@@ -97,17 +98,15 @@ class StepCounter:
 
         Exact transfers of other ranks' stages are scaled by what this rank has seen of its own.
         """
-        own = [engine.comm.record.totals() for engine in self._engines]
-        seen: dict[tuple[str, str], tuple[int, int]] = {}
-        for each in (transfer for one in own for transfer in one.transfers if transfer.exact_values):
-            values, messages = seen.get(exact_key(each.transfer), (0, 0))
-            seen[exact_key(each.transfer)] = values + each.exact_values, messages + each.exact_messages
-        sent = self._sent()
-        for each in (each for each in sent if each.transfer.exact):
-            each.exact_values, each.exact_messages = seen.get(exact_key(each.transfer), (0, 0))
+        each = [engine.comm.record.totals() for engine in self._engines]
+        transfers = _merged(transfer for one in each for transfer in one.transfers)
+        own = Totals(transfers=transfers, seconds_host=sum(one.seconds_host for one in each))
+        seen, sent = own.exact_bytes, self._sent()
+        for stats in (stats for stats in sent if stats.transfer.exact):
+            stats.exact_values, stats.exact_messages = seen.get(exact_key(stats.transfer), (0, 0))
         # The schedules have the calls of this rank's stages, too.
-        waits = [replace(each, calls=0) for one in own for each in one.transfers]
-        return Totals(transfers=_merged([*sent, *waits]), seconds_host=sum(one.seconds_host for one in own))
+        waits = (replace(stats, calls=0) for stats in transfers)
+        return replace(own, transfers=_merged([*sent, *waits]))
 
 
 def _merged(transfers: Iterable[TransferStats]) -> tuple[TransferStats, ...]:

@@ -42,8 +42,9 @@ from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ConfigError, ShardError, StepError, TowpathError
-from towpath.observe.record import Totals, Trace
+from towpath.observe.record import Trace
 from towpath.observe.stats import Observable, Stats
+from towpath.observe.totals import Totals
 from towpath.observe.trace import Interval
 from towpath.pipeline.agreement import (
     ACCUMULATE,
