@@ -22,7 +22,7 @@ import towpath
 from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import by_queue
-from towpath.core.pipeline import messages
+from towpath.core.passes import messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, ShardError, StepError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from towpath.cli.plots import draw_timelines, standalone_svg
 from towpath.core import presets
-from towpath.core.pipeline import Compression, compression
+from towpath.core.passes import Compression, compression
 from towpath.core.placement import Placement
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule

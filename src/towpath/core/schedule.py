@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
-from towpath.core.pipeline import Compression, Message, Order, StagePass, messages
+from towpath.core.passes import Compression, Message, Order, StagePass, messages
 from towpath.core.placement import everyone, send
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
@@ -282,7 +282,7 @@ Shape = tuple[tuple[int, ...], str]  # the shape and dtype of a tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageSchedule:
     """One stage of a pipeline job, with its ranks, its own schedule and its outputs.
 
     `ranks` are numbered as in the job, in the order of the stage's data-parallel group. `outputs` has the shape and
@@ -310,7 +310,7 @@ class JobSchedule(SentBytes):
 
 def job_schedule(
     topology: Topology,
-    pipelines: Iterable[Sequence[Stage]],
+    pipelines: Iterable[Sequence[StageSchedule]],
     order: Order,
     compression: Compression,
     walks: int = 1,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from towpath.core.exact import exact_codec, in_bits
+from towpath.core.lossless import exact_codec, in_bits
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 
@@ -120,9 +120,12 @@ _SUMMED = ("calls", "seconds_in_flight", "seconds_exposed", "exact_values", "exa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """The counts of all transfers so far, and the seconds of the engine's own work.
+    """The counts of all transfers so far. Bytes are those of all ranks together, seconds are this rank's.
 
-    Bytes are those of all ranks together, seconds are this rank's.
+    Attributes:
+        transfers: Calls, bytes and seconds of each transfer.
+        seconds_host: The time of the engine's bookkeeping on the training thread, around each unit's forward and
+            backward. Waiting for transfers is not part of it: see `seconds_exposed`.
     """
 
     transfers: tuple[TransferStats, ...]

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from towpath.codecs.kernels import kernels_for
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
-from towpath.core.pipeline import Compression
+from towpath.core.passes import Compression
 from towpath.core.schedule import Shape, transport_for
 from towpath.core.transport import Transport, matrix_of
 from towpath.engine.executor import Engine, engine_of

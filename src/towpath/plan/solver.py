@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from towpath.core.schedule import depends_on_memory
-from towpath.core.steady_step import Compute, Part
+from towpath.core.steady_step import Compute, PassPart
 from towpath.core.strategy import (
     AS_TRAINED,
     Strategy,
@@ -33,7 +33,7 @@ from towpath.plan.model import (
     optimizer_seconds,
 )
 from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking, figures_of
-from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.request import Request
 from towpath.plan.simulated_engine import KERNELS_OF_A_PARAMETER
 from towpath.plan.timeline import Timeline
@@ -165,7 +165,7 @@ class Solver:
         if (costs := self._hardware.launching) is None:
             return True
         seconds = self._computing(batching, 1, False)
-        passes = 1 + seconds.kernels(Compute(0, Part.BACKWARD))
+        passes = 1 + seconds.kernels(Compute(0, PassPart.BACKWARD))
         kernels = KERNELS_OF_A_PARAMETER * passes * sum(len(b.numels) for u in self.model.units for b in u.spec.buckets)
         return kernels * costs.kernel < seconds.micro_step
 
@@ -239,9 +239,10 @@ class Solver:
     def _replayed(
         self, strategy: Strategy, plans: Sequence[UnitPlan], seconds: ComputeSeconds, micro_steps: int
     ) -> Timeline:
-        timeline = Replay(strategy, plans, self._hardware, seconds, min(micro_steps, _REPLAYED)).run()
+        stage = [SimulatedStage(strategy, plans, seconds)]
+        timeline = Replay(stage, self._hardware, micro_steps=min(micro_steps, _REPLAYED)).run().ranks[0]
         if micro_steps > _REPLAYED:  # the micro-steps in the middle are equal
-            shorter = Replay(strategy, plans, self._hardware, seconds, _REPLAYED - 1).run()
+            shorter = Replay(stage, self._hardware, micro_steps=_REPLAYED - 1).run().ranks[0]
             timeline = timeline.with_more(micro_steps - _REPLAYED, shorter)
         return timeline
 
@@ -258,7 +259,8 @@ class Solver:
         strategy = self._with_frozen_placed(strategy, batching)
         plans = [plan_unit(strategy, u.spec, self.request.precision, self._hardware.form) for u in self.model.units]
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
-        return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps).run()
+        stage = [SimulatedStage(strategy, plans, seconds)]
+        return Replay(stage, self._hardware, micro_steps=batching.micro_steps).run().ranks[0]
 
     def _phases(self, strategy: Strategy) -> list[Strategy]:
         """Return the strategies of a run: one, or those of two halves if the request is interleaved."""
