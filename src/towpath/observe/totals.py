@@ -98,24 +98,32 @@ class TransferStats:
     @property
     def intra_bytes(self) -> int:
         """The bytes sent inside nodes."""
-        share = self._share if self.transfer.encoded_inside else 1
-        return round(share * self.calls * self.call_intra_bytes)
+        if self.exact_values and self.transfer.encoded_inside:
+            return self._sent(self.call_intra_bytes)
+        return self.calls * self.call_intra_bytes
 
     @property
     def inter_bytes(self) -> int:
         """The bytes sent between nodes. Those of exact transfers are estimated from what this rank has encoded."""
-        return round(self._share * self.calls * self.call_inter_bytes)
+        return self._sent(self.call_inter_bytes)
 
-    @property
-    def _share(self) -> float:
-        return self.exact_messages / self.exact_values if self.exact_values else 1
+    def _sent(self, nbytes: int) -> int:
+        if not self.exact_values:
+            return self.calls * nbytes
+        return round(self.exact_messages / self.exact_values * self.calls * nbytes)
 
     def plus(self, other: TransferStats, sign: int = 1) -> TransferStats:
         """Return the sum of both, or the difference with `sign=-1`, for stats of the same transfer."""
-        return replace(self, **{name: getattr(self, name) + sign * getattr(other, name) for name in _SUMMED})
-
-
-_SUMMED = ("calls", "seconds_in_flight", "seconds_exposed", "exact_values", "exact_messages")
+        return TransferStats(  # written out, because a trainer calls it for each transfer after each step
+            self.transfer,
+            self.call_intra_bytes,
+            self.call_inter_bytes,
+            self.calls + sign * other.calls,
+            self.seconds_in_flight + sign * other.seconds_in_flight,
+            self.seconds_exposed + sign * other.seconds_exposed,
+            self.exact_values + sign * other.exact_values,
+            self.exact_messages + sign * other.exact_messages,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
