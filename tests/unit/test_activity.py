@@ -23,7 +23,9 @@ from towpath.core.routes import Op
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.engine.agree.watchdog import Neighbor, RankStatus, Watchdog, _report
+from towpath.engine.agree.neighbor import Neighbor
+from towpath.engine.agree.status import RankStatus
+from towpath.engine.agree.watchdog import Watchdog, _report
 from towpath.engine.comm import make_stream
 from towpath.engine.queues import CudaStream, _CudaHandle
 from towpath.engine.threads import ThreadStream
@@ -90,8 +92,8 @@ class Turns(threading.Event):
 
 def test_the_reporter_queries_no_device_while_the_host_goes_on() -> None:
     peers, end = Watchdog(Groups()), End()
-    peers.activity.enqueued(end, [_gather("a")])
-    queried, turns = end.queries, Turns(peers.activity)
+    peers.status.enqueued(end, [_gather("a")])
+    queried, turns = end.queries, Turns(peers.status)
     _report(weakref.ref(peers), turns)
     assert turns.turns == 10 and end.queries == queried
 
@@ -230,7 +232,7 @@ def _end_process(neighbor: Neighbor) -> None:
 
 
 def test_a_neighbor_that_cannot_connect_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("towpath.engine.agree.watchdog._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("towpath.engine.agree.neighbor._PATIENCE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def mislead(found: list[Any]) -> None:

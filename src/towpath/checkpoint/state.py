@@ -26,13 +26,11 @@ from torch.utils.hooks import RemovableHandle
 
 from towpath.checkpoint import optimizer_state
 from towpath.checkpoint.exporting import ADAPTERS, adapters_of
-from towpath.checkpoint.islands import VALUE, IslandContents, IslandRestore, islands_of, prefix_of, view_of
 from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
 from towpath.checkpoint.rank_contents import (
     NamedTensors,
     RankContents,
     contents_of,
-    described,
     rng_state,
     seed_anew,
     set_rng_state,
@@ -43,7 +41,9 @@ from towpath.core.formats import shape_text
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
+from towpath.outer.saved import VALUE, IslandContents, IslandRestore, islands_of, prefix_of, view_of
 from towpath.topology.cluster import counted
+from towpath.topology.together import described
 
 _TAKEN = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller

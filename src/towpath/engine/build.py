@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from towpath.core.exact import SMALLEST_BYTES
 from towpath.core.formats import Precision
-from towpath.core.outer_plan import plan_outer
+from towpath.core.lossless import SMALLEST_BYTES
 from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
@@ -27,7 +26,6 @@ from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept, is_saved
-from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.initialise import (
     FromModel,
@@ -45,6 +43,8 @@ from towpath.engine.parameters.unit import Unit
 from towpath.engine.trial_steps import watch_optimizers
 from towpath.errors import ShardError
 from towpath.logs import logger
+from towpath.outer.exchanges import plan_outer
+from towpath.outer.sync import OuterSync
 from towpath.topology.groups import Groups
 from towpath.topology.together import together
 

@@ -29,10 +29,10 @@ from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.program import Program
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.queues import CudaStream, Queues, RankTransfer, Stream
-from towpath.engine.streams.record import Record
 from towpath.engine.threads import ThreadStream
 from towpath.engine.timing import timer_for
 from towpath.logs import logger
+from towpath.observe.record import Record
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -187,7 +187,7 @@ class CommContext:
 
     def tell(self, failure: str) -> None:
         """Post the error of an exchange between islands. Ranks of all islands that wait for this rank quote it."""
-        if self.watchdog.activity.failure:  # the first failure is the cause of others
+        if self.watchdog.status.failure:  # the first failure is the cause of others
             return
         for monitor in {self.watchdog, self._everyone}:
             monitor.tell(failure)

@@ -43,10 +43,9 @@ from towpath.core.step_state import (
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.boundary import UnusedParams
-from towpath.engine.agree.watchdog import EndOfBackward, FailedPasses
+from towpath.engine.agree.failed_passes import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
-from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
@@ -56,6 +55,7 @@ from towpath.engine.queues import Handle, RankTransfer, TransferRun, Work
 from towpath.engine.registrations import registrations
 from towpath.engine.timing import eager, on_host
 from towpath.errors import ShardError, StepError
+from towpath.outer.sync import OuterSync
 
 if TYPE_CHECKING:
     from towpath.engine.parameters.matrix_steps import MatrixSteps
@@ -481,7 +481,7 @@ class Engine:
         self._writes_before_step = self.writes
         if self.outer is not None:
             self.outer.begin()
-        self.comm.watchdog.activity.step = self.step
+        self.comm.watchdog.status.step = self.step
         if self.step in self._changes:
             self._use_transports()
 

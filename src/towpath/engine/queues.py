@@ -24,9 +24,9 @@ from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Needs, Range, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.agree.digest import CollectiveLog
-from towpath.engine.agree.watchdog import is_capturing
-from towpath.engine.streams.record import Record, TransferWait, profiled
+from towpath.engine.agree.status import is_capturing
 from towpath.errors import StepError
+from towpath.observe.record import Record, TransferWait, profiled
 
 
 @final

@@ -13,7 +13,7 @@ import torch
 
 from towpath.daemons import start_daemon
 from towpath.engine.queues import Handle, Stream, StreamJob
-from towpath.engine.streams.record import TransferWait
+from towpath.observe.record import TransferWait
 
 # How often a thread that waits for a job checks whether the job can still end.
 _LOOK_SECONDS = 1.0

@@ -426,7 +426,7 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
                 engine.optimizers.add(optimizer)
                 if check:
                     _check_states(optimizer, parameter, state.get(parameter, {}), engine)
-                    engine.comm.watchdog.activity.failed("")
+                    engine.comm.watchdog.status.failed("")
     # Wrappers of other libraries, such as Accelerate's, have no hooks.
     if optimizer not in _adopted and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
         optimizer.register_load_state_dict_post_hook(_loaded)

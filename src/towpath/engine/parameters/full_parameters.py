@@ -26,7 +26,7 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
     Every rank must pass the same modules.
     """
     call = "full_parameters()"
-    engine.comm.watchdog.meet(call)
+    engine.comm.program.meet(call)
     with together(engine.comm.groups, call, "Name the same modules on every rank.") as lines:
         known, modules = set(model.modules()), list(modules)
         stranger = next((module for module in modules if module not in known), None)

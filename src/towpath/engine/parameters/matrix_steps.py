@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, Round, plan_matrices, step_actions
 from towpath.core.step_state import ParamVersion, Submit, Task, Wait
 from towpath.core.strategy import TransferKind
-from towpath.core.transfer import Matrix, Transfer
+from towpath.core.transfer import OwnedMatrix, Transfer
 from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
 from towpath.engine.layout import torch_dtype, trainable_places
@@ -157,13 +157,13 @@ class MatrixSteps:
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
-    def _gradient(self, matrix: Matrix) -> torch.Tensor:
+    def _gradient(self, matrix: OwnedMatrix) -> torch.Tensor:
         gradient = self.parameters[matrix.name].grad
         if not isinstance(gradient, ShardTensor):
             raise StepError(f"{matrix.name}.grad was replaced by a plain tensor; set it to None, or zero it.")
         return gradient.to_local()
 
-    def _weight(self, matrix: Matrix) -> torch.Tensor:
+    def _weight(self, matrix: OwnedMatrix) -> torch.Tensor:
         return self.parameters[matrix.name].to_local().detach()
 
     def _gathered(self, each: Round, buffer_index: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
