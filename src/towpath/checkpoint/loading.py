@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from towpath.checkpoint import folders, storage
-from towpath.checkpoint.folders import RefusedError
 from towpath.checkpoint.manifest import read_manifest
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import Restore, State
@@ -64,7 +63,8 @@ def load(where: str | Path, state: State) -> Loaded | None:
         return named, [path] if named else folders.checkpoints(folders.search_folder(path))
 
     def choose(ranks: list[tuple[str, tuple[bool, list[Path]]]]) -> tuple[bool, list[Path]]:
-        check_same({rank: [f"folder = {theirs}"] for rank, (theirs, _) in enumerate(ranks)}, storage.SAME, RefusedError)
+        lines = {rank: [f"the folder to load = {theirs}"] for rank, (theirs, _) in enumerate(ranks)}
+        check_same(lines, "Pass the same folder on every rank.", CheckpointError)
         mine = ranks[0][1]
         others = [rank for rank, (_, (_, paths)) in enumerate(ranks) if paths]
         if others and not mine[1]:
