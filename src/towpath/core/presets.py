@@ -202,10 +202,8 @@ class NamedStrategy:
         takes_group = placer is not None and "group" in inspect.signature(placer).parameters
         known = [option for option in Options.__annotations__ if option != "group" or takes_group]
         if unknown := set(self.options) - set(known):
-            if replaced := unknown & _REPLACED.keys():
-                raise ConfigError(
-                    f"strategy() has no option {min(replaced)}= any more. Use {_REPLACED[min(replaced)]}."
-                )
+            for option in unknown & _REPLACED.keys():
+                raise ConfigError(f"strategy() has no option {option}= any more. Use {_REPLACED[option]}.")
             raise ConfigError(
                 f"strategy {self.label!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."
             )
