@@ -27,8 +27,8 @@ from towpath.engine.agree.neighbor import Neighbor
 from towpath.engine.agree.status import RankStatus
 from towpath.engine.agree.watchdog import Watchdog, _report
 from towpath.engine.comm import make_stream
-from towpath.engine.queues import CudaStream, _CudaHandle
 from towpath.engine.threads import ThreadStream
+from towpath.engine.transfer_queues import CudaStream, _CudaHandle
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

@@ -18,7 +18,7 @@ from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.engine import comm
 from towpath.engine.comm import make_stream
-from towpath.engine.queues import Stream, StreamJob, Work
+from towpath.engine.transfer_queues import Stream, StreamJob, Work
 
 DEADLINE_SECONDS = 60.0
 
@@ -136,7 +136,7 @@ def test_threads_let_go_of_their_last_job_before_the_interpreter_ends() -> None:
 import ctypes, hashlib, threading, time, torch
 from tests.workspace import workspace
 from towpath.engine.comm import make_stream
-from towpath.engine.queues import StreamJob
+from towpath.engine.transfer_queues import StreamJob
 
 class Collective:
     def __del__(self):

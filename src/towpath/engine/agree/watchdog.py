@@ -69,6 +69,7 @@ class Watchdog:
         self._neighbor: Neighbor | None = None  # made by `watch_processes`
         self._islands: list[Watchdog] = []  # those of this rank's islands, if this one is of the whole job
         self.patience_seconds = groups.timeout_seconds
+        self.pause_seconds = min(_SILENT_SECONDS, self.patience_seconds / 4) / 2  # between two looks of the thread
         # A launcher may keep its store over restarts. A new name hides what the ranks of an earlier start left there.
         new_name: str = groups.broadcast_object(uuid.uuid4().hex)
         self.store = StatusStore(f"{groups.name}/{new_name}", groups.rank, groups.world)
@@ -128,11 +129,6 @@ class Watchdog:
         return f"This rank: {self.status.describe()}. What its peers last said of themselves:{said}"
 
     # What ranks post ------------------------------------------------------------------------------------------------
-
-    @property
-    def pause_seconds(self) -> float:
-        """Seconds between two looks of the background thread."""
-        return min(_SILENT_SECONDS, self.patience_seconds / 4) / 2
 
     @property
     def warn_seconds(self) -> float:
