@@ -55,7 +55,7 @@ _MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what th
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class TensorChunks:
     """The part of a tensor that one rank writes: contiguous boxes, by their offsets in the tensor.
 
     `steady` says that only an optimizer's step writes to the boxes.
@@ -79,7 +79,7 @@ class Contents:
         strategy: The strategy in TOML.
     """
 
-    pieces: Mapping[str, Pieces]
+    pieces: Mapping[str, TensorChunks]
     values: Mapping[str, Any]
     same: Mapping[str, str]
     island: int = 0

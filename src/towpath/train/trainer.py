@@ -1,10 +1,10 @@
 """The trainer of `towpath train`, from top to bottom.
 
 run_training            one rank's run: signal handlers and process group (job.py), trainer
-Trainer.__init__        setup: data, model, strategy, sharding, optimizer
-Trainer.train           the loop: steps, metrics (metrics.py), saving (checkpoints.py), evaluation, signals
-Trainer.train_step      one step: gradient accumulation, clipping, agreement of the ranks (job.py), optimizer
-Trainer.evaluate        the loss of the held-out part
+TrainingRun.__init__        setup: data, model, strategy, sharding, optimizer
+TrainingRun.train           the loop: steps, metrics (metrics.py), saving (checkpoints.py), evaluation, signals
+TrainingRun.train_step      one step: gradient accumulation, clipping, agreement of the ranks (job.py), optimizer
+TrainingRun.evaluate        the loss of the held-out part
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run_training(config: Config) -> int:
     with handle_signals() as stop, init_distributed() as job, job.as_step_errors():
         if alone():
             job.print_once("one rank; for several: torchrun --nproc-per-node N -m towpath train …")
-        return Trainer(config, job, stop).train()
+        return TrainingRun(config, job, stop).train()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class StepResult:
     loss_of_islands: float | None  # with outer steps: of all islands, in the step before
 
 
-class Trainer:
+class TrainingRun:
     """A sharded model with its data and optimizer, on one rank. Every rank must make the same calls."""
 
     # Setup ------------------------------------------------------------------------------------------------------------
