@@ -41,7 +41,7 @@ from towpath.train.job import SIGNALS, Agreement, Job, StopRequest, handle_signa
 from towpath.train.metrics import JsonLines, MetricsLogger
 from towpath.train.models.bundle import build_model, checkpoint_blocks, compile_blocks, next_token_loss
 from towpath.train.models.tensor_parallel import plan_for
-from towpath.train.optimizers import build_optimizer, learning_rate, set_learning_rate
+from towpath.train.optimizers import build_optimizer, learning_rate
 from towpath.train.parallel import build_pipeline, choose_strategy, copies_of_model, shard_model, topology_of_copies
 
 _EVALUATED_BATCHES = 4  # of train.batch sequences
@@ -188,7 +188,8 @@ class TrainingRun:
         """
         config, state, began = self.config.train, self.state, time.perf_counter()
         rate = learning_rate(config, state.step)
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
         # Forward and backward passes of all micro-batches, with gradient accumulation.
         local_loss = self._pipeline_passes() if self.pipelined else self._accumulate_gradients()
