@@ -22,7 +22,7 @@ from benchmarks.selection import LOW_RANK, POWERSGD, Candidate
 from benchmarks.suites import outer, strategies
 from benchmarks.workload import Workload
 from lab import LinkBytes
-from towpath.bench import CONFIDENCE, interleave, interval_of_median
+from towpath.comparison import CONFIDENCE, interleave, interval_of_median
 from towpath.topology.cluster import Topology
 
 SQUARE = Topology(2, 2)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath
 from towpath.codecs import packing
-from towpath.codecs.kernels.pieces import Piece, Pieces
+from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.collectives import flat
 from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
@@ -201,5 +201,5 @@ def test_plain_pieces_are_moved_and_summed_in_few_calls(shape: Topology, monkeyp
 
 
 def test_pieces_without_elements_are_left_out() -> None:
-    pieces = Pieces(Codec.parse("int8"), [Piece(0), Piece(5, 1), Piece(0)], CPU)
+    pieces = PieceTable(Codec.parse("int8"), [PiecePlace(0), PiecePlace(5, 1), PiecePlace(0)], CPU)
     assert len(pieces.table) == len(pieces.pieces) == 1 and list(pieces.seeds(3)) == [pieces.last_seed(3)]

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from tests.codec_cases import same_bits as same
 from towpath.codecs import exact
 from towpath.codecs.exact import message, reference
-from towpath.codecs.exact.message import BLOCK, HEADER_BYTES, Kernels, MessageError
+from towpath.codecs.exact.message import BLOCK, HEADER_BYTES, ExactKernels, MessageError
 
 native = pytest.importorskip(
     "towpath.codecs.exact.native", reason="the C++ extension was not built", exc_type=ImportError
 )
 from towpath.codecs.kernels import _native  # noqa: E402
 
-LEVELS: dict[str, Kernels] = {level: native.Native(level) for level in _native.levels()}
-BEST: Kernels = native.best()
+LEVELS: dict[str, ExactKernels] = {level: native.Native(level) for level in _native.levels()}
+BEST: ExactKernels = native.best()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = {dtype: form.integer for dtype, form in reference.FORMATS.items()}
 
@@ -43,7 +43,7 @@ def trained(n: int, dtype: torch.dtype, rate: float, seed: int = 0) -> tuple[tor
     return old.to(dtype), (old - rate * torch.randn(n, generator=generator)).to(dtype)
 
 
-def encoded(kernels: Kernels, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+def encoded(kernels: ExactKernels, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
     """A message. What is behind its bound stays as it was."""
     bound = exact.message_bound(new.numel(), new.dtype)
     out = torch.full((bound + 16,), 77, dtype=torch.uint8)
@@ -53,7 +53,7 @@ def encoded(kernels: Kernels, old: torch.Tensor | None, new: torch.Tensor) -> to
     return out[:used]
 
 
-def round_trip(kernels: Kernels, old: torch.Tensor, new: torch.Tensor, difference: bool) -> torch.Tensor:
+def round_trip(kernels: ExactKernels, old: torch.Tensor, new: torch.Tensor, difference: bool) -> torch.Tensor:
     """Encode and decode between guards. Return the message."""
     sent = encoded(kernels, old if difference else None, new)
     guarded = torch.cat([old[:1], old, old[:1]]) if len(old) else old
@@ -64,7 +64,9 @@ def round_trip(kernels: Kernels, old: torch.Tensor, new: torch.Tensor, differenc
     return sent
 
 
-def check(old: torch.Tensor, new: torch.Tensor, back_ends: Sequence[Kernels] = (reference, *LEVELS.values())) -> None:
+def check(
+    old: torch.Tensor, new: torch.Tensor, back_ends: Sequence[ExactKernels] = (reference, *LEVELS.values())
+) -> None:
     """Round trips on all back ends, which write the same bytes."""
     for difference in (True, False):
         expected, *others = [round_trip(kernels, old, new, difference) for kernels in back_ends]

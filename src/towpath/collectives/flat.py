@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.codecs.kernels import kernels_for, watched
-from towpath.codecs.kernels.pieces import Piece, Pieces
+from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.core.formats import Codec
@@ -128,9 +128,9 @@ class EncodedAllGather(Collective):
         self._bytes, self._mine = cell * count, slice(members.slot * cell, (members.slot + 1) * cell)
         bounds = [transfer.bounds(slot) for slot in range(count)]
         start, end = bounds[members.slot]
-        self._own = Pieces(codec, [Piece(end - start, target=self._mine.start)], device)
-        slices = [Piece(end - start, start, source=slot * cell) for slot, (start, end) in enumerate(bounds)]
-        self._slices = Pieces(codec, slices, device)
+        self._own = PieceTable(codec, [PiecePlace(end - start, target=self._mine.start)], device)
+        slices = [PiecePlace(end - start, start, source=slot * cell) for slot, (start, end) in enumerate(bounds)]
+        self._slices = PieceTable(codec, slices, device)
         self._seeds = RoundingSeeds(members.slot)
         # Sums that an all-reduce gathers may have error feedback.
         keeps = transfer.transport.feedback == "all"

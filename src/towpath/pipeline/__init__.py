@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
 
 if TYPE_CHECKING:
-    from towpath.pipeline.pipeline import Pipeline
+    from towpath.pipeline.sharded_pipeline import Pipeline
     from towpath.pipeline.splitting import split
 
 __all__ = ["COMPRESSIONS", "SCHEDULES", "Compression", "Pipeline", "compression", "split"]
 
-_HOMES = {"Pipeline": "pipeline", "split": "splitting"}
+_HOMES = {"Pipeline": "sharded_pipeline", "split": "splitting"}
 
 
 def __getattr__(name: str) -> Any:

@@ -49,7 +49,7 @@ def split(model: nn.Module, count: int, example: torch.Tensor) -> list[nn.Module
 
 def blocks_of_stage(stage: object) -> str:
     """Return the blocks that a stage has of the model that was split, as text. Other stages have ""."""
-    return f"{stage.first_block} to {stage.last_block}" if isinstance(stage, _Stage) else ""
+    return f"{stage.first_block} to {stage.last_block}" if isinstance(stage, _SplitStage) else ""
 
 
 def _split_at(model: nn.Module, blocks: Sequence[str], count: int, example: torch.Tensor) -> list[nn.Module]:
@@ -65,7 +65,7 @@ def _split_at(model: nn.Module, blocks: Sequence[str], count: int, example: torc
     if len(weights) > 1:
         weights[0] += numel(*order.before)
         weights[-1] += numel(*order.after)
-    return [_Stage(model, blocks[start:end], blocks, order) for start, end in balanced(weights, count)]
+    return [_SplitStage(model, blocks[start:end], blocks, order) for start, end in balanced(weights, count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def _call_order(model: nn.Module, blocks: Sequence[str], example: torch.Tensor) 
     return _CallOrder(tuple(before), tuple(after), outputs, wrapped[0])
 
 
-class _Stage(nn.Module):
+class _SplitStage(nn.Module):
     """Some blocks of a model that was split. Its modules have their names in the model."""
 
     def __init__(self, model: nn.Module, mine: Sequence[str], blocks: Sequence[str], order: _CallOrder) -> None:

@@ -112,7 +112,7 @@ def raise_failed(outcomes: Sequence[torch.Tensor | None]) -> None:
 
 
 @cache
-def _host(device_type: str) -> messages.Kernels:
+def _host(device_type: str) -> messages.ExactKernels:
     """Return the kernels whose results the host sees at once."""
     if device_type == "cpu":
         try:

@@ -69,7 +69,7 @@ _TEXTS = {
 }
 
 
-class Kernels(Protocol):
+class ExactKernels(Protocol):
     """A back end whose results the host sees at once. A module or an object with these functions."""
 
     def digest(self, values: torch.Tensor, first: int) -> int:
@@ -107,7 +107,7 @@ def check_arguments(values: torch.Tensor, old: torch.Tensor | None, message: tor
     assert old is None or (old.dtype == values.dtype and old.numel() == values.numel()), (old.dtype, old.shape)
 
 
-def encode(kernels: Kernels, old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int:
+def encode(kernels: ExactKernels, old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int:
     """Write a message into `out`. Return its bytes."""
     end = HEADER_BYTES + kernels.encode(old, values, out[HEADER_BYTES:])
     nbytes = -(-end // 8) * 8
@@ -121,7 +121,7 @@ def encode(kernels: Kernels, old: torch.Tensor | None, values: torch.Tensor, out
     return nbytes
 
 
-def decode(kernels: Kernels, message: torch.Tensor, values: torch.Tensor, difference: bool) -> None:
+def decode(kernels: ExactKernels, message: torch.Tensor, values: torch.Tensor, difference: bool) -> None:
     """Decode a message into `values`, or raise `MessageError`."""
     elements, dtype = values.numel(), values.dtype
     if len(message) < HEADER_BYTES:
@@ -144,6 +144,6 @@ def decode(kernels: Kernels, message: torch.Tensor, values: torch.Tensor, differ
         raise MessageError(Problem.INVALID.text)
 
 
-def _checksum(kernels: Kernels, whole: torch.Tensor) -> int:
+def _checksum(kernels: ExactKernels, whole: torch.Tensor) -> int:
     words = _CHECKSUM_AT // 8
     return (kernels.digest(whole[:_CHECKSUM_AT], 0) + kernels.digest(whole[HEADER_BYTES:], words + 1)) % 2**64

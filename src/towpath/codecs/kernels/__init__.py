@@ -1,6 +1,6 @@
 """The kernels of a device: the C++ extension, Triton, or the reference in plain torch where neither exists.
 
-    reference.py      plain torch       native.py        C++, on the CPU
+    plain.py          plain torch       cpp.py           C++, on the CPU
     triton_codecs.py  Triton, on GPUs   registered.py    codecs that a user registers, on any device
     pieces.py         the places of many pieces, and loops over them
 
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from towpath.codecs.kernels import pieces as loops
-from towpath.codecs.kernels import reference
-from towpath.codecs.kernels.pieces import Pieces
+from towpath.codecs.kernels import plain
+from towpath.codecs.kernels.pieces import PieceTable
 from towpath.core.formats import Codec, registered_formats
 from towpath.logs import logger
 
@@ -63,7 +63,7 @@ class Kernels:
     # sum into the piece's cell.
     sum_pieces: Callable[..., None]
     # Decode each piece of all rows of `wire`, and sum them into the piece of `out`.
-    decode_pieces: Callable[[Pieces, torch.Tensor, torch.Tensor], None]
+    decode_pieces: Callable[[PieceTable, torch.Tensor, torch.Tensor], None]
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -74,14 +74,14 @@ def kernels_for(device: torch.device) -> Kernels:
 
 @cache
 def _kernels(device_type: str) -> Kernels:
-    fast = {"cpu": "native", "cuda": "triton_codecs"}.get(device_type)
+    fast = {"cpu": "cpp", "cuda": "triton_codecs"}.get(device_type)
     if fast is None:
         return _slow(device_type, "there are no kernels for this device")
     try:
         module = import_module(f"towpath.codecs.kernels.{fast}")
     except ImportError as error:
         return _slow(device_type, str(error))
-    level = f", for {module.LEVELS[0]}" if fast == "native" else ""
+    level = f", for {module.LEVELS[0]}" if fast == "cpp" else ""
     _log.info("codecs on %s: %s%s", device_type, fast, level)
     return _of(module)
 
@@ -89,14 +89,14 @@ def _kernels(device_type: str) -> Kernels:
 def _slow(device_type: str, reason: str) -> Kernels:
     cost, remedy = _COST.get(device_type, ("", ""))
     _log.warning("codecs on %s: plain torch (%s).%s%s", device_type, reason, cost, remedy)
-    return _of(reference)
+    return _of(plain)
 
 
 def _of(module: ModuleType) -> Kernels:
     """Return the functions of `module`. For registered codecs, they are those of the reference."""
 
     def chosen(codec: Codec) -> ModuleType:
-        return reference if codec.name in registered_formats() else module
+        return plain if codec.name in registered_formats() else module
 
     def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
         chosen(codec).encode(codec, x, out, seed)
@@ -107,7 +107,7 @@ def _of(module: ModuleType) -> Kernels:
     def of_pieces(name: str) -> Any:
         loop, launch = getattr(loops, name), getattr(module, name, None)
 
-        def run(pieces: Pieces, *args: Any) -> None:
+        def run(pieces: PieceTable, *args: Any) -> None:
             if pieces.pieces:
                 one = chosen(pieces.codec)
                 if one is module and launch is not None:
@@ -137,7 +137,7 @@ def watched(kernels: Kernels, watch: Watch | None) -> Kernels:
             kernels.decode(codec, message, out)
 
     def of_pieces(operation: str, work: Callable[..., None]) -> Any:
-        def run(pieces: Pieces, *args: Any) -> None:
+        def run(pieces: PieceTable, *args: Any) -> None:
             with watch(
                 pieces.codec,
                 operation if pieces.rows > 1 else operation.replace("+sum", ""),
