@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath
 from towpath.codecs import packing
+from towpath.codecs.kernels import Kernels
 from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.collectives import flat
 from towpath.collectives.all_to_all import AllToAllReduceScatter
@@ -119,7 +120,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     module = importlib.import_module("towpath.codecs.kernels.triton_codecs")
     for name in ("_largest_kernel", "_encode_kernel", "_decode_kernel"):
         monkeypatch.setattr(module, name, _Kernel(name, counted))
-    kernels = importlib.import_module("towpath.codecs.kernels")._of(module)
+    kernels = Kernels(module)
     for user in (packing, flat):
         monkeypatch.setattr(user, "kernels_for", lambda device: kernels)
     return counted

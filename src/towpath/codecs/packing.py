@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar, final
 
 import torch
 
-from towpath.codecs.kernels import Watch, kernels_for, watched
+from towpath.codecs.kernels import Watch, kernels_for
 from towpath.codecs.kernels.pieces import PiecePlace, PieceTable, next_seed
 from towpath.core.formats import NARROW, Codec, dtype_name
 
@@ -198,16 +198,14 @@ class EncodedPacking(Packing[PieceTable]):
 
     def pack(self, table: PieceTable, region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers) -> None:
         kept, scratch = self._feedback(0, workspace)
-        watched(self._kernels, workspace.watch).encode_pieces(
-            table, region, wire, self.seeds.draw(table), kept, scratch
-        )
+        self._kernels.watched(workspace.watch).encode_pieces(table, region, wire, self.seeds.draw(table), kept, scratch)
 
     def sum(self, table: PieceTable, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
         kept, scratch = self._feedback(hop, workspace)
-        watched(self._kernels, workspace.watch).sum_pieces(table, wire, self.seeds.draw(table), kept, scratch)
+        self._kernels.watched(workspace.watch).sum_pieces(table, wire, self.seeds.draw(table), kept, scratch)
 
     def unpack(self, table: PieceTable, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
-        watched(self._kernels, workspace.watch).decode_pieces(table, wire, out)
+        self._kernels.watched(workspace.watch).decode_pieces(table, wire, out)
 
     def _feedback(self, hop: int, workspace: PackingBuffers) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         kept = self.kept[hop]

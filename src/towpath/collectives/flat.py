@@ -13,7 +13,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.kernels import kernels_for, watched
+from towpath.codecs.kernels import kernels_for
 from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace
@@ -157,7 +157,7 @@ class EncodedAllGather(Collective):
         if self._rests:
             messages[self._mine][: shard.numel()].copy_(shard)
         else:
-            kernels = watched(self._kernels, workspace.watch)
+            kernels = self._kernels.watched(workspace.watch)
             kept = self._kept
             scratch = None if kept is None else workspace.take(2 * kept.numel(), torch.float32)
             kernels.encode_pieces(self._own, shard, messages, self._seeds.draw(self._own), kept, scratch)
@@ -167,7 +167,7 @@ class EncodedAllGather(Collective):
         """Gather all slices, and decode them into the region."""
         messages, self._begun = self._encoded(shard, workspace) if self._begun is None else self._begun, None
         self._inner.run(messages, messages[self._mine], workspace)
-        watched(self._kernels, workspace.watch).decode_pieces(self._slices, messages, region)
+        self._kernels.watched(workspace.watch).decode_pieces(self._slices, messages, region)
 
 
 def of_bytes(transfer: Transfer, codec: Codec) -> Transfer:

@@ -60,39 +60,29 @@ def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
 
 def encode_pieces(
     pieces: PieceTable,
-    values: torch.Tensor,
+    values: torch.Tensor | None,
     wire: torch.Tensor,
     seed: int,
     kept: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    _encode_pieces(pieces, _contiguous(values), wire, seed, kept)
+    """Encode `values`, or for None the sums of the decoded rows of `wire`."""
+    grid, constants, largest = _launch(pieces)
+    numbers = None if values is None else _contiguous(values)
+    errors = None if kept is None else _contiguous(kept)
+    _encode(grid, constants, (numbers, _checked(wire), errors, pieces.table, None), largest, seed)
+    if largest is not None:
+        largest.reverse()
 
 
-def sum_pieces(
-    pieces: PieceTable,
-    wire: torch.Tensor,
-    seed: int,
-    kept: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
-) -> None:
+def sum_pieces(pieces: PieceTable, wire: torch.Tensor, *feedback: Any) -> None:
     """Decode the rows, sum them, and encode the sums, as `Kernels.sum_pieces` says."""
-    _encode_pieces(pieces, None, wire, seed, kept)
+    encode_pieces(pieces, None, wire, *feedback)
 
 
 def decode_pieces(pieces: PieceTable, wire: torch.Tensor, out: torch.Tensor) -> None:
     grid, constants, _ = _launch(pieces)
     _decode_kernel[grid](_checked(wire), _contiguous(out), pieces.table, None, **constants)
-
-
-def _encode_pieces(
-    pieces: PieceTable, values: torch.Tensor | None, wire: torch.Tensor, seed: int, kept: torch.Tensor | None
-) -> None:
-    grid, constants, largest = _launch(pieces)
-    errors = None if kept is None else _contiguous(kept)
-    _encode(grid, constants, (values, _checked(wire), errors, pieces.table, None), largest, seed)
-    if largest is not None:
-        largest.reverse()
 
 
 def _encode(
