@@ -25,7 +25,7 @@ from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.tensor_parallel import local_part, parallel_of
 from towpath.errors import ShardError, StepError
 from towpath.topology.groups import Groups
-from towpath.topology.together import together
+from towpath.topology.together import Together, together
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -59,32 +59,26 @@ def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: P
 
 
 def exchanged_tensors(
-    modules: Mapping[int, nn.Module],
-    owners: Sequence[int],
-    example: Tensors,
-    precision: Precision,
-    group: dist.ProcessGroup,
+    modules: Mapping[int, nn.Module], count: int, example: Tensors, precision: Precision, group: dist.ProcessGroup
 ) -> list[Tensors]:
-    """Return the inputs of each stage, and the outputs of the last one, on the meta device.
+    """Return the inputs of each of `count` stages, and the outputs of the last one, on the meta device.
 
     Floating-point tensors require gradients, because stages send these back. Every rank must call it, and gets the same
-    tensors or an error. `owners` has the rank of the group that has each stage.
+    tensors or an error. PyTorch would find the shapes in the first step, when the modules are sharded already.
     """
+    ranks = Together(Groups(group), "Pipeline()", ShardError)
     found = [tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in example)]
-    for index, owner in enumerate(owners):
-        outputs: Tensors = ()
-        failure: Exception | None = None
-        if index in modules:
+    for index in range(count):
+
+        def outputs(index: int = index) -> Tensors | None:
+            if index not in modules:
+                return None
             try:
-                outputs = meta_outputs(modules[index], found[-1], precision)
+                return meta_outputs(modules[index], found[-1], precision)
             except Exception as error:  # whatever the user's module raises
-                failure = error
-        sent: list[Any] = [([(tuple(t.shape), dtype_name(t.dtype)) for t in outputs], str(failure or ""))]
-        dist.broadcast_object_list(sent, group=group, group_src=owner)
-        shapes, error = sent[0]
-        if error:
-            raise ShardError(f"stage {index}, called with {shapes_of(found[-1])}: {error}") from failure
-        found.append(tuple(torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for shape, dtype in shapes))
+                raise ShardError(f"stage {index}, called with {shapes_of(found[-1])}: {error}") from error
+
+        found.append(next(each for each in ranks.gathered(outputs) if each is not None))
     return [tuple(t.detach().requires_grad_(t.dtype.is_floating_point) for t in tensors) for tensors in found]
 
 

@@ -35,7 +35,6 @@ from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.pipeline import Compression, StagePass, encoded_gradients
 from towpath.core.pipeline import compression as compression_preset
 from towpath.core.schedule import JobSchedule, Schedule, Stage, job_schedule
-from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import UnitChoice
@@ -61,7 +60,7 @@ from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import StepCounter
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
-from towpath.pipeline.stage import TowpathStage
+from towpath.pipeline.stage import TowpathStage, schedule_of
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -150,7 +149,7 @@ class Pipeline(Observable):
         with together(self._everyone, "Pipeline()", _SAME):
             modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
         with together(self._everyone, "Pipeline()", _SAME):
-            exchanged = exchanged_tensors(modules, self.owners, self._example, precision, group)
+            exchanged = exchanged_tensors(modules, count, self._example, precision, group)
             check_exchanged(exchanged[1:-1], self._compression)
             self._target_rows = {t.shape[0] for t in (*self._example, *exchanged[-1]) if t.dim()}
             self._prefixes = prefixes_of(modules, count, group)
@@ -447,14 +446,14 @@ class Pipeline(Observable):
         topology = topology or Topology.detect()
         members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
         mine = {
-            s.stage_index: Stage(members, self.stage_schedule(s.stage_index, step, accumulated), s.output_shapes)
+            s.stage_index: [Stage(members, self.stage_schedule(s.stage_index, step, accumulated), s.output_shapes)]
             for s in self._stages
         }
-        gathered = self._ranks.gather_objects(mine)
-        stages: dict[int, Stage] = {index: stage for each in gathered for index, stage in each.items()}
-        pipeline = [stages[index] for index in sorted(stages)]
-        if self._tied is not None:
-            pipeline += self._tied.schedules((accumulated + 1) * self.micro_batches, self._passes(0, accumulated))
+        if self._tied is not None and self._tied.counted_here:  # after the stages
+            walks = accumulated + 1
+            mine[len(self.owners)] = self._tied.schedules(walks * self.micro_batches, self._passes(0, accumulated))
+        stages = {index: parts for each in self._ranks.gather_objects(mine) for index, parts in each.items()}
+        pipeline = [part for index in sorted(stages) for part in stages[index]]
         pipelines = [pipeline]
         if "tp" in (self._mesh.mesh_dim_names or ()):
             pipelines = Groups(self._mesh["tp"].get_group()).gather_objects(pipeline)
@@ -469,11 +468,8 @@ class Pipeline(Observable):
             step: The optimizer step, as for `schedule`.
             accumulated: How many steps inside `no_sync` the optimizer step begins with. Default: 0.
         """
-        engine = engine_of(self.modules[index])
-        strategy = engine.strategy if step is None else engine.strategy.at(step)
-        units = tuple(unit.plan.spec for unit in engine.units)
         passes, count = self._passes(index, accumulated), (accumulated + 1) * self.micro_batches
-        return derive_schedule(strategy, units, count, engine.precision, passes, form=engine.comm.form)
+        return schedule_of(engine_of(self.modules[index]), count, passes, step)
 
     def _passes(self, stage: int, accumulated: int = 0) -> list[StagePass]:
         own = [each for passes in self.order.values() for each in passes if each.stage == stage]
