@@ -28,7 +28,9 @@ from towpath.codecs import kernels as module
 from towpath.codecs.kernels import plain
 from towpath.core.formats import Codec
 
-cpp = pytest.importorskip("towpath.codecs.kernels.cpp", reason="the C++ extension was not built", exc_type=ImportError)
+cpp = pytest.importorskip(
+    "towpath.codecs.kernels.cpp_codecs", reason="the C++ extension was not built", exc_type=ImportError
+)
 
 EDGES = [2.0**-149, 2.0**-126, 1e-38, 1e38, torch.finfo(torch.float32).max, -0.0, torch.nan, torch.inf, -torch.inf]
 
@@ -115,8 +117,8 @@ def test_the_cpu_is_served_by_the_extension_and_the_log_says_so_once(caplog: pyt
     module._kernels.cache_clear()
     with caplog.at_level(logging.INFO, "towpath"):
         kernels = [module.kernels_for(torch.device("cpu")) for _ in range(2)]
-    assert kernels[0] is kernels[1] and kernels[0].name == "cpp"
-    assert [r.message for r in caplog.records] == [f"codecs on cpu: cpp, for {cpp.LEVELS[0]}"]
+    assert kernels[0] is kernels[1] and kernels[0].name == "cpp_codecs"
+    assert [r.message for r in caplog.records] == [f"codecs on cpu: cpp_codecs, for {cpp.LEVELS[0]}"]
 
 
 def test_without_the_extension_the_oracle_serves_and_the_log_says_why(

@@ -9,15 +9,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
+from towpath.core.passes import COMPRESSIONS, SCHEDULES, Compression, compression
 
 if TYPE_CHECKING:
-    from towpath.pipeline.sharded_pipeline import Pipeline
+    from towpath.pipeline.pipeline import Pipeline
     from towpath.pipeline.splitting import split
 
 __all__ = ["COMPRESSIONS", "SCHEDULES", "Compression", "Pipeline", "compression", "split"]
 
-_HOMES = {"Pipeline": "sharded_pipeline", "split": "splitting"}
+_HOMES = {"Pipeline": "pipeline", "split": "splitting"}
 
 
 def __getattr__(name: str) -> Any:

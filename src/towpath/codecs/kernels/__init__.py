@@ -1,6 +1,6 @@
 """The kernels of a device: the C++ extension, Triton, or the reference in plain torch where neither exists.
 
-    plain.py          plain torch       cpp.py           C++, on the CPU
+    plain.py          plain torch       cpp_codecs.py    C++, on the CPU
     triton_codecs.py  Triton, on GPUs   registered.py    codecs that a user registers, on any device
     pieces.py         the places of many pieces, and loops over them
 
@@ -107,14 +107,14 @@ def kernels_for(device: torch.device) -> Kernels:
 
 @cache
 def _kernels(device_type: str) -> Kernels:
-    fast = {"cpu": "cpp", "cuda": "triton_codecs"}.get(device_type)
+    fast = {"cpu": "cpp_codecs", "cuda": "triton_codecs"}.get(device_type)
     if fast is None:
         return _slow(device_type, "there are no kernels for this device")
     try:
         module = import_module(f"towpath.codecs.kernels.{fast}")
     except ImportError as error:
         return _slow(device_type, str(error))
-    level = f", for {module.LEVELS[0]}" if fast == "cpp" else ""
+    level = f", for {module.LEVELS[0]}" if fast == "cpp_codecs" else ""
     _log.info("codecs on %s: %s%s", device_type, fast, level)
     return Kernels(module)
 
