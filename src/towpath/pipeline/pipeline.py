@@ -166,12 +166,10 @@ class Pipeline(Observable):
                     module,
                     index,
                     count,
-                    torch.device(mesh.device_type),
-                    group,
+                    mesh,
                     inputs=exchanged[index],
                     outputs=exchanged[index + 1],
                     micro_batches=micro_batches,
-                    copies=mesh["dp"].size(),
                     compression=self._compression,
                     encoded=encoded_gradients(self.order, self._compression),
                 )

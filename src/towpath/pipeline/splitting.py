@@ -9,7 +9,8 @@ masks from the shape of the input. Parameters keep their names.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -83,50 +84,31 @@ class _CallOrder:
 
 
 def _call_order(model: nn.Module, blocks: Sequence[str], example: torch.Tensor) -> _CallOrder:
-    inside = set(blocks)
-    before: list[str] = []
-    after: list[str] = []
-    outputs: dict[str, torch.Size] = {}
-    wrapped: list[bool] = []
-    seen: list[str] = []
+    """Return the order of a forward on tensors without values, or raise if it is no row of blocks."""
+    calls: list[tuple[str, Any]] = []  # each module that was called, with its output
 
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if name in inside:
-                seen.append(name)
-                wrapped.append(isinstance(output, tuple))
-            elif not seen:
-                before.append(name)
-                outputs[name] = output.shape
-            elif len(seen) == len(blocks):
-                after.append(name)
-            else:
-                raise ShardError(f"split: {name} has parameters and runs between two blocks: give the stages yourself.")
+    def recording(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, args, output: calls.append((name, output))
 
-        return hook
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            inside_a_block = any(name.startswith(f"{block}.") for block in blocks)
+            has_parameters = next(module.parameters(recurse=False), None) is not None
+            if name in blocks or (has_parameters and not inside_a_block):
+                hooks.callback(module.register_forward_hook(recording(name)).remove)
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        state = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors}
+        functional_call(model, state, (torch.zeros(example.shape, dtype=example.dtype),))
 
-    # The blocks, and outside of them the modules with parameters of their own.
-    watched = [
-        (name, module)
-        for name, module in model.named_modules()
-        if name in inside
-        or (
-            next(module.parameters(recurse=False), None) is not None
-            and not any(name.startswith(f"{block}.") for block in blocks)
-        )
-    ]
-    handles = [module.register_forward_hook(watch(name)) for name, module in watched]
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            tensors = (*model.named_parameters(), *model.named_buffers())
-            state = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors}
-            functional_call(model, state, (torch.zeros(example.shape, dtype=example.dtype),))
-    finally:
-        for handle in handles:
-            handle.remove()
+    called = [name for name, _ in calls]
+    seen = [name for name in called if name in blocks]
     if seen != list(blocks):
         raise ShardError(f"split: the blocks run in the order {', '.join(seen)}, not one after the other.")
-    return _CallOrder(tuple(before), tuple(after), outputs, wrapped[0])
+    first, last = called.index(blocks[0]), called.index(blocks[-1])
+    if between := [name for name in called[first:last] if name not in blocks]:
+        raise ShardError(f"split: {between[0]} has parameters and runs between two blocks: give the stages yourself.")
+    outputs = {name: output.shape for name, output in calls[:first]}
+    return _CallOrder(tuple(outputs), tuple(called[last + 1 :]), outputs, isinstance(calls[first][1], tuple))
 
 
 class _SplitStage(nn.Module):

@@ -16,6 +16,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from towpath.codecs.kernels import kernels_for
@@ -173,8 +174,8 @@ class TowpathStage(PipelineStage):
     Gradient syncs begin in the last backward pass of a step, while the pipeline goes on. `Pipeline.step` waits for
     them. Both ends of a link count the optimizer steps, and so switch to a codec in the same step.
 
-    `inputs` and `outputs` are those of one micro-batch, on the meta device. `copies` is the number of ranks that hold
-    the stage. `encoded` has the gradient messages that use a codec, each as its sending stage and its micro-batch.
+    `inputs` and `outputs` are those of one micro-batch, on the meta device. `encoded` has the gradient messages that use
+    a codec, each as its sending stage and its micro-batch.
     """
 
     def __init__(
@@ -182,17 +183,16 @@ class TowpathStage(PipelineStage):
         module: nn.Module,
         index: int,
         stages: int,
-        device: torch.device,
-        group: dist.ProcessGroup,
+        mesh: DeviceMesh,
         *,
         inputs: tuple[torch.Tensor, ...],
         outputs: tuple[torch.Tensor, ...],
         micro_batches: int,
-        copies: int,
         compression: Compression,
         encoded: frozenset[tuple[int, int]],
     ) -> None:
-        super().__init__(module, index, stages, device, inputs, outputs, group=group)
+        device = torch.device(mesh.device_type)
+        super().__init__(module, index, stages, device, inputs, outputs, group=mesh["pp"].get_group())
         self._encoded, self._compression = encoded, compression
         # For a trace: whether what a stage sends on goes to another node. Keys are names such as "stage 0".
         self.leaves_node: Mapping[str, bool] = {}
@@ -217,7 +217,7 @@ class TowpathStage(PipelineStage):
         # Parts that are sharded by themselves have their own.
         self.engines = [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
         for engine in self.engines:
-            engine.be_a_stage(copies * micro_batches)
+            engine.be_a_stage(mesh["dp"].size() * micro_batches)
         self.begin_walk()
 
     @property
