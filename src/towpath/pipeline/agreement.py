@@ -30,8 +30,8 @@ from towpath.topology.together import Together, together
 Tensors = tuple[torch.Tensor, ...]
 
 
-def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Tensors:
-    """Return the outputs of a stage on the meta device, without computing them."""
+def forward_without_values(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Any:
+    """Return what a module returns, in tensors of the right shapes and dtypes. Nothing is computed."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,12 @@ def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: P
             precision.params if t.is_floating_point() and precision.params else dtype_name(t.dtype) for t in inputs
         ]
         given = tuple(torch.empty(t.shape, dtype=torch_dtype(d)) for t, d in zip(inputs, lower, strict=True))
-        found = functional_call(module, state, given)
+        return functional_call(module, state, given)
+
+
+def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Tensors:
+    """Return the outputs of a stage on the meta device, without computing them."""
+    found = forward_without_values(module, inputs, precision)
     outputs = found if isinstance(found, (tuple, list)) else (found,)
     if not all(isinstance(t, torch.Tensor) for t in outputs):
         raise ShardError(

@@ -84,12 +84,9 @@ def find_ends(
             f"Pipeline: tied embeddings need a module of the first and of the last stage; got {name_in[0]!r} and "
             f"{name_in[last]!r}. Name both in tied=, or untie them."
         )
-    # The job's ranks by 'pp' and 'dp', at this rank's place in the other dimensions of the mesh.
-    dimensions = list(mesh.mesh_dim_names or ())
-    others = [name for name in dimensions if name not in ("pp", "dp")]
-    ranks = mesh.mesh.permute([dimensions.index(name) for name in ("pp", "dp", *others)])
-    for name in others:
-        ranks = ranks[:, :, mesh.get_local_rank(name)]
+    # The job's ranks by 'pp' and 'dp', at this rank's place in 'tp'.
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+    ranks = mesh[names].mesh if names[0] == "pp" else mesh[names].mesh.T
     ends = tuple(ranks[owners[0]].tolist()), tuple(ranks[owners[last]].tolist())
     return Ends(*ends, (name_in[0], name_in[last]), next(iter({0, last} & set(modules)), None))
 

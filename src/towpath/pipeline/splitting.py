@@ -9,6 +9,7 @@ masks from the shape of the input. Parameters keep their names.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,15 +18,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 
 from towpath.core.formats import Precision
 from towpath.core.passes import balanced
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.layout import BucketLayout, UnitLayout, lay_out
 from towpath.errors import ShardError
-from towpath.pipeline.agreement import meta_outputs
+from towpath.pipeline.agreement import forward_without_values, meta_outputs
 from towpath.plan.model import LinearSeconds, MeasuredPasses, Model, ModelUnit, StagedModel
 
 
@@ -90,15 +89,13 @@ def _call_order(model: nn.Module, blocks: Sequence[str], example: torch.Tensor) 
     def recording(name: str) -> Callable[[nn.Module, Any, Any], None]:
         return lambda module, args, output: calls.append((name, output))
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), ExitStack() as hooks:
+    with ExitStack() as hooks:
         for name, module in model.named_modules():
             inside_a_block = any(name.startswith(f"{block}.") for block in blocks)
             has_parameters = next(module.parameters(recurse=False), None) is not None
             if name in blocks or (has_parameters and not inside_a_block):
                 hooks.callback(module.register_forward_hook(recording(name)).remove)
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        state = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors}
-        functional_call(model, state, (torch.zeros(example.shape, dtype=example.dtype),))
+        forward_without_values(model, [example], Precision())
 
     called = [name for name, _ in calls]
     seen = [name for name in called if name in blocks]
@@ -276,18 +273,14 @@ class DescribedStages:
 
     def _unit(self, layout: UnitLayout) -> ModelUnit:
         """Describe a unit of a stage by the units of the model that its parameters are in."""
-        elements: dict[int, int] = {}
-        units = {id(unit): unit for unit in self._whole.units}
-        for bucket in layout.buckets:
-            for place in bucket.places:
-                home = id(self._unit_of[id(place.parameter)])
-                elements[home] = elements.get(home, 0) + place.numel
-        parts: list[ModelUnit] = []
-        for home, numel in elements.items():
-            unit = units[home]
-            part = unit.computing(numel / unit.numel)
-            # The memory that one block needs for a moment does not depend on the number of blocks.
-            parts.append(replace(part, passing=unit.passing, passing_fp32=unit.passing_fp32))
+        elements = Counter[ModelUnit]()
+        for place in (place for bucket in layout.buckets for place in bucket.places):
+            elements[self._unit_of[id(place.parameter)]] += place.numel
+        # The memory that one block needs for a moment does not depend on the number of blocks.
+        parts = [
+            replace(unit.computing(numel / unit.numel), passing=unit.passing, passing_fp32=unit.passing_fp32)
+            for unit, numel in elements.items()
+        ]
         return replace(reduce(ModelUnit.combined_with, parts), spec=layout.spec, modules=len(layout.modules))
 
 

@@ -174,8 +174,8 @@ class TowpathStage(PipelineStage):
     Gradient syncs begin in the last backward pass of a step, while the pipeline goes on. `Pipeline.step` waits for
     them. Both ends of a link count the optimizer steps, and so switch to a codec in the same step.
 
-    `inputs` and `outputs` are those of one micro-batch, on the meta device. `encoded` has the gradient messages that use
-    a codec, each as its sending stage and its micro-batch.
+    `inputs` and `outputs` are those of one micro-batch, on the meta device. `encoded` has the gradient messages that
+    use a codec, each as its sending stage and its micro-batch.
     """
 
     def __init__(
