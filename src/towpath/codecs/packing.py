@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar, final
 import torch
 
 from towpath.codecs.kernels import Watch, kernels_for
-from towpath.codecs.kernels.pieces import PiecePlace, PieceTable, next_seed
+from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.core.formats import NARROW, Codec, dtype_name
 
 T = TypeVar("T")
@@ -219,10 +219,6 @@ class RoundingSeeds:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-
-    def next(self) -> int:
-        self.seed = next_seed(self.seed)
-        return self.seed
 
     def draw(self, pieces: PieceTable) -> int:
         """Take a seed for each piece. Return the one before them, from which kernels derive theirs."""

@@ -29,13 +29,12 @@ from towpath.errors import CheckpointError, ConfigError, ShardError
 from towpath.integrations.common import (
     Pairs,
     Sharding,
-    is_sharded,
     load_pairs,
     not_installed,
     prepare_for_shards,
     save_pairs,
 )
-from towpath.sharded_module import admit_accelerate
+from towpath.sharded_module import ShardedModule, admit_accelerate
 from towpath.topology.groups import Groups
 from towpath.topology.together import together
 
@@ -151,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: Accelerate counts other ranks than the process group has.
         """
-        if is_sharded(model):
+        if isinstance(model, ShardedModule):
             return
         if getattr(model, "_is_accelerate_prepared", False):
             raise ShardError(
@@ -182,7 +181,7 @@ class Accelerator(accelerate.Accelerator):
         if not evaluation_mode:
             self.shard_model(model, device_placement)
         placement = device_placement
-        if is_sharded(model):
+        if isinstance(model, ShardedModule):
             placement = False
             admit_accelerate(model)
         return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
@@ -227,7 +226,7 @@ class Accelerator(accelerate.Accelerator):
             The state dict on rank 0, and an empty dict on other ranks.
         """
         plain = self._bare(model)
-        if not is_sharded(plain):
+        if not isinstance(plain, ShardedModule):
             return super().get_state_dict(model, unwrap)
         if self._is_saving:  # `save_state` writes the tensors into our own checkpoint
             return {}
@@ -247,7 +246,7 @@ class Accelerator(accelerate.Accelerator):
         pairs = self._pairs()
 
         def save(models: list[Any], weights: list[Any], folder: str) -> None:
-            plain = [not is_sharded(self._bare(model)) for model in models]
+            plain = [not isinstance(self._bare(model), ShardedModule) for model in models]
             weights[:] = compress(weights, plain)
             save_pairs(folder, pairs)
 
@@ -270,7 +269,7 @@ class Accelerator(accelerate.Accelerator):
         pairs = self._pairs()
 
         def load(models: list[Any], folder: str) -> None:
-            models[:] = [model for model in models if not is_sharded(self._bare(model))]
+            models[:] = [model for model in models if not isinstance(self._bare(model), ShardedModule)]
             load_pairs(folder, pairs)
 
         with self._apart(pairs, self.register_load_state_pre_hook, load):
@@ -280,7 +279,9 @@ class Accelerator(accelerate.Accelerator):
         """Return the sharded models, each with its optimizer."""
         models = [self._bare(model) for model in self._models]
         owner = {id(p): number for number, model in enumerate(models) for p in model.parameters()}
-        found: dict[int, list[Optimizer]] = {n: [] for n, model in enumerate(models) if is_sharded(model)}
+        found: dict[int, list[Optimizer]] = {
+            n: [] for n, model in enumerate(models) if isinstance(model, ShardedModule)
+        }
         for optimizer in map(unwrapped, self._optimizers):
             numbers = {owner[id(p)] for p in parameters_of(optimizer) if id(p) in owner} & found.keys()
             if len(numbers) > 1:

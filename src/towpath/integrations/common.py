@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,7 +30,6 @@ from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
 from towpath.optim import members_of, whole_of
 from towpath.plan.request import Workload
-from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.together import Together
 
@@ -133,11 +132,6 @@ def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> 
 def needs_owner_stepped(optimizer: Optimizer) -> bool:
     """Return whether `optimizer` is an Adafactor or a Muon, of PyTorch or of another package, that is not wrapped."""
     return any(kind.__name__ in ("Adafactor", "Muon") for kind in type(optimizer).__mro__)
-
-
-def is_sharded(model: nn.Module) -> TypeGuard[ShardedModule]:
-    """Return whether `model` is sharded."""
-    return isinstance(model, ShardedModule)
 
 
 def not_installed(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:

@@ -30,7 +30,6 @@ from towpath.integrations.common import (
     FOLDER,
     Pairs,
     Sharding,
-    is_sharded,
     load_full_model,
     load_full_optimizer,
     load_pairs,
@@ -38,6 +37,7 @@ from towpath.integrations.common import (
     numbered_state,
     save_pairs,
 )
+from towpath.sharded_module import ShardedModule
 
 try:
     import lightning.pytorch as pl
@@ -84,7 +84,7 @@ class TowpathStrategy(DDPStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
-        if not is_sharded(self.model):
+        if not isinstance(self.model, ShardedModule):
             if fits and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)

@@ -159,13 +159,13 @@ class MeshRanks:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         names = sorted(mesh.mesh_dim_names or (), key=lambda name: name != "pp")
-        self.groups = [Groups(mesh[name].get_group()) for name in names]
+        self.groups = {name: Groups(mesh[name].get_group()) for name in names}  # by the dimension of the mesh
         self.members: list[int] = sorted(mesh.mesh.flatten().tolist())
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, in the order of `members`."""
         found = {dist.get_rank(): value}
-        for groups in self.groups:
+        for groups in self.groups.values():
             found = {rank: each for told in groups.gather_objects(found) for rank, each in told.items()}
         return [found[rank] for rank in self.members]
 
@@ -188,7 +188,8 @@ class CallCheck:
         self._everyone = everyone
         # Separate groups, because other threads may compare something meanwhile.
         self._pipeline, *others = (
-            groups.of((tuple(range(groups.world)),), "calls of a pipeline", "gloo") for groups in everyone.groups
+            groups.of((tuple(range(groups.world)),), "calls of a pipeline", "gloo")
+            for groups in everyone.groups.values()
         )
         self._first = self._pipeline.rank() == 0
         self._others = [group for group in others if group.size() > 1]

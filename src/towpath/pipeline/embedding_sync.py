@@ -162,21 +162,15 @@ class TiedEmbeddings:
             parameter.grad = None
         try:
             yield
-            self.end_step()
+            for parameter in before:
+                gradient: Any = parameter.grad
+                if gradient is not None:
+                    dist.all_reduce(gradient.to_local(), group=self._between)
         finally:
             with torch.no_grad():
                 for parameter, earlier in before.items():
                     if earlier is not None:
                         parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-
-    def end_step(self) -> None:
-        """Sum the gradients between the ends, after the engines have delivered the sums of each end."""
-        if self._between is None:
-            return
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                gradient: Any = parameter.grad
-                dist.all_reduce(gradient.to_local(), group=self._between)
 
     def schedules(self, micro_batches: int, passes: Sequence[StagePass]) -> list[StageSchedule]:
         """Return the schedules of the sums at the ends and between them. A rank of an end calls it."""

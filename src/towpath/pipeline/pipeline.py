@@ -63,7 +63,7 @@ from towpath.pipeline.splitting import blocks_of_stage
 from towpath.pipeline.stage import TowpathStage, schedule_of
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups, detect_shape
+from towpath.topology.groups import detect_shape
 from towpath.topology.store import StatusStore
 from towpath.topology.together import together
 
@@ -129,10 +129,10 @@ class Pipeline(Observable):
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
         self._mesh, self._group, self.micro_batches = mesh, group, micro_batches
-        self._ranks = Groups(group)
-        self._ranks.connect()  # the first messages are between two stages only
         self._everyone = MeshRanks(mesh)
-        ranks, count = mesh["pp"].size(), len(stages)
+        self._ranks = self._everyone.groups["pp"]
+        self._ranks.connect()  # the first messages are between two stages only
+        ranks, count = self._ranks.world, len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
         with together(self._everyone, "Pipeline()", _SAME) as given:
             precision = Precision.of(precision)
@@ -177,7 +177,7 @@ class Pipeline(Observable):
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         # The engines divide the gradients.
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss, scale_grads=False)
-        groups = [Groups(mesh[name].get_group()) for name in mesh.mesh_dim_names or () if name != "dp"]
+        groups = [groups for name, groups in self._everyone.groups.items() if name != "dp"]
         # The steps at which a codec of a strategy begins or ends. Those of presets are always used.
         changes = self._compression.changes.union(*(s.changes for s in strategies if isinstance(s, Strategy)))
         self._counter = StepCounter(self._sharded_modules, partial(self.schedule, None), changes, groups)
@@ -192,7 +192,7 @@ class Pipeline(Observable):
         if self._compression.gradients.codec == "none":
             return strategy
         if isinstance(strategy, str):
-            strategy = presets.strategy(strategy, Topology(*detect_shape(Groups(self._mesh["dp"].get_group()))))
+            strategy = presets.strategy(strategy, Topology(*detect_shape(self._everyone.groups["dp"])))
         return self._compression.strategy_of(strategy, stage, len(self.owners))
 
     # Modules and parameters -----------------------------------------------------------------------------------------
@@ -442,7 +442,7 @@ class Pipeline(Observable):
             accumulated: How many steps inside `no_sync` the optimizer step begins with. Default: 0.
         """
         topology = topology or Topology.detect()
-        members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
+        members = tuple(self._everyone.groups["dp"].members)
         mine = {
             index: [StageSchedule(members, self.stage_schedule(index, step, accumulated), stage.output_shapes)]
             for index, stage in ((stage.stage_index, stage) for stage in self._stages)
@@ -453,8 +453,8 @@ class Pipeline(Observable):
         stages = {index: parts for each in self._ranks.gather_objects(mine) for index, parts in each.items()}
         pipeline = [part for index in sorted(stages) for part in stages[index]]
         pipelines = [pipeline]
-        if "tp" in (self._mesh.mesh_dim_names or ()):
-            pipelines = Groups(self._mesh["tp"].get_group()).gather_objects(pipeline)
+        if "tp" in self._everyone.groups:
+            pipelines = self._everyone.groups["tp"].gather_objects(pipeline)
         compression = self._compression if step is None else self._compression.at(step)
         return job_schedule(topology, pipelines, self.order, compression, accumulated + 1)
 
@@ -499,12 +499,11 @@ class Pipeline(Observable):
         Raises:
             StepError: A trace of the pipeline is active already.
         """
-        meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
         transfers = self.schedule().transfers
         leaves_node = {t.unit: t.inter_bytes > 0 for t in transfers if t.kind is TransferKind.ACTIVATION}
         for stage in self._stages:
             stage.leaves_node = leaves_node
-        with traced([engine_of(module) for module in self._sharded_modules()], meshes) as trace:
+        with traced(self._engines, [*self._everyone.groups.values()]) as trace:
             yield trace
 
     @property

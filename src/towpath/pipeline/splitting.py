@@ -119,11 +119,11 @@ class _SplitStage(nn.Module):
         copied = copy.deepcopy(model, memo={id(t): t for t in (*model.parameters(), *model.buffers())})
         for name in blocks:
             if name not in mine:
-                _replace_module(copied, name, _OtherBlock(order.wrapped))
+                copied.set_submodule(name, _OtherBlock(order.wrapped))
         for name in () if self._first else order.before:
-            _replace_module(copied, name, _EmptyOutput(order.outputs[name]))
+            copied.set_submodule(name, _EmptyOutput(order.outputs[name]))
         for name in () if self._last else order.after:
-            _replace_module(copied, name, nn.Identity())
+            copied.set_submodule(name, nn.Identity())
         for name, module in copied.named_children():
             self.add_module(name, module)
         for name, parameter in copied.named_parameters(recurse=False):
@@ -209,15 +209,6 @@ def _tied_module(model: nn.Module, names: Sequence[str], others: Sequence[str]) 
     if len(found) > 1:
         raise ShardError(f"split: {' and '.join(found)} share parameters with the model's other end: expected one.")
     return found[0] if found else ""
-
-
-def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    path, _, attribute = name.rpartition(".")
-    parent = model.get_submodule(path)
-    if isinstance(parent, (nn.ModuleList, nn.Sequential)):
-        parent[int(attribute)] = module
-    else:
-        setattr(parent, attribute, module)
 
 
 class DescribedStages:

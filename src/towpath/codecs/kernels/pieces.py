@@ -69,7 +69,7 @@ class PieceTable:
     def seeds(self, seed: int) -> Iterator[int]:
         """Return the rounding seed of each piece, where `seed` is the last one of the launch before."""
         for _ in self.pieces:
-            seed = next_seed(seed)
+            seed = (seed * _SEED_FACTOR + _SEED_STEP) & _32_BITS
             yield seed
 
     def last_seed(self, seed: int) -> int:
@@ -82,10 +82,6 @@ def units(codec: Codec, lengths: Sequence[int], places: Iterable[int]) -> tuple[
     splits = (SCALE_BYTES * codec.scales(length) for length in lengths)
     unit = _WIDE if all(place % _WIDE == 0 for place in places) else 1
     return unit, _WIDE if all(split % _WIDE == 0 for split in splits) else SCALE_BYTES
-
-
-def next_seed(seed: int) -> int:
-    return (seed * _SEED_FACTOR + _SEED_STEP) & _32_BITS
 
 
 # `module` is a back end that encodes and decodes one message at a time.
