@@ -29,7 +29,7 @@ from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import TrainStep
 from benchmarks.workload import Workload
-from towpath.bench import interleave
+from towpath.comparison import interleave
 from towpath.core.strategy import TransferKind
 from towpath.engine import trial_steps
 from towpath.engine.agree.boundary import CHECK_EVERY, UnusedParams
