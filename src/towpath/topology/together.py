@@ -68,7 +68,8 @@ def together(
 class Together:
     """Calls that all ranks of `groups` make, in the same order. If one fails, every rank raises the same error.
 
-    `call` names them in errors. The error is a `raises`, or the closest class below it that all errors have in common.
+    `call` names them in errors. The error is of the closest class that all errors have in common. It is a `raises` if
+    they have none, or if Towpath did not raise them on purpose.
     """
 
     groups: Groups
@@ -113,7 +114,7 @@ class Together:
     def _attempt(self, work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
         try:
             return work(), None
-        except self.raises as error:
+        except TowpathError as error:
             return None, error
         except Exception as error:  # of any kind, because the other ranks wait for an answer
             return None, self.raises(described(error)).with_traceback(error.__traceback__)
@@ -121,6 +122,7 @@ class Together:
     def _merged(self, failed: Mapping[int, tuple[type[TowpathError], str]]) -> tuple[type[TowpathError], str]:
         kinds = {rank: kind for rank, (kind, _) in failed.items()}
         common = next(c for c in next(iter(kinds.values())).__mro__ if all(issubclass(k, c) for k in kinds.values()))
+        common = self.raises if common is TowpathError else common
         # The first error that is of the common class comes first: others would be handled in another way.
         order = sorted(failed, key=lambda rank: (kinds[rank] is not common, rank))
         texts = {self.groups.members[rank]: failed[rank][1] for rank in order}
