@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -46,9 +46,6 @@ _LEARNING_RATE = 0.01
 _PLAIN = (int, float, complex, str, type(None))
 
 
-# One call with some of the parameters -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Common:
     """The options of an optimizer's groups, and its plain attributes: everything that is not kept per parameter."""
@@ -70,7 +67,7 @@ class Common:
         for number, (mine, theirs) in enumerate(zip(self.options, other.options, strict=True)):
             for key in dict.fromkeys([*mine, *theirs]):
                 here, there = mine.get(key), theirs.get(key)
-                if not _same(here, there, tensors):
+                if _comparable(here, tensors) != _comparable(there, tensors):
                     return f"{key!r} of group {number} is {here} or {there}"
         return None
 
@@ -87,14 +84,10 @@ def call_with(
     stand_ins: Mapping[int, nn.Parameter],
     states: dict[nn.Parameter, dict[str, Any]],
 ) -> Common:
-    """Call a method of an optimizer while it has only some of its parameters, and the options of `before`.
+    """Call a method of an optimizer on some parameters, with the options of `before`. Return the options afterwards.
 
-    `optimizer`: The optimizer. Its groups and states are the same afterwards. `stand_ins`: The parameters to step, by
-    the id of the parameter that each replaces. All others are left out. `states`: The states of the stand-ins, updated
-    in place.
-
-    Returns:
-        The options and attributes that the call ended with.
+    `stand_ins`: The parameters to step, by the id of the parameter that each replaces. All others are left out.
+    `states`: Their states, updated in place. The optimizer keeps its own groups and states.
     """
     inner: Any = optimizer
     groups, state = inner.param_groups, inner.state
@@ -110,9 +103,6 @@ def call_with(
         return Common.of(inner)
     finally:
         inner.param_groups, inner.state = groups, state
-
-
-# Trial steps with one parameter at a time ---------------------------------------------------------------------------
 
 
 def coupling(optimizer: Optimizer) -> str | None:
@@ -155,7 +145,7 @@ def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
     pairs = list(zip(parameters_of(together), parameters_of(apart), strict=True))
     start = [p.clone() for p, _ in pairs]
     states: dict[nn.Parameter, dict[str, Any]] = {p: {} for _, p in pairs}
-    alone: str | None = None
+    idle: str | None = None
     for step in range(STEPS):
         for number, (p, q) in enumerate(pairs):
             p.grad, q.grad = _gradient(p, number, step), _gradient(p, number, step)
@@ -169,44 +159,37 @@ def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
         if changed is not None:
             return f"step() changes its attribute {changed!r}, and each call with some of the parameters would do so"
         before, expected = Common.of(apart), Common.of(together)
-        for q in (q for _, q in pairs):
-            state = {q: states[q]}
-            found = call_with(apart, "step", before, {id(q): q}, state)
-            states |= state
+        for _, q in pairs:
+            alone = {q: states[q]}
+            found = call_with(apart, "step", before, {id(q): q}, alone)
+            states |= alone
             if difference := expected.difference(found):
                 return f"what step() writes into its groups depends on the parameters there: {difference}"
         for (p, q), old in zip(pairs, start, strict=True):
             if (p - q).abs().nan_to_num().max() > _TOLERANCE * (p - old).abs().nan_to_num().max():
                 return "the step of a parameter depends on the gradients of the others"
         # A rank that owns none of the parameters must count the step, too.
-        alone = alone or expected.difference(call_with(apart, "step", before, {}, {}))
+        idle = idle or expected.difference(call_with(apart, "step", before, {}, {}))
         for group, options in zip(apart.param_groups, expected.options, strict=True):
             group.update(copy.deepcopy(options))
-    return alone and f"step() writes other values into its groups where they have no parameters: {alone}"
+    return idle and f"step() writes other values into its groups where they have no parameters: {idle}"
 
 
-def _counters(optimizer: Optimizer) -> dict[str, list[Any]]:
+def _counters(optimizer: Optimizer) -> dict[str, Any]:
     """Return the numbers inside an optimizer's attributes that are objects or containers; `Common` has all others."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, Any] = {}
     for key, value in vars(optimizer).items():
         if key in ("param_groups", "state", "defaults") or key.endswith("_hooks") or isinstance(value, _PLAIN):
             continue
-        leaves, _ = tree_flatten(vars(value) if type(value).__module__ != "builtins" and _is_open(value) else value)
-        scalars = (x.item() if isinstance(x, torch.Tensor) and not x.dim() else x for x in leaves)
-        found[key] = [x for x in scalars if isinstance(x, _PLAIN)]
+        is_object = hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor)
+        leaves, _ = tree_flatten(vars(value) if is_object else value)
+        found[key] = _comparable([x for x in leaves if not isinstance(x, torch.Tensor) or not x.dim()])
     return found
-
-
-def _is_open(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, nn.Module, type)) and not callable(value)
 
 
 def _state_of_none(optimizer: Optimizer) -> str | None:
     keys = [key for key in cast(dict[Any, Any], optimizer.state) if not isinstance(key, torch.Tensor)]
     return f"it keeps state[{keys[0]!r}], which belongs to no parameter" if keys else None
-
-
-# Trial steps with slices --------------------------------------------------------------------------------------------
 
 
 _compiled: WeakSet[Optimizer] = WeakSet()  # optimizers that were tried
@@ -250,9 +233,6 @@ def remedy_for(optimizer: Optimizer) -> str:
     return f"{call} cannot step it either: {reason}. Instead, {elementwise}."
 
 
-# Small copies -------------------------------------------------------------------------------------------------------
-
-
 def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> Optimizer:
     """Return a copy of an optimizer that has few and small parameters, and no states.
 
@@ -267,11 +247,24 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
         small = torch.randn([min(side, _SIDE) for side in p.shape], generator=random_numbers)
         memo[id(p)] = nn.Parameter(held_as(small.to(p.device, p.dtype)), p.requires_grad)
 
-    # The flags and names by which an optimizer may treat a group differently.
-    def kind_of_group(group: dict[str, Any]) -> str:
-        return repr({k: v for k, v in options_of(group).items() if isinstance(v, (bool, str, type(None)))})
+    seen = Counter[Hashable]()
 
-    groups = [_small_group(group, memo) for group in _seldom_alike(optimizer.param_groups, kind_of_group)]
+    def is_seldom(kind: Hashable) -> bool:
+        seen[kind] += 1
+        return seen[kind] <= _ALIKE
+
+    groups: list[dict[str, Any]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        # The flags and names by which an optimizer may treat a group differently.
+        flags = {key: x for key, x in options_of(group).items() if isinstance(x, (bool, str, type(None)))}
+        if not is_seldom(repr(flags)):
+            continue
+        options, small = copy.deepcopy(options_of(group), memo), [memo[id(p)] for p in group["params"]]
+        if isinstance(rate := options.get("lr"), torch.Tensor):
+            rate.clamp_(min=_LEARNING_RATE)
+        elif isinstance(rate, (int, float)):
+            options["lr"] = max(rate, _LEARNING_RATE)
+        groups.append({**options, "params": [p for p in small if is_seldom((number, p.shape))]})
     memo[id(optimizer.param_groups)], memo[id(optimizer.state)] = groups, defaultdict[Any, Any](dict)
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
@@ -281,26 +274,6 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
     if callable(getattr(made, "train", None)):  # schedule-free optimizers start without a mode
         made.train()
     return made
-
-
-def _small_group(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    small = _seldom_alike([memo[id(p)] for p in group["params"]], lambda p: tuple(p.shape))
-    options = copy.deepcopy(options_of(group), memo)
-    rate = options.get("lr")
-    if isinstance(rate, torch.Tensor):
-        rate.clamp_(min=_LEARNING_RATE)
-    elif isinstance(rate, (int, float)):
-        options["lr"] = max(rate, _LEARNING_RATE)
-    return {**options, "params": list(small)}
-
-
-def _seldom_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-    """Yield the first `_ALIKE` things of each kind."""
-    seen: dict[Hashable, int] = {}
-    for thing in things:
-        seen[kind(thing)] = seen.get(kind(thing), 0) + 1
-        if seen[kind(thing)] <= _ALIKE:
-            yield thing
 
 
 def _gradient(parameter: torch.Tensor, number: int, step: int) -> torch.Tensor:
@@ -319,19 +292,12 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _same(here: Any, there: Any, tensors: bool) -> bool:
-    """Return whether two nested values have equal numbers, strings and tensors. Other objects count as equal."""
-    (mine, form), (theirs, other) = tree_flatten(here), tree_flatten(there)
-    return form == other and all(_same_leaf(x, y, tensors) for x, y in zip(mine, theirs, strict=True))
-
-
-def _same_leaf(here: Any, there: Any, tensors: bool) -> bool:
-    if isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor):
-        if not tensors:
-            return True
-        return isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and torch.equal(here, there)
-    plain = isinstance(here, _PLAIN) and isinstance(there, _PLAIN)
-    return not plain or here == there or (here != here and there != there)  # NaN is NaN
+def _comparable(value: Any, tensors: bool = True) -> tuple[Any, list[Any]]:
+    """Return the structure of a nested value, and its numbers, strings and tensors. Other objects count as equal."""
+    leaves, form = tree_flatten(value)
+    values = [x.tolist() if tensors and isinstance(x, torch.Tensor) else x for x in leaves]
+    # NaN is not equal to itself.
+    return form, [x if isinstance(x, (*_PLAIN, list)) and x == x else None for x in values]
 
 
 @contextmanager

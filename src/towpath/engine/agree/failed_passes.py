@@ -70,15 +70,15 @@ class FailedPasses:
         failure, self._failure = self._failure, ""
         event = f"failed pass {self._agreements} of model {self._log.model}"
         self._agreements += 1
-        came = self._watchdog.store.exchange(event, self._log.encoded(), self._watchdog.patience_seconds)
-        self._watchdog.status.failed("")
-        self._watchdog.raise_if_missing(
-            came,
-            lambda missing: (
-                f"{failure}, which was caught here; rank {missing} did not fail, and waits for the transfers of that "
-                "pass. A pass that fails on some ranks cannot be left out: let the exception end the program, or see "
-                "to it that it is raised on every rank."
-            ),
-        )
-        combined = bytes(map(max, zip(*came.values(), strict=True)))
+        try:
+            words = self._watchdog.exchange(
+                event,
+                self._log.encoded(),
+                f"{failure}, which was caught here",
+                "did not fail, and waits for the transfers of that pass. A pass that fails on some ranks cannot be "
+                "left out: let the exception end the program, or see to it that it is raised on every rank.",
+            )
+        finally:
+            self._watchdog.status.failed("")
+        combined = bytes(map(max, zip(*words, strict=True)))
         self._log.check(combined, self._groups.gather_objects)

@@ -85,17 +85,15 @@ class Program:
             return
         watchdog.meetings += 1
         with self.shared(call, LoggedCall.PROGRAM):
-            event, patience = f"call {watchdog.meetings}", watchdog.patience_seconds
-            came = watchdog.store.exchange(event, call, patience, watchdog.raise_if_diverged)
-        other = next((rank for rank, theirs in came.items() if theirs != call), None)
-        if other is not None:
-            raise StepError(
-                f"rank {watchdog.number}: this rank called {call}, and rank {watchdog.first + other} {came[other]} "
-                "meanwhile. Let every rank make the same calls in the same order."
-            )
-        watchdog.raise_if_missing(
-            came, lambda missing: f"every rank must call {call}; rank {missing} did not in {patience:.0f} s."
-        )
+            event, omission = f"call {watchdog.meetings}", f"did not in {watchdog.patience_seconds:.0f} s."
+            why = f"every rank must call {call}"
+            words = watchdog.exchange(event, call, why, omission, watchdog.raise_if_diverged)
+        for rank, other in enumerate(words):
+            if other != call:
+                raise StepError(
+                    f"rank {watchdog.number}: this rank called {call}, and rank {watchdog.first + rank} {other} "
+                    "meanwhile. Let every rank make the same calls in the same order."
+                )
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end.
