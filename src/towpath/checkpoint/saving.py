@@ -29,7 +29,7 @@ from towpath.checkpoint.state import State
 from towpath.checkpoint.storage import Contents, Pieces
 from towpath.daemons import start_daemon
 from towpath.engine.executor import Engine
-from towpath.errors import CheckpointError
+from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
 from towpath.topology.groups import Groups
 from towpath.topology.together import Together, described, together
@@ -365,7 +365,7 @@ class Saver:
         failure, is_first = None, self.state.contents.everyone.rank == 0
         try:
             storage.write(self.root, step, contents, self._lock, self._saves.control)
-        except CheckpointError as error:  # the same on every rank
+        except TowpathError as error:  # the same on every rank
             failure = str(error)
             self._refused = RefusedError(failure) if isinstance(error, RefusedError) else None
         except Exception as error:

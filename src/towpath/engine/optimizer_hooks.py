@@ -94,27 +94,21 @@ def _loaded(optimizer: Optimizer) -> None:
 
 
 def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any], engine: Engine) -> None:
-    for key, value in state.items():
-        # A 0-D tensor may be a number of steps, or a product of decays. Some optimizers keep "step" as a vector of one.
-        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor) and value.dim() > 0
-        if (
-            whole
-            and key != "step"
-            and value.numel() > 0
-            and value.shape == parameter.shape
-            and not any(s.owns_parameter(parameter) for s in engine.matrix_steps)
-        ):
-            assert isinstance(parameter, ShardTensor)
-            name = type(optimizer).__name__
-            error = ShardError(
-                f"rank {engine.comm.number}: {name} has already stepped {parameter.shard_spec.name}, or was made with "
-                "states for it: its states are of unsharded parameters. Call shard() before the first step, or make a "
-                "new optimizer afterwards. If load_state_dict() loaded them: call "
-                "towpath.checkpoint.set_optimizer_state_dict instead."
-            )
-            # Peers whose optimizers are fine wait in the next pass. They quote this error when this rank does not come.
-            engine.comm.watchdog.tell(f"{name}.step() failed ({error})")
-            raise error
+    # A 0-D tensor may be a number of steps, or a product of decays. Some optimizers keep "step" as a vector of one.
+    found = [value for key, value in state.items() if key != "step" and isinstance(value, torch.Tensor)]
+    full = [x for x in found if not isinstance(x, ShardTensor) and x.dim() and x.numel() and x.shape == parameter.shape]
+    if not full or any(s.owns_parameter(parameter) for s in engine.matrix_steps):
+        return
+    assert isinstance(parameter, ShardTensor)
+    name = type(optimizer).__name__
+    error = ShardError(
+        f"rank {engine.comm.number}: {name} has already stepped {parameter.shard_spec.name}, or was made with states "
+        "for it: its states are of unsharded parameters. Call shard() before the first step, or make a new optimizer "
+        "afterwards. If load_state_dict() loaded them: call towpath.checkpoint.set_optimizer_state_dict instead."
+    )
+    # Peers whose optimizers are fine wait in the next pass. They quote this error when this rank does not come.
+    engine.comm.watchdog.tell(f"{name}.step() failed ({error})")
+    raise error
 
 
 def _steps(optimizer: Optimizer, *_: Any) -> None:

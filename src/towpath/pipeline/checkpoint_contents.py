@@ -98,7 +98,7 @@ def contents_of(
         aliases = {**_named_in(stages, prefixes, twin).aliases, **twin}
         return names, aliases, [fingerprint(engine) for _, engine in engines]
 
-    gathered = Together(groups, "State()", CheckpointError).gathered(of_this_rank)
+    gathered = Together(groups, "State()", CheckpointError).combine(of_this_rank, list)
     aliases = {alias: first for _, each, _ in gathered for alias, first in each.items()}
     lowest: dict[str, int] = {}  # the first stage that has each name
     for of_rank, _, _ in gathered:

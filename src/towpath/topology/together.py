@@ -89,13 +89,13 @@ class Together:
                 found, error = self._attempt(lambda: then([value for value, _ in answers]))
                 outcome = found, _kind_and_text(error)
         try:
-            return self._agreed(self.groups.broadcast_object(outcome), error)
+            found, failure = self.groups.broadcast_object(outcome)
+            if failure is not None:
+                kind, text = failure
+                raise kind(text) from error
+            return found
         finally:
             del error  # its traceback refers to this frame, which would keep what the caller holds alive
-
-    def gathered(self, work: Callable[[], Value]) -> list[Value]:
-        """Return the result of `work` on every rank, by rank."""
-        return self.combine(work, lambda values: values)
 
     def each(self, work: Callable[[], Value]) -> Value:
         """Return the result of `work` on this rank."""
@@ -105,11 +105,7 @@ class Together:
 
     def on_rank_0(self, work: Callable[[], Value]) -> Value:
         """Return on every rank the result of `work` on rank 0."""
-        found, error = self._attempt(work) if self.groups.rank == 0 else (None, None)
-        try:
-            return self._agreed(self.groups.broadcast_object((found, _kind_and_text(error))), error)
-        finally:
-            del error
+        return self.combine(lambda: None, lambda _: work())
 
     def _attempt(self, work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
         try:
@@ -128,13 +124,6 @@ class Together:
         texts = {self.groups.members[rank]: failed[rank][1] for rank in order}
         is_everywhere = len(texts) == self.groups.world and len({*texts.values()}) == 1
         return common, next(iter(texts.values())) if is_everywhere else _message(self.call, texts)
-
-    def _agreed(self, outcome: tuple[Any, tuple[type[TowpathError], str] | None], error: Exception | None) -> Any:
-        found, failure = outcome
-        if failure is None:
-            return found
-        kind, text = failure
-        raise kind(text) from error
 
 
 def _kind_and_text(error: Exception | None) -> tuple[type[Exception], str] | None:
