@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from towpath.collectives.collective import WireBuffers, Workspace
+from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op
 from towpath.core.strategy import TransferKind
-from towpath.core.transfer import Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.engine.timing import Mark, Timer
 from towpath.observe.record import Record, TransferWait

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from towpath.core.lossless import exact_codec, in_bits
+from towpath.core.lossless import exact_codec, expected_share, in_bits
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 
@@ -41,7 +39,7 @@ class SentBytes:
     @property
     def expected_inter_bytes(self) -> int:
         """The expected part of `inter_bytes` that is sent. It differs if transfers are exact."""
-        return sum(t.expected_inter_bytes for t in self.transfers)
+        return sum(_expected(t, "inter_bytes") for t in self.transfers)
 
     def by_kind(self) -> str:
         """Return a text table with one line for each kind of transfer: calls, and bytes by class of link.
@@ -52,23 +50,27 @@ class SentBytes:
         links = {"inside nodes": "intra_bytes", "between nodes": "inter_bytes"}
         if any(t.topology.nodes_per_rack for t in self.transfers):
             links["between racks"] = "between_racks_bytes"
-        exact = {(exact_codec(t.move.op), t.dtype): t.expected_share for t in self.transfers if t.exact}
-        columns: list[tuple[str, str]] = []  # each one's heading, and the attribute that it sums
+        exact = {(exact_codec(t.move.op), t.dtype): _share(t) for t in self.transfers if t.exact}
+        columns: list[tuple[str, str, bool]] = []  # heading, attribute to sum, whether as expected
         for heading, name in links.items():
-            columns.append((heading, name))
-            if exact and any(getattr(t, f"expected_{name}") != getattr(t, name) for t in self.transfers):
-                columns.append(("expected", f"expected_{name}"))
-        names = [name for _, name in columns]
-        lines = [f"  {'kind':<20} {'calls':>6}" + "".join(f" {heading:>16}" for heading, _ in columns)]
-        for kind in TransferKind:
-            mine = [t for t in self.transfers if t.kind is kind]
-            if mine:
-                lines.append(f"  {kind.value:<20} {_sums(mine, names)}")
-        lines.append(f"  {'total':<20} {_sums(self.transfers, names)}")
+            columns.append((heading, name, False))
+            if any(_expected(t, name) != getattr(t, name) for t in self.transfers):
+                columns.append(("expected", name, True))
+        lines = [f"  {'kind':<20} {'calls':>6}" + "".join(f" {heading:>16}" for heading, _, _ in columns)]
+        for label in (*TransferKind, "total"):
+            mine = [t for t in self.transfers if label in (t.kind, "total")]
+            sums = (sum(_expected(t, n) if expected else getattr(t, n) for t in mine) for _, n, expected in columns)
+            if mine or label == "total":
+                lines.append(f"  {label:<20} {len(mine):>6}" + "".join(f" {nbytes:>16,}" for nbytes in sums))
         return "\n".join([*lines, *([f"  expected on paper: {in_bits(exact)}"] if exact else [])])
 
 
-def _sums(transfers: Sequence[Transfer], names: Iterable[str]) -> str:
-    """Return the number of transfers, and the sums of their attributes `names`."""
-    sums = (sum(getattr(t, name) for t in transfers) for name in names)
-    return f"{len(transfers):>6}" + "".join(f" {nbytes:>16,}" for nbytes in sums)
+def _share(transfer: Transfer) -> float:
+    """Return the expected bytes of a transfer's encoded messages, as a share of their values: 1 unless it is exact."""
+    return expected_share(transfer.move.op, transfer.dtype) if transfer.exact else 1.0
+
+
+def _expected(transfer: Transfer, name: str) -> int:
+    """Return the expected part of the bytes that attribute `name` bounds. Inside nodes, sums are sent as they are."""
+    bound = getattr(transfer, name)
+    return bound if name == "intra_bytes" and not transfer.encoded_inside else round(_share(transfer) * bound)
