@@ -277,5 +277,5 @@ def _host_replica(strategy: Strategy, groups: Groups, replica: Replica) -> Repli
     if not strategy.optimizer_on_host or groups.parent is None:
         return replica
     moves = strategy.moves.assemble
-    group = groups.on_host(tuple(g.ranks for g in moves[0].groups)) if moves else None
+    group = groups.of(tuple(g.ranks for g in moves[0].groups), "control", "gloo") if moves else None
     return replace(replica, group=group, everyone=groups.control_on_host())

@@ -120,12 +120,8 @@ def _steps(optimizer: Optimizer, *_: Any) -> None:
 @eager
 def _note_running(optimizer: Optimizer) -> None:
     reference = weakref.ref(optimizer)  # weak, because a step that raises leaves the note behind
-
-    def remedy() -> str:
-        stepping = reference()
-        return remedy_for(stepping) if stepping is not None else ""
-
-    running_step.optimizer, running_step.remedy = type(optimizer).__name__, remedy
+    running_step.optimizer = type(optimizer).__name__
+    running_step.remedy = lambda: "" if (stepping := reference()) is None else remedy_for(stepping)
 
 
 @eager

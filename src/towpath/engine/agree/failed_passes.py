@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, final
 
-from towpath.core.strategy import Strategy
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.topology.groups import Groups
@@ -46,16 +45,10 @@ class FailedPasses:
     The engine notes failures here, and calls `agree` before the next pass.
     """
 
-    def __init__(self, groups: Groups, watchdog: Watchdog, strategy: Strategy, log: CollectiveLog) -> None:
+    def __init__(self, groups: Groups, watchdog: Watchdog, log: CollectiveLog) -> None:
         self._groups, self._watchdog, self._log = groups, watchdog, log
-        self._forward_is_shared = strategy.gathered_over.size > 1
         self._agreements = 0
         self._failure = ""
-
-    def forward_failed(self, what: str) -> None:
-        """Note a failed forward, if forwards involve other ranks: they gather parameters."""
-        if self._forward_is_shared:
-            self.failed(what)
 
     def failed(self, what: str) -> None:
         """Note a failed pass. Of several failures the first is kept."""

@@ -125,7 +125,7 @@ class Watchdog:
     def describe(self, ranks: Sequence[int]) -> str:
         """Return the last status that each of `ranks` has posted, one line per rank."""
         others = [rank for rank in ranks if rank != self.rank]
-        notes, nothing = self._read(others), "has said nothing: it makes progress, or it is gone"
+        notes, nothing = self.store.read(others[:_FEW]), "has said nothing: it makes progress, or it is gone"
         statuses = {rank: notes[rank].status if rank in notes else nothing for rank in others[:_FEW]}
         lines = [f"\n  rank {self.first + rank}: {status}" for rank, status in statuses.items()]
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
@@ -151,9 +151,6 @@ class Watchdog:
         if self.world > 1:
             self.post(silent=True)
 
-    def _read(self, ranks: Sequence[int]) -> dict[int, _Note]:
-        return self.store.read(ranks[:_FEW])
-
     def _step_log(self) -> StepLog | None:
         return None if self.log is None else self.log.step_log(self.status.inside)
 
@@ -167,7 +164,7 @@ class Watchdog:
         for scope in log.scopes:
             members = scope.members(scope.group_of[self.rank])
             place = members.index(self.rank)
-            for rank, note in self._read([*members[place + 1 :], *members[:place]]).items():
+            for rank, note in self.store.read([*members[place + 1 :], *members[:place]][:_FEW]).items():
                 found = "" if note.step_log is None else self._compare(log, scope, mine, rank, note, note.step_log)
                 if found and self._step_log() == mine:  # this rank has not gone on meanwhile
                     self.diverged = found
@@ -211,8 +208,8 @@ class Watchdog:
             return
         lost = self.ended_peer()
         if lost is None and self._neighbor is not None:
-            notes = self._read([*range(self.rank + 1, self.world), *range(self.rank)]).values()
-            lost = next((note.lost for note in notes if note.lost is not None), None)
+            notes = self.store.read([*range(self.rank + 1, self.world), *range(self.rank)][:_FEW])
+            lost = next((note.lost for note in notes.values() if note.lost is not None), None)
         if lost is not None:
             peer = self.first + lost
             self.diverged = (
