@@ -43,7 +43,7 @@ from towpath.core.step_state import (
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.boundary import UnusedParams
-from towpath.engine.agree.failed_passes import EndOfBackward, FailedPasses
+from towpath.engine.agree.program import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
