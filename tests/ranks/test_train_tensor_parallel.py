@@ -23,7 +23,7 @@ from tests.ranks.strategies import in_turn
 from tests.ranks.test_train import ROUNDED, STEPS, _train, _with, config, rows_of, tokens
 from tests.ranks.test_train_stages import NO_NODES, _refused, _some_steps
 from towpath.errors import ConfigError, StepError
-from towpath.observe.stats import Sums
+from towpath.observe.totals import Totals
 from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger
@@ -126,9 +126,9 @@ def test_shared_layers_take_part_of_the_memory_and_of_the_bytes(world: Worlds, c
     assert [seed - seeds for _, _, seed in others] == [0, 1, 1]
 
 
-def _sums(training: Trainer) -> Sums:
+def _totals(training: Trainer) -> Totals:
     with MetricsLogger(training) as metrics:
-        return metrics._current_sums()
+        return metrics._totals_now()
 
 
 def _held_and_sent(config: Config) -> tuple[int, int, int]:
@@ -136,9 +136,9 @@ def _held_and_sent(config: Config) -> tuple[int, int, int]:
     with init_distributed() as job:
         training = Trainer(config, job)
         seed = torch.initial_seed()
-        before = _sums(training)
+        before = _totals(training)
         training.train_step()
-        sent = _sums(training).since(before)
+        sent = _totals(training).since(before)
         held = sum(p.to_local().numel() for p in training.model.parameters())
         total = torch.tensor([sent.intra_bytes])
         dist.broadcast(total, 0)

@@ -28,7 +28,7 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import UnitSpec
 from towpath.errors import ConfigError
-from towpath.observe.sent_bytes import SentBytes
+from towpath.observe.totals import SentBytes
 from towpath.outer.exchanges import OuterPlan, plan_outer
 from towpath.topology.cluster import Extent, Topology
 

@@ -22,7 +22,7 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan
 from towpath.core.units import round_up
 from towpath.errors import ConfigError
-from towpath.observe.sent_bytes import SentBytes
+from towpath.observe.totals import SentBytes
 from towpath.outer.settings import Outer
 
 # Elements. The region of an all-gather starts in the wire buffer at a multiple of this.
