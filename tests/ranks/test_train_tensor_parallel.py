@@ -28,7 +28,7 @@ from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger
 from towpath.train.models.tensor_parallel import COLUMNS, EACH_HEAD, TensorPlan, plan_for, share_layers
-from towpath.train.trainer import Trainer
+from towpath.train.trainer import TrainingRun
 
 __all__ = ["config", "tokens"]  # fixtures
 
@@ -126,7 +126,7 @@ def test_shared_layers_take_part_of_the_memory_and_of_the_bytes(world: Worlds, c
     assert [seed - seeds for _, _, seed in others] == [0, 1, 1]
 
 
-def _totals(training: Trainer) -> Totals:
+def _totals(training: TrainingRun) -> Totals:
     with MetricsLogger(training) as metrics:
         return metrics._totals_now()
 
@@ -134,7 +134,7 @@ def _totals(training: Trainer) -> Totals:
 def _held_and_sent(config: Config) -> tuple[int, int, int]:
     """Bytes of a step by all ranks, elements that this rank has, and what its numbers at random begin with."""
     with init_distributed() as job:
-        training = Trainer(config, job)
+        training = TrainingRun(config, job)
         seed = torch.initial_seed()
         before = _totals(training)
         training.train_step()

@@ -32,7 +32,7 @@ from towpath.progress import size
 from towpath.train.config import DTYPES, Config
 
 if TYPE_CHECKING:
-    from towpath.train.trainer import StepResult, Trainer
+    from towpath.train.trainer import StepResult, TrainingRun
 
 # Dense FLOP/s in half precision, as the data sheets state them. The first name that is a word of the device's counts.
 _GPUS = {
@@ -145,7 +145,7 @@ def open_writers(config: Config, topology: Any, first_step: int) -> list[Writer]
 class MetricsLogger:
     """Reports the steps of a run. Use it as a context around the steps. Rank 0 writes, and every rank must call it."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainingRun) -> None:
         config, job, parallel = trainer.config, trainer.job, trainer.config.parallel
         self._config, self._job, self._model, self._timers = config, job, trainer.model, trainer.timers
         self._first_step = self._step = trainer.state.step
