@@ -32,7 +32,7 @@ from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
 from towpath.topology.groups import Groups
-from towpath.topology.together import Together, described, together
+from towpath.topology.together import AllRanks, described, together
 
 _LOG = logger("checkpoint")
 _ALIGNED_BYTES = 64
@@ -196,10 +196,10 @@ class _Saves:
     lost: bool = False
 
     @property
-    def control(self) -> Together:
+    def control(self) -> AllRanks:
         if self.lost:
             raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
-        return Together(self.apart, "saving a checkpoint", CheckpointError)
+        return AllRanks(self.apart, "saving a checkpoint", CheckpointError)
 
     def leave(self) -> None:
         """Close the group after a failure of this rank, so that other ranks do not wait for it until a timeout."""

@@ -32,7 +32,7 @@ from towpath.optim import members_of, whole_of
 from towpath.plan.request import Workload
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
-from towpath.topology.together import Together
+from towpath.topology.together import AllRanks
 
 # The names of frameworks for mixed precision. As under FSDP, gradients are reduced in float32.
 _MIXED: Mapping[str, torch.dtype] = {
@@ -221,8 +221,8 @@ def numbered_state(model: nn.Module, optimizer: Optimizer, by_name: Mapping[str,
     }
 
 
-def _reading(model: nn.Module) -> Together:
-    return Together(engine_of(model).comm.job, "reading a checkpoint", CheckpointError)
+def _reading(model: nn.Module) -> AllRanks:
+    return AllRanks(engine_of(model).comm.job, "reading a checkpoint", CheckpointError)
 
 
 def _only_on_rank_0(model: nn.Module, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:

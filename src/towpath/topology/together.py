@@ -1,7 +1,7 @@
 """Ranks that decide together: what fails on one rank, or differs between ranks, raises on every rank.
 
 A rank that raises alone leaves its peers waiting. So a call that can fail on one rank alone is made in `together`, or
-by a `Together`, and the ranks exchange their errors at its end. A rank that never comes there ends in the error of the
+by an `AllRanks`, and the ranks exchange their errors at its end. A rank that never comes there ends in the error of the
 process group: at once if its connection has closed, and otherwise at the group's timeout.
 """
 
@@ -65,7 +65,7 @@ def together(
 
 @final
 @dataclass(frozen=True, slots=True)
-class Together:
+class AllRanks:
     """Calls that all ranks of `groups` make, in the same order. If one fails, every rank raises the same error.
 
     `call` names them in errors. The error is of the closest class that all errors have in common. It is a `raises` if
