@@ -23,15 +23,15 @@ from towpath.core.presets import StrategyLike
 from towpath.engine.agree.boundary import CHECK_EVERY
 from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
+from towpath.engine.optimizer_hooks import adopt
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import engine_with
-from towpath.engine.trial_steps import adopt, parameters_of
+from towpath.engine.trial_steps import parameters_of
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
 from towpath.optim import members_of, whole_of
 from towpath.plan.request import Workload
 from towpath.topology.cluster import Topology
-from towpath.topology.together import Together
 
 # The names of frameworks for mixed precision. As under FSDP, gradients are reduced in float32.
 _MIXED: Mapping[str, torch.dtype] = {
@@ -232,5 +232,5 @@ def _only_on_rank_0(model: nn.Module, read: Callable[[], Mapping[str, Any]]) -> 
     return found
 
 
-def _reading(model: nn.Module) -> Together:
-    return Together(engine_of(model).comm.job, "reading a checkpoint", CheckpointError)
+def _reading(model: nn.Module) -> AllRanks:
+    return AllRanks(engine_of(model).comm.job, "reading a checkpoint", CheckpointError)

@@ -25,7 +25,7 @@ from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.dtensors import local_part, parallel_of
 from towpath.errors import ShardError, StepError
 from towpath.topology.groups import Groups
-from towpath.topology.together import Together, together
+from towpath.topology.together import AllRanks, together
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -71,7 +71,7 @@ def exchanged_tensors(
     Floating-point tensors require gradients, because stages send these back. Every rank must call it, and gets the same
     tensors or an error. PyTorch would find the shapes in the first step, when the modules are sharded already.
     """
-    ranks = Together(Groups(group), "Pipeline()", ShardError)
+    ranks = AllRanks(Groups(group), "Pipeline()", ShardError)
     found = [tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in example)]
     for index in range(count):
 

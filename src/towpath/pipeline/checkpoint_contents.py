@@ -25,7 +25,7 @@ from towpath.errors import CheckpointError
 from towpath.pipeline.embedding_sync import TiedEmbeddings
 from towpath.pipeline.stage import TowpathStage
 from towpath.topology.groups import Groups
-from towpath.topology.together import Together
+from towpath.topology.together import AllRanks
 
 
 def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.ProcessGroup) -> list[str]:
@@ -94,7 +94,7 @@ def contents_of(
         aliases = {**_named_in(stages, prefixes, twin).aliases, **twin}
         return names, aliases, [fingerprint(engine) for _, engine in engines]
 
-    gathered = Together(groups, "State()", CheckpointError).gathered(of_this_rank)
+    gathered = AllRanks(groups, "State()", CheckpointError).combine(of_this_rank, list)
     aliases = {alias: first for _, each, _ in gathered for alias, first in each.items()}
     of_stages = {stage: names for of_rank, _, _ in gathered for stage, names in of_rank.items()}
     # Of the stages that have a tensor, the first one writes it. One that two stages of a rank share is no copy.

@@ -30,7 +30,7 @@ from towpath.errors import ShardError
 from towpath.pipeline.stage import schedule_of
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, align_group_counts, new_group
-from towpath.topology.together import Together
+from towpath.topology.together import AllRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def find_ends(
                 )
         return names
 
-    everyones = Together(Groups(mesh["pp"].get_group()), "Pipeline()", ShardError).gathered(of_this_rank)
+    everyones = AllRanks(Groups(mesh["pp"].get_group()), "Pipeline()", ShardError).gathered(of_this_rank)
     name_in = {index: name for each in everyones for index, name in each.items()}
     if not (name_in[0] or name_in[last]):
         return None

@@ -39,7 +39,7 @@ from towpath.plan.request import OUTER, Optimizer, Request, Workload, codecs_for
 from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
-from towpath.topology.together import Together
+from towpath.topology.together import AllRanks
 
 # The seconds of the first, short probe, and the most seconds of a longer one. Together they take at most this share of
 # so many planned steps.
@@ -188,7 +188,7 @@ def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple
             sys.stderr.write(f"towpath: {error} It is measured anew.\n")
             return None
 
-    text = Together(groups, 'strategy="auto"', ConfigError).on_rank_0(load)
+    text = AllRanks(groups, 'strategy="auto"', ConfigError).on_rank_0(load)
     if text is None:
         return None, where
     found = Profile.from_json(text)
@@ -219,7 +219,7 @@ class _Planner:
 
     def choose(self, profile: Profile, how: str) -> Choice:
         """Return the choice for a profile. `how` says in words where the profile comes from."""
-        device, ranks = device_of_job(), Together(self._groups, 'strategy="auto"', PlanError)
+        device, ranks = device_of_job(), AllRanks(self._groups, 'strategy="auto"', PlanError)
         describes = self._groups.rank == 0 or ranks_measure_together(device)
         model = ranks.each(lambda: self._model or (self._describe(device) if describes else None))
         self._model = model
