@@ -25,8 +25,8 @@ from benchmarks.suites.planner import CHOSEN, CHOSEN_BY_MESSAGES, LOSSY, Plan
 from benchmarks.workload import Workload
 from towpath.core.routes import Grid
 from towpath.core.strategy import Strategy
+from towpath.plan.hardware import GroupMesh
 from towpath.plan.live import describe_module
-from towpath.plan.measured import Mesh
 from towpath.plan.model import LinearSeconds, MeasuredPasses, Model, ModelUnit
 from towpath.plan.profile import Profile, collective_name
 
@@ -90,7 +90,7 @@ def _renamed(profile: Profile) -> Profile:
         op, _, rest = point.what.partition(" by ")
         route, _, mesh = rest.partition(", ")
         if mesh in meshes:
-            points[index] = replace(point, what=collective_name(op, Mesh(meshes[mesh]), route))
+            points[index] = replace(point, what=collective_name(op, GroupMesh(meshes[mesh]), route))
     return replace(profile, points=tuple(points))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from towpath.codecs.exact import message
-from towpath.codecs.exact import reference as exact_reference
+from towpath.codecs.exact import specification as exact_reference
 from towpath.codecs.kernels import pieces as loops
 from towpath.codecs.kernels import reference
 from towpath.codecs.kernels.pieces import Piece, Pieces

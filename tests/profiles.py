@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from towpath.core.routes import Grid, Op
-from towpath.plan.measured import Mesh
+from towpath.plan.hardware import GroupMesh
 from towpath.plan.profile import (
     ALONE,
-    BROADCAST,
-    FEW_UNITS,
+    FEW,
+    MANY_PARAMETERS,
     MANY_UNITS,
     OVER_ALL,
     PASSES,
@@ -31,15 +31,15 @@ def line(latency: float, rate: float, *sizes: int) -> list[tuple[int, float]]:
 def host_points(transfer: float) -> list[Point]:
     """A transfer takes so many seconds of the processor. A forward pass has one for each unit, a backward pass two."""
 
-    def taken(kind: str, part: str, units: int) -> float:
+    def taken(kind: str, part: str, units: int, parameters: int) -> float:
         sent = (2 if part == "backward" else 1) * units if kind == OVER_ALL else 0
-        return 1e-5 * units + transfer * sent
+        return 1e-5 * units + 1e-6 * units * parameters + transfer * sent
 
     return [
-        Point(host_name(kind, part), units, (taken(kind, part, units),))
+        Point(host_name(kind, part, shape[1]), shape[0], (taken(kind, part, *shape),))
         for kind in (ALONE, OVER_ALL)
         for part in PASSES
-        for units in (FEW_UNITS, MANY_UNITS)
+        for shape in (FEW, MANY_UNITS, MANY_PARAMETERS)
     ]
 
 
@@ -71,12 +71,11 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
         *points("decode int8", 0, 2e9),
     ]
     collectives = [
-        Point(collective_name(op, Mesh(Grid(nodes, width)), route), 1 << 20, (seconds, seconds))
+        Point(collective_name(op, GroupMesh(Grid(nodes, width)), route), 1 << 20, (seconds, seconds))
         for op, route, nodes, width, seconds in (
             (Op.ALL_GATHER.value, "ho-ring", 2, 2, (1 << 19) / cable),
             (Op.ALL_GATHER.value, "flat", 1, 2, (1 << 19) / 5e8),
             (Op.ALL_GATHER.value, "flat", 2, 1, (1 << 20) / cable),
-            (BROADCAST, "flat", 2, 2, (1 << 20) / cable),
         )
     ]
     together = [

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from benchmarks.suites.pipeline import COPIES, STAGES, Sizes, Stage, loss_of
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
-from towpath.core.pipeline import encoded_gradients, one_forward_one_backward
+from towpath.core.passes import encoded_gradients, one_forward_one_backward
 from towpath.core.transport import LowRank
 from towpath.pipeline import Compression
 from towpath.pipeline.stage import Encoding, Sender

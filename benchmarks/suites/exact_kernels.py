@@ -23,8 +23,8 @@ from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.figures import Check, medians
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.suites.kernels import QUICK_MEGABYTES, copying, timed, weights_or_gradients
-from towpath.codecs.exact import message, reference
-from towpath.codecs.exact.native import Native
+from towpath.codecs.exact import message, specification
+from towpath.codecs.exact.cpp import Native
 from towpath.codecs.kernels import _native
 
 MEGABYTES = 16
@@ -74,7 +74,7 @@ CASES = [
 
 def planes_of(old: torch.Tensor | None, new: torch.Tensor) -> bytes:
     """Return the bytes of the codes, the first bytes of all elements and so on."""
-    form = reference.FORMATS[new.dtype]
+    form = specification.FORMATS[new.dtype]
     bits = form.bits_of(new)
     if old is None:
         code = bits << 1 | bits >> (form.bits - 1)

@@ -33,7 +33,7 @@ from towpath.bench import interleave
 from towpath.core.strategy import TransferKind
 from towpath.engine import trial_steps
 from towpath.engine.agree.boundary import CHECK_EVERY, UnusedParams
-from towpath.observing import sums
+from towpath.observe.stats import sums
 
 # One rank -------------------------------------------------------------------------------------------------------------
 

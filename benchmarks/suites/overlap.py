@@ -31,9 +31,9 @@ from benchmarks.peers import build, stepper
 from benchmarks.workload import LENGTH, SHORT, SQUARE, Workload
 from towpath.core.steady_step import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
-from towpath.engine.queues import RankTransfer
-from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, Interval
-from towpath.observing import intervals_of_ranks
+from towpath.engine.transfer_queues import RankTransfer
+from towpath.observe.stats import intervals_of_ranks
+from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.tracing import write_intervals
 
 # A step against its parts ---------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.workload import Wait, Waiting
-from towpath.core.pipeline import SCHEDULES, messages
+from towpath.core.passes import SCHEDULES, messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import LowRank, Transport
 from towpath.pipeline import Compression, Pipeline

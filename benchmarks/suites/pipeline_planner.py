@@ -35,7 +35,7 @@ from benchmarks.suites.pipeline import (
     loss_of,
     mesh_of_nodes,
 )
-from towpath.core.pipeline import SCHEDULES
+from towpath.core.passes import SCHEDULES
 from towpath.engine.layout import lay_out
 from towpath.pipeline.schedules import owners_of, schedule_class, walks
 from towpath.plan.cluster_probe import probe

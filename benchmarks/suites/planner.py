@@ -36,16 +36,16 @@ from benchmarks.harness.figures import Check, medians
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import CandidateSpec, stepper
 from benchmarks.workload import SQUARE, Workload
-from towpath.core.exact import Shares
+from towpath.core.lossless import Shares
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.engine.layout import lay_out
-from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, Interval
-from towpath.observing import Sums, sums
+from towpath.observe.stats import Sums, sums
+from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
+from towpath.outer.period import Period
 from towpath.plan.cluster_probe import probe
 from towpath.plan.measure import describe_measured
 from towpath.plan.model import Model
-from towpath.plan.outer import Period
 from towpath.plan.prediction import Batching, Ranking
 from towpath.plan.profile import Profile
 from towpath.plan.request import Optimizer, Request, codecs_for_both

@@ -42,7 +42,7 @@ from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
 from towpath.plan.hardware import CodecSpeed, Hardware
 from towpath.plan.hardware import Link as SimulatedLink
-from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.topology.cluster import Topology
 
 SHAPES = (Topology(2, 2), Topology(4, 2), Topology(2, 4))
@@ -249,7 +249,8 @@ def lower_bound(strategy: Strategy, workload: Workload, computing: float, inter:
         sum_rate=_INSTANT,
         codecs=tuple((name, CodecSpeed(_INSTANT, _INSTANT)) for name in sorted(codecs)),
     )
-    return Replay(strategy, plans, hardware, seconds, workload.micro_steps).run().seconds
+    stage = SimulatedStage(strategy, plans, seconds)
+    return Replay([stage], hardware, micro_steps=workload.micro_steps).run().seconds
 
 
 def lower_bounds(

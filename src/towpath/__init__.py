@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         shard,
     )
     from towpath.core.formats import Precision
-    from towpath.core.outer import Outer
     from towpath.core.placement import Placement
     from towpath.core.presets import strategies, strategy
     from towpath.core.schedule import Schedule
@@ -43,7 +42,8 @@ if TYPE_CHECKING:
     from towpath.engine.parameters.shard_tensor import ShardTensor
     from towpath.engine.saved_activations import offload_activations
     from towpath.errors import TowpathError
-    from towpath.observing import Stats, stats
+    from towpath.observe.stats import Stats, stats
+    from towpath.outer.settings import Outer
     from towpath.plan.request import Workload
     from towpath.topology.cluster import Extent, Topology
     from towpath.topology.init import init
@@ -82,12 +82,12 @@ _MODULES = ("checkpoint", "codecs", "errors", "integrations", "optim", "pipeline
 
 _HOMES = {
     "Extent": "topology.cluster",
-    "Outer": "core.outer",
+    "Outer": "outer.settings",
     "Placement": "core.placement",
     "Precision": "core.formats",
     "Schedule": "core.schedule",
     "ShardTensor": "engine.parameters.shard_tensor",
-    "Stats": "observing",
+    "Stats": "observe.stats",
     "Strategy": "core.strategy",
     "Topology": "topology.cluster",
     "TowpathError": "errors",
@@ -96,7 +96,7 @@ _HOMES = {
     "init": "topology.init",
     "offload_activations": "engine.saved_activations",
     "register_forward_method": "engine.hooks",
-    "stats": "observing",
+    "stats": "observe.stats",
     "strategies": "core.presets",
     "strategy": "core.presets",
 }

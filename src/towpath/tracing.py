@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import nn
 
-from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
-from towpath.observing import Observable, Trace, intervals_of_ranks, trace
+from towpath.observe.stats import Observable, Trace, intervals_of_ranks, trace
+from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.plan.timeline import Event
 
 __all__ = ["Trace", "trace", "write_trace"]

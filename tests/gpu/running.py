@@ -17,7 +17,7 @@ from tests.ranks.checkpoints import Run
 from tests.ranks.models import DEVICE, MODELS
 from tests.ranks.strategies import strategy_of
 from towpath import Outer, Topology
-from towpath.core import exact
+from towpath.core import lossless
 
 SHAPE = Topology(2, 2)
 
@@ -26,7 +26,7 @@ SHAPE = Topology(2, 2)
 ASLEEP_SECONDS, BACK_SECONDS = 0.5, 0.2
 
 
-@mock.patch.object(exact, "SMALLEST_BYTES", 1)  # this model is small
+@mock.patch.object(lossless, "SMALLEST_BYTES", 1)  # this model is small
 def the_host_is_back_while_the_device_works(label: str, waits: bool = False, every: int = 0) -> dict[str, Any]:
     """A step behind half a second of other work on the device: the host only enqueues it.
 
@@ -146,7 +146,7 @@ def a_step_is_traced_in_the_order_of_its_stream() -> None:
     from itertools import pairwise
 
     from towpath import tracing
-    from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING
+    from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, WAITING
 
     width, rows = (2048, 4096) if DEVICE.type == "cuda" else (64, 64)
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)]

@@ -35,7 +35,7 @@ import towpath.codecs.packing
 import towpath.collectives.flat
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
-from towpath.engine import comm, outer
+from towpath.engine import comm
 from towpath.engine.agree import boundary
 from towpath.engine.comm import Streams
 from towpath.engine.parameters import bucket as parameter_memory
@@ -43,8 +43,9 @@ from towpath.engine.parameters import gradients as optimizer_memory
 from towpath.engine.parameters import shard_spec as encoded_shard
 from towpath.engine.parameters.partial_sums import Partial
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.queues import Handle, Stream, StreamJob
-from towpath.engine.streams.record import TransferWait
+from towpath.engine.transfer_queues import Handle, Stream, StreamJob
+from towpath.observe.record import TransferWait
+from towpath.outer import sync
 
 COMPUTATION, HOST = "computation", "the host"
 
@@ -412,7 +413,7 @@ def checking() -> Generator[Checker]:
     checker = Checker()
     made = Streams(torch.device("cpu"))
     launched, host_memory, taken_of = messages._launched, optimizer_memory.host_memory, boundary.checksum_of
-    taken_of_slow = outer.checksum
+    taken_of_slow = sync.checksum
 
     def launch(posted: Any, group: dist.ProcessGroup, tag: int) -> Any:
         stream = f"messages of {group.group_name}"
@@ -432,12 +433,12 @@ def checking() -> Generator[Checker]:
         return torch.zeros((), dtype=torch.int64) if checker._memory_of(slow).on_host else taken_of_slow(slow)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outer, "checksum", slow_checksum)
+        patch.setattr(sync, "checksum", slow_checksum)
         patch.setattr(boundary, "checksum_of", checksum)
         patch.setattr(comm, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker))
         patch.setattr(Streams, "of", staticmethod(lambda groups, device: made))
         patch.setattr(messages, "_launched", launch)
-        for module in (optimizer_memory, outer):
+        for module in (optimizer_memory, sync):
             patch.setattr(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
         patch.setattr(parameter_memory, "host_is_apart", lambda device: True)
         for module in (towpath.codecs.packing, towpath.collectives.flat, encoded_shard):

@@ -24,17 +24,17 @@ from tests.workspace import workspace
 from towpath import Outer, Transport
 from towpath.checkpoint import State, load, save
 from towpath.codecs import exact as exact_codecs
-from towpath.codecs.exact import reference
+from towpath.codecs.exact import specification
 from towpath.collectives.collective import Workspace
-from towpath.core import exact
+from towpath.core import lossless
 from towpath.core.routes import Form
 from towpath.core.step_state import ParamVersion, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
-from towpath.engine.queues import Handle, StreamJob
 from towpath.engine.saved_activations import DeviceCopies
-from towpath.engine.streams.record import TransferWait
+from towpath.engine.transfer_queues import Handle, StreamJob
+from towpath.observe.record import TransferWait
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = (
@@ -240,8 +240,8 @@ EXACT = tuple(f"{name} exact=1" for name in ("zero1", "paro-iig", "paro-iig offl
 def test_exact_transports_keep_their_order(label: str, form: Form) -> None:
     """In plain torch, because the checker does not see what C++ reads and writes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "SMALLEST_BYTES", 1)
-        patch.setattr(exact_codecs, "_host", lambda device_type: reference)
+        patch.setattr(lossless, "SMALLEST_BYTES", 1)
+        patch.setattr(exact_codecs, "_host", lambda device_type: specification)
         _train_and_drop(label, form)
 
 

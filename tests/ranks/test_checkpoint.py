@@ -404,12 +404,14 @@ def test_arguments_that_differ_between_ranks_are_refused(world: Worlds, tmp_path
     answers = world(2).run(_pass_different_arguments, tmp_path)
     assert answers[0] == answers[1]
     step, folder, keep, extra, names, long, next_save, sound = answers[0]
-    assert step == "step is 3 on rank 0 and 4 on rank 1. Pass the same on every rank."
-    assert folder.startswith("root is ") and keep.startswith("keep_last is 1 on rank 0 and 2 on rank 1")
-    assert """the state of 'data' is {"epoch": 0} on rank 0 and {"epoch": 1} on rank 1""" in extra
-    assert "the state of 'data0' is {} on rank 0 and None on rank 1" in names
-    assert "the state of 'data' is a text of CRC-32" in long and len(long) < 200
-    assert next_save.startswith("step is 8 on rank 0 and 9 on rank 1")
+    assert "rank 0 has 'step = 3', rank 1 has 'step = 4'. Pass the same on every rank." in step
+    assert "rank 0 has 'root = " in folder and "rank 0 has 'keep_last = 1', rank 1 has 'keep_last = 2'" in keep
+    assert (
+        """rank 0 has 'the state of 'data' = {"epoch": 0}', rank 1 has 'the state of 'data' = {"epoch": 1}'""" in extra
+    )
+    assert "rank 0 has 'the state of 'data0' = {}', rank 1 has 'nothing more'" in names, names
+    assert "the state of 'data' = a text of CRC-32" in long and len(long) < 240, long
+    assert "rank 0 has 'step = 8', rank 1 has 'step = 9'" in next_save
     assert sound == ""
     assert [path.name for path in tmp_path.rglob("step-*")] == ["step-000005"]
 
@@ -524,6 +526,32 @@ def test_every_rank_passes_over_what_any_rank_finds_damaged(world: Worlds, tmp_p
         assert "rank-00001.safetensors is missing" in notes[0]
         assert "rank-00002-optimizer.safetensors is corrupted" in notes[1]
         assert "rank-00002-optimizer.safetensors is corrupted" in refusal
+
+
+def test_a_folder_that_rank_0_sees_empty_is_refused_and_so_are_folders_that_differ(
+    world: Worlds, tmp_path: Path
+) -> None:
+    (tmp_path / "1").mkdir()
+    world(4).run(_save_three, tmp_path / "1")
+    for other, same in world(2).run(_load_from_a_folder_of_its_own, tmp_path):
+        assert "rank 0 has 'the folder to load = " in other, other
+        assert "here has no checkpoint on rank 0, and has some on rank 1" in same
+
+
+def _load_from_a_folder_of_its_own(root: Path) -> list[str]:
+    run, found = Run.of("zero3", Topology(1, 2)), list[str]()
+    (root / str(rank())).mkdir(exist_ok=True)
+    before = Path.cwd()
+    os.chdir(root)
+    for where in (str(rank()), "here"):
+        if where == "here":
+            os.chdir(str(rank()))  # as on nodes that do not share it
+            Path("here").symlink_to(".")
+        with pytest.raises(CheckpointError) as refused:
+            checkpoint.load(where, run.state())
+        found.append(str(refused.value))
+    os.chdir(before)
+    return found
 
 
 def _save_three(root: Path) -> None:

@@ -40,7 +40,7 @@ def _wait_as_for_a_device(model: Any, unit: str) -> str:
     gathers: list[Transfer] = [t for t in comm.record.last_step if t.kind is TransferKind.GATHER and t.unit == unit]
     comm.log.note(TransferKind.GATHER, unit)
     peers.log = comm.log
-    peers.activity.enqueued(Never(), gathers[:1])
+    peers.status.enqueued(Never(), gathers[:1])
     assert aborted.wait(50), "nobody has aborted what the device waits for"
     with pytest.raises(StepError) as caught:
         model(torch.ones(2, 6).double())

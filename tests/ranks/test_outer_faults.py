@@ -23,8 +23,8 @@ from tests.ranks.strategies import seldom, strategy_of
 from tests.ranks.test_outer import STREAMING, adamw
 from towpath import Outer, Topology, checkpoint
 from towpath.engine.agree.watchdog import Watchdog
-from towpath.engine.outer import FragmentExchange
 from towpath.errors import StepError
+from towpath.outer.sync import FragmentExchange
 
 SHAPE, STEPS = Topology(2, 2), 7
 # How long a process group waits for a peer: more than a busy machine keeps a rank that lives.

@@ -34,10 +34,11 @@ from tests.ranks.test_offload import MIXED
 from tests.ranks.test_outer import STREAMING, TOLERANCE, adamw, sync
 from tests.ranks.test_owner_stepped import Iterated, _matrices, _others
 from tests.ranks.twin import Loss, _build, distance, loss_on
-from towpath import Outer, Precision, Topology, checkpoint, observing
-from towpath.core import exact
+from towpath import Outer, Precision, Topology, checkpoint
+from towpath.core import lossless
 from towpath.core.routes import Form
 from towpath.errors import CheckpointError
+from towpath.observe.stats import sums as sums_of
 from towpath.optim import chain, owner_stepped
 
 Make = Callable[[nn.Module], optim.Optimizer]
@@ -267,7 +268,7 @@ def _count_bytes(label: str, topology: Topology) -> None:
     run, counted = Run.of(label, topology, outer=Outer(every=2, islands=2)), list[tuple[int, ...]]()
     for step in range(4):
         run.train([step])
-        found, sums = towpath.stats(run.model), observing.sums(run.model)
+        found, sums = towpath.stats(run.model), sums_of(run.model)
         counted.append((found.intra_bytes, found.inter_bytes, sums.intra_bytes, sums.inter_bytes))
     schedule = towpath.schedule(run.model.towpath_engine.strategy, run.model, 1)
     assert schedule.outer is not None
@@ -402,7 +403,7 @@ class Scaled:
 def _resume(root: Path, label: str, topology: Topology, outer: Outer) -> None:
     """Saved after four steps, when the second exchange of a fragment is under way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "SMALLEST_BYTES", 1)
+        patch.setattr(lossless, "SMALLEST_BYTES", 1)
         run, resumed = (Scaled.of(label, topology, outer) for _ in range(2))
     torch.manual_seed(dist.get_rank() // 2)
     run.train(0, 4)

@@ -22,11 +22,11 @@ import towpath
 from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import by_queue
-from towpath.core.pipeline import messages
+from towpath.core.passes import messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, ShardError, StepError
-from towpath.observing import intervals_of_ranks, sums
+from towpath.observe.stats import intervals_of_ranks, sums
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
 

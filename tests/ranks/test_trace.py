@@ -18,9 +18,9 @@ from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_steady import Checkpointed
 from towpath import tracing
-from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.errors import StepError
-from towpath.observing import running_trace, sums
+from towpath.observe.stats import running_trace, sums
+from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = ["ddp", "zero3", "hpz", "paro-iig", "zero3@hierarchical", "zero++", "mics gradients=int4:64 feedback=both"]

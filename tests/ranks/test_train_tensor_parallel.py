@@ -23,7 +23,7 @@ from tests.ranks.strategies import in_turn
 from tests.ranks.test_train import ROUNDED, STEPS, _train, _with, config, rows_of, tokens
 from tests.ranks.test_train_stages import NO_NODES, _refused, _some_steps
 from towpath.errors import ConfigError, StepError
-from towpath.observing import Sums
+from towpath.observe.stats import Sums
 from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from towpath import daemons
 from towpath.core.placement import GroupCollective
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES
 from towpath.core.routes import Group as Ranks
@@ -22,10 +23,12 @@ from towpath.core.routes import Op
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.engine.agree.watchdog import Neighbor, RankStatus, Watchdog, _end, _report
+from towpath.engine.agree.neighbor import Neighbor
+from towpath.engine.agree.status import RankStatus
+from towpath.engine.agree.watchdog import Watchdog, _report
 from towpath.engine.comm import make_stream
-from towpath.engine.queues import CudaStream, _CudaHandle
 from towpath.engine.threads import ThreadStream
+from towpath.engine.transfer_queues import CudaStream, _CudaHandle
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -89,8 +92,8 @@ class Turns(threading.Event):
 
 def test_the_reporter_queries_no_device_while_the_host_goes_on() -> None:
     peers, end = Watchdog(Groups()), End()
-    peers.activity.enqueued(end, [_gather("a")])
-    queried, turns = end.queries, Turns(peers.activity)
+    peers.status.enqueued(end, [_gather("a")])
+    queried, turns = end.queries, Turns(peers.status)
     _report(weakref.ref(peers), turns)
     assert turns.turns == 10 and end.queries == queried
 
@@ -172,9 +175,8 @@ def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytes
 def test_the_thread_that_reports_ends_before_the_interpreter_does() -> None:
     """Else it may wait for the store in C++ while Python goes away, which aborts a process that was through."""
     peers, stop = Watchdog(Groups()), threading.Event()
-    reporter = threading.Thread(target=_report, args=(weakref.ref(peers), stop), daemon=True)
-    reporter.start()
-    _end(reporter, stop)
+    reporter = daemons.start_daemon("reporter", partial(_report, weakref.ref(peers), stop), stop.set)
+    daemons._end_daemons()
     assert not reporter.is_alive()
 
 
@@ -230,7 +232,7 @@ def _end_process(neighbor: Neighbor) -> None:
 
 
 def test_a_neighbor_that_cannot_connect_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("towpath.engine.agree.watchdog._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("towpath.engine.agree.neighbor._PATIENCE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def mislead(found: list[Any]) -> None:

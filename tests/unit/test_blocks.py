@@ -9,7 +9,7 @@ import pytest
 import towpath
 from towpath.core import routes
 from towpath.core.formats import Codec
-from towpath.core.routes import Op, Piece, piece_bounds
+from towpath.core.routes import Op, SlicePart, piece_bounds
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as schedule_of
 from towpath.core.transfer import Transfer
@@ -66,7 +66,7 @@ def _messages(transfer: Transfer) -> Iterator[tuple[int, int]]:
             # A gather encodes slices whole, a reduction part by part; an all-reduce does the one and then the other.
             for parts in {1, transfer.parts} if transfer.move.op is not Op.ALL_GATHER else {1}:
                 for part in range(parts):
-                    piece = Piece(slot, part, parts)
+                    piece = SlicePart(slot, part, parts)
                     start, end = piece_bounds(transfer.elements, members, piece, codec.grain)
                     yield region * transfer.elements + start, region * transfer.elements + end
 

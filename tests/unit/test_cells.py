@@ -24,8 +24,7 @@ from towpath.collectives.flat import EncodedAllGather, of_bytes
 from towpath.core.formats import Codec, cell_alignment
 from towpath.core.placement import GroupCollective
 from towpath.core.presets import strategies
-from towpath.core.routes import Group, Op, encoded_slice, piece_bounds
-from towpath.core.routes import Piece as SlicePart
+from towpath.core.routes import Group, Op, SlicePart, encoded_slice, piece_bounds
 from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer

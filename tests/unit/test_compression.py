@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import towpath
-from towpath.core.pipeline import (
+from towpath.core.passes import (
     COMPRESSIONS,
     Compression,
     compression,

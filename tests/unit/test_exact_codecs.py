@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 
 from tests.codec_cases import same_bits as same
 from towpath.codecs import exact
-from towpath.codecs.exact import message, reference
-from towpath.codecs.exact.message import BLOCK, HEADER_BYTES, Kernels, MessageError
+from towpath.codecs.exact import message
+from towpath.codecs.exact import specification as spec
+from towpath.codecs.exact.message import BLOCK, HEADER_BYTES, HostKernels, MessageError
 
-native = pytest.importorskip(
-    "towpath.codecs.exact.native", reason="the C++ extension was not built", exc_type=ImportError
-)
+native = pytest.importorskip("towpath.codecs.exact.cpp", reason="the C++ extension was not built", exc_type=ImportError)
 from towpath.codecs.kernels import _native  # noqa: E402
 
-LEVELS: dict[str, Kernels] = {level: native.Native(level) for level in _native.levels()}
-BEST: Kernels = native.best()
+LEVELS: dict[str, HostKernels] = {level: native.Native(level) for level in _native.levels()}
+BEST: HostKernels = native.best()
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INTEGERS = {dtype: form.integer for dtype, form in reference.FORMATS.items()}
+INTEGERS = {dtype: form.integer for dtype, form in spec.FORMATS.items()}
 
 both = pytest.mark.parametrize("difference", [True, False], ids=["difference", "values"])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -43,7 +42,7 @@ def trained(n: int, dtype: torch.dtype, rate: float, seed: int = 0) -> tuple[tor
     return old.to(dtype), (old - rate * torch.randn(n, generator=generator)).to(dtype)
 
 
-def encoded(kernels: Kernels, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+def encoded(kernels: HostKernels, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
     """A message. What is behind its bound stays as it was."""
     bound = exact.message_bound(new.numel(), new.dtype)
     out = torch.full((bound + 16,), 77, dtype=torch.uint8)
@@ -53,7 +52,7 @@ def encoded(kernels: Kernels, old: torch.Tensor | None, new: torch.Tensor) -> to
     return out[:used]
 
 
-def round_trip(kernels: Kernels, old: torch.Tensor, new: torch.Tensor, difference: bool) -> torch.Tensor:
+def round_trip(kernels: HostKernels, old: torch.Tensor, new: torch.Tensor, difference: bool) -> torch.Tensor:
     """Encode and decode between guards. Return the message."""
     sent = encoded(kernels, old if difference else None, new)
     guarded = torch.cat([old[:1], old, old[:1]]) if len(old) else old
@@ -64,7 +63,7 @@ def round_trip(kernels: Kernels, old: torch.Tensor, new: torch.Tensor, differenc
     return sent
 
 
-def check(old: torch.Tensor, new: torch.Tensor, back_ends: Sequence[Kernels] = (reference, *LEVELS.values())) -> None:
+def check(old: torch.Tensor, new: torch.Tensor, back_ends: Sequence[HostKernels] = (spec, *LEVELS.values())) -> None:
     """Round trips on all back ends, which write the same bytes."""
     for difference in (True, False):
         expected, *others = [round_trip(kernels, old, new, difference) for kernels in back_ends]
@@ -98,7 +97,7 @@ def test_nothing_outside_is_read_or_written(dtype: torch.dtype, difference: bool
 @each_dtype
 def test_any_pair_of_exponents_and_edge_mantissas(dtype: torch.dtype) -> None:
     """Subnormals, -0, infinities and NaN payloads among them."""
-    form = reference.FORMATS[dtype]
+    form = spec.FORMATS[dtype]
     mantissas = torch.tensor([0, (1 << form.mantissa) - 1, *([1, 512] if dtype == torch.float16 else [])])
     exponents = torch.arange(1 << form.exponents)
     signs = torch.tensor([0, 1 << (form.bits - 1)])
@@ -184,7 +183,7 @@ def test_a_message_is_never_longer_than_its_bound(dtype: torch.dtype, difference
     unchanged = torch.arange(len(new)) % (2 * BLOCK) < BLOCK
     new[unchanged] = old[unchanged] if difference else 0
     for unsent in (unchanged[: 2 * BLOCK], unchanged):  # the last block is full, or not
-        for kernels in (reference, *LEVELS.values()):
+        for kernels in (spec, *LEVELS.values()):
             sent = round_trip(kernels, old[: len(unsent)], new[: len(unsent)], difference)
             left = exact.message_bound(len(unsent), dtype) - int(unsent.sum()) * dtype.itemsize
             assert len(sent) == -(-left // 8) * 8
@@ -265,7 +264,7 @@ def test_forged_messages_do_no_harm(dtype: torch.dtype, difference: bool) -> Non
             for place in torch.randint(0, len(body), (3,), generator=generator).tolist():
                 body[place] ^= 1 << (turn % 8)
         outcomes: list[tuple[bool, torch.Tensor]] = []
-        for kernels in (BEST, *list(LEVELS.values())[1:], *([reference] if turn < 8 or turn % 4 == 1 else [])):
+        for kernels in (BEST, *list(LEVELS.values())[1:], *([spec] if turn < 8 or turn % 4 == 1 else [])):
             values = before_a_guard(old)
             outcomes.append((kernels.decode(before_a_guard(body), values, difference), values))
         assert len({possible for possible, _ in outcomes}) == 1
@@ -282,7 +281,7 @@ def test_forged_messages_do_no_harm(dtype: torch.dtype, difference: bool) -> Non
 @settings(max_examples=25, deadline=None)
 def test_digests_depend_on_all_bits_and_their_order(n: int, first: int, seed: int) -> None:
     data = random_bits(n, torch.uint8, torch.Generator().manual_seed(seed))
-    found = {kernels.digest(data, first) for kernels in (reference, *LEVELS.values())}
+    found = {kernels.digest(data, first) for kernels in (spec, *LEVELS.values())}
     assert len(found) == 1
     if n:
         others = [data.clone() for _ in range(n)]
@@ -300,7 +299,7 @@ def test_the_public_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     values = old.clone()
     outcomes: list[Any] = [exact.decode(out, values, difference=True)]
     assert same(values, new) and exact.message_bytes([out, out]) == [used, used]
-    monkeypatch.setattr(exact, "_host", lambda device_type: reference)
+    monkeypatch.setattr(exact, "_host", lambda device_type: spec)
     exact.encode(None, new, out)
     monkeypatch.undo()
     outcomes.append(exact.decode(out, values.zero_(), difference=False))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.profiles import made_profile
 from tests.unit.test_planner import SMALL, priced_of, small_cluster
-from towpath.core.exact import DIFFERENCES, VALUES
+from towpath.core.lossless import DIFFERENCES, VALUES
 from towpath.core.routes import Op
 from towpath.core.strategy import GRADIENTS, Strategy
 from towpath.plan import tables

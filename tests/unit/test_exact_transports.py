@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import towpath
-from towpath.core.pipeline import Compression
+from towpath.core.passes import Compression
 from towpath.core.routes import Op
 from towpath.core.strategy import GRADIENTS, TransferKind
 from towpath.core.transport import Transport

@@ -9,10 +9,10 @@ import pytest
 from tests.profiles import made_profile
 from tests.unit.test_planner import TABLE
 from towpath import planning
-from towpath.core import exact
+from towpath.core import lossless
 from towpath.core.formats import Precision
 from towpath.core.launches import Launches
-from towpath.core.pipeline import plain_walk
+from towpath.core.passes import plain_walk
 from towpath.core.presets import strategy
 from towpath.core.routes import Form
 from towpath.core.schedule import message_sizes_transfers
@@ -26,7 +26,7 @@ from towpath.plan.catalog import model_shape
 from towpath.plan.hardware import CodecSpeed, Hardware, Launching, Link
 from towpath.plan.pipelines import Layout, Pipelines
 from towpath.plan.profile import Point
-from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.solver import Batching, Ranking
 from towpath.plan.timeline import Timeline
 from towpath.topology.cluster import Topology
@@ -54,7 +54,8 @@ def replayed(
     made = strategy(name, TOPOLOGY, exact=exact)
     plans = [plan_unit(made, unit, Precision(), Form.COLLECTIVES) for unit in UNITS]
     seconds = ComputeSeconds([0.0] + [compute] * DEPTH, [0.0] + [2 * compute] * DEPTH, 0.0, 0.0)
-    return Replay(made, plans, replace(FAST, launching=launching), seconds, micro_steps).run()
+    stage = SimulatedStage(made, plans, seconds)
+    return Replay([stage], replace(FAST, launching=launching), micro_steps=micro_steps).run().ranks[0]
 
 
 def times(costs: Launching, factor: float) -> Launching:
@@ -80,7 +81,7 @@ def test_launching_bounds_a_step_of_short_computation(name: str) -> None:
 
 def test_the_thread_waits_for_agreed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device encodes first, and the parameter syncs come after the agreement."""
-    monkeypatch.setattr(exact, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(lossless, "SMALLEST_BYTES", 1)
     plain, exactly = (replayed("paro-iig", COSTS, 0.1, exact=encoded) for encoded in (False, True))
     agreed = {e.kind: e for e in exactly.events if e.kind is not None}
     first = min(e.start for e in exactly.events if e.kind is TransferKind.PARAM_SYNC)

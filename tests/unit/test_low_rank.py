@@ -13,7 +13,7 @@ from towpath.core.presets import strategy
 from towpath.core.routes import Op
 from towpath.core.schedule import schedule
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.core.transport import Factored, LowRank, Matrix, Transport
+from towpath.core.transport import Factored, FactoredMatrix, LowRank, Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
@@ -31,7 +31,7 @@ def test_matrices_that_get_smaller_travel_by_their_factors_and_the_rest_as_it_is
 
     assert found is not None
     first, second, third, fourth, _ = BUCKET.offsets[:5]
-    assert found.matrices == (Matrix(first, 64, 32), Matrix(third, 32, 48))
+    assert found.matrices == (FactoredMatrix(first, 64, 32), FactoredMatrix(third, 32, 48))
     assert found.plain == ((second, second + 64), (fourth, fourth + 64), (BUCKET.offsets[4], BUCKET.offsets[4] + 4096))
     assert found.messages == (4 * (64 + 32) + 64 + 64 + 4096, 4 * (32 + 48))
     assert found.kept_elements(feedback=False) == 4 * (32 + 48)

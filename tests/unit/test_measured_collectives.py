@@ -15,14 +15,14 @@ from towpath.core.strategy import WITH_TRANSPORT, MoveShape, Strategy, move_shap
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.plan.hardware import Hardware, TransferShape, phase_costs, seconds_alone
-from towpath.plan.measured import Mesh, interpolated
+from towpath.plan.hardware import GroupMesh, Hardware, interpolated
 from towpath.plan.probed_collectives import planned_collectives, sizes_up_to
-from towpath.plan.profile import BROADCAST, Point, Profile, collective_name, collective_of
+from towpath.plan.profile import Point, Profile, collective_name, collective_of
+from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
 SIZES = (1 << 16, 1 << 20)
-SQUARE = Mesh(Grid(2, 2))
+SQUARE = GroupMesh(Grid(2, 2))
 
 
 def profile(route: str = "flat", seconds: tuple[float, ...] = (0.02, 0.3), op: str = Op.ALL_REDUCE.value) -> Profile:
@@ -84,8 +84,8 @@ def test_a_profile_keeps_its_collectives_and_older_ones_have_none() -> None:
 
 
 def test_names_of_collectives_are_read_as_they_were_written() -> None:
-    for mesh in (SQUARE, Mesh(Grid(4, 1), 2), Mesh(Grid(1, 8))):
-        for op in (*(op.value for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)), BROADCAST):
+    for mesh in (SQUARE, GroupMesh(Grid(4, 1), 2), GroupMesh(Grid(1, 8))):
+        for op in (op.value for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)):
             assert collective_of(collective_name(op, mesh, "ho-ring")) == (op, mesh, "ho-ring")
 
 
@@ -104,7 +104,7 @@ def test_a_probe_measures_every_collective_that_a_plan_can_use(topology: Topolog
             plan = plan_unit(made, unit, Precision(), form)
             for transfer in (t for kind in WITH_TRANSPORT for t in plan.steady_transfers(kind)):
                 shape = TransferShape.of(transfer)
-                assert (shape.op, Mesh(shape.grid, shape.stride), shape.route) in found, str(transfer)
+                assert (shape.op, GroupMesh(shape.grid, shape.stride), shape.route) in found, str(transfer)
 
 
 def test_collectives_are_measured_up_to_the_largest_unit() -> None:

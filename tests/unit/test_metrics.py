@@ -14,9 +14,9 @@ import torch
 
 import towpath
 from towpath.core.strategy import TransferKind
-from towpath.engine.streams.record import TransferStats
 from towpath.errors import ConfigError
-from towpath.observing import Stats
+from towpath.observe.record import TransferStats
+from towpath.observe.stats import Stats
 from towpath.train.config import Config
 from towpath.train.metrics import (
     JsonLines,

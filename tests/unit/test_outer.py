@@ -9,13 +9,14 @@ import pytest
 import towpath
 from towpath import Outer, Strategy, Topology, Transport
 from towpath.core import formats
-from towpath.core.outer_plan import OuterPlan
-from towpath.core.outer_steps import OuterSteps
+from towpath.core.placement import transitions
 from towpath.core.schedule import schedule
 from towpath.core.step_state import ApplyOuter, Submit, Wait
 from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.core.units import units_from_numels
 from towpath.errors import ConfigError
+from towpath.outer.exchanges import OuterPlan
+from towpath.outer.steps import OuterSteps
 
 PRESETS = list(towpath.strategies())
 UNITS = units_from_numels({"": 1000, "a": 70_000, "b": 70_000, "c": 33_000, "d": 70_000}, "float32")
@@ -160,11 +161,11 @@ def test_the_ranks_of_an_island_exchange_each_element_once(name: str, shape: tup
     numels = {0: 0, 1: 0}
     for number, fragment in enumerate(plan.fragments):
         for part in fragment.parts:
-            for each in part.slices:
-                # All ranks have slices of their own, inside their slices of the optimizer states.
-                assert sorted(each.outer.slots) == list(range(world))
-                ratio = each.outer.count // each.optimizer.count
-                assert [slot // ratio for slot in each.outer.slots] == list(each.optimizer.slots)
+            # All ranks have slices of their own, inside their slices of the optimizer states.
+            finest, optimizer = part.partition, transitions(made.placement, made.topology).optimizer
+            assert sorted(finest.slots) == list(range(world))
+            ratio = finest.count // optimizer.count
+            assert [slot // ratio for slot in finest.slots] == list(optimizer.slots)
             numels[number] += part.elements * world
             for transfer in part.exchange:
                 assert transfer.elements == part.elements

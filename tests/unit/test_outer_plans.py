@@ -11,9 +11,10 @@ from tests.unit.test_plan_command import run
 from tests.unit.test_planner import small_cluster
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import ConfigError
-from towpath.plan import choice, islands
+from towpath.outer import proposal
+from towpath.outer.proposal import HIDDEN, OuterPlanner, worth_it
+from towpath.plan import choice
 from towpath.plan.catalog import load_cluster
-from towpath.plan.islands import HIDDEN, OuterPlanner, worth_it
 from towpath.plan.model import Transformer
 from towpath.plan.prediction import Prediction, Ranking
 from towpath.plan.request import Request, Workload, codecs_for_both
@@ -49,7 +50,7 @@ def test_the_shortest_period_that_hides_its_exchanges_is_planned() -> None:
         step = outer_step(solver_at(gigabits))
         assert step.strategy.outer is not None
         periods.append(step.strategy.outer.every)
-        if step.strategy.outer.every < islands.PERIODS[-1]:
+        if step.strategy.outer.every < proposal.PERIODS[-1]:
             assert step.seconds <= HIDDEN * (step.seconds - exchanged(step))
     assert periods == sorted(periods, reverse=True)
     assert periods[0] == 512

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from towpath.core.pipeline import (
+from towpath.core.passes import (
     SCHEDULES,
     Compression,
     Message,

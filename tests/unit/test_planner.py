@@ -24,7 +24,6 @@ from towpath.plan.catalog import describe_model, load_cluster, named_models, shi
 from towpath.plan.cluster_file import Cluster, from_table
 from towpath.plan.model import Transformer, activation_bytes, engine_bytes
 from towpath.plan.profile import (
-    BROADCAST,
     SEVERAL,
     Point,
     Profile,
@@ -406,11 +405,7 @@ def test_what_a_collective_takes_follows_from_the_messages() -> None:
     cable = 2e7
     made = made_profile(cable=cable)
     hardware = made.cluster(measured_collectives=False).hardware
-    foretold = {
-        str(collective_of(point.what)[1]): collective_seconds(point, hardware)
-        for point in made.collectives()
-        if not point.what.startswith(BROADCAST)
-    }
+    foretold = {str(collective_of(point.what)[1]): collective_seconds(point, hardware) for point in made.collectives()}
 
     # Latencies come on top: a tenth of a millisecond a message.
     assert foretold["2 × 2"] == pytest.approx((1 << 19) / cable, rel=0.1)

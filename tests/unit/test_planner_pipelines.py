@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tests.ranks.strategies import seldom
 from towpath.cli.main import app
-from towpath.core.pipeline import Compression, gpipe, most_in_flight, one_forward_one_backward
+from towpath.core.passes import Compression, gpipe, most_in_flight, one_forward_one_backward
 from towpath.core.strategy import Strategy
 from towpath.errors import PlanError
 from towpath.pipeline.schedules import walks

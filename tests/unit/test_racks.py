@@ -22,7 +22,8 @@ from towpath.core.transfer import Activation, Matrices, Range, Transfer, owner_m
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
 from towpath.plan.catalog import load_cluster
-from towpath.plan.hardware import CABLE, SPINE, Racks, StageLocation, TransferShape, message_cost, phase_costs
+from towpath.plan.hardware import CABLE, SPINE, Racks, StageLocation
+from towpath.plan.transfer_costs import TransferShape, message_cost, phase_costs
 from towpath.topology.cluster import Extent, Topology
 from towpath.topology.groups import numbers_by_rack
 

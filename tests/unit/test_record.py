@@ -15,9 +15,9 @@ from towpath.core.routes import Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.engine.streams.record import Record, TransferWait
-from towpath.engine.streams.trace import Trace
 from towpath.engine.timing import Mark, Timer
+from towpath.observe.record import Record, TransferWait
+from towpath.observe.trace import Trace
 from towpath.topology.cluster import Topology
 
 PAIR = GroupCollective(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))
@@ -29,7 +29,7 @@ def gather(unit: str) -> Transfer:
 
 def record(timer: Any) -> Record:
     activity = SimpleNamespace(begins=lambda _: None, ends=lambda: None, computes=lambda *_: None)
-    return Record(cast(Any, SimpleNamespace(activity=activity, raise_if_diverged=lambda: None)), timer)
+    return Record(cast(Any, SimpleNamespace(status=activity, raise_if_diverged=lambda: None)), timer)
 
 
 @dataclass(eq=False)

@@ -13,10 +13,10 @@ import torch
 
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.engine import saved_activations
-from towpath.engine.queues import Handle, Stream, StreamJob
 from towpath.engine.saved_activations import DeviceCopies, _Window
-from towpath.engine.streams.record import TransferWait
+from towpath.engine.transfer_queues import Handle, Stream, StreamJob
 from towpath.errors import StepError
+from towpath.observe.record import TransferWait
 
 CPU = torch.device("cpu")
 NBYTES = 1024  # of each tensor

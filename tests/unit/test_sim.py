@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from towpath.core.exact import expected_share
 from towpath.core.formats import Precision
+from towpath.core.lossless import expected_share
 from towpath.core.placement import legal_placements
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES, Grid, Op
@@ -19,9 +19,10 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.plan.bandwidth import BandwidthModel, Demand
-from towpath.plan.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
-from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
+from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.timeline import Timeline
+from towpath.plan.transfer_costs import TransferShape, phase_costs
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(4, 2), Topology(3, 1), Topology(1, 4), Topology(4, 8)]
@@ -43,7 +44,7 @@ def hardware(topology: Topology, cable: float = 1e9, inside: float = 1e10, laten
 def replayed(made: Strategy, on: Hardware, compute: float = 1e-3, micro_steps: int = 1, share: float = 1.0) -> Timeline:
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
     seconds = ComputeSeconds([0.0] + [compute] * DEPTH, [0.0] + [2 * compute] * DEPTH, 0.0, 0.0, share=share)
-    return Replay(made, plans, on, seconds, micro_steps).run()
+    return Replay([SimulatedStage(made, plans, seconds)], on, micro_steps=micro_steps).run().ranks[0]
 
 
 # --- sharing ---------------------------------------------------------------------------------------------------------

@@ -9,13 +9,13 @@ import pytest
 
 from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.core.pipeline import (
+from towpath.core.passes import (
     SCHEDULES,
     Await,
     Compression,
     Order,
     Post,
-    Run,
+    RunPass,
     Walk,
     owners,
     plain_walk,
@@ -26,7 +26,7 @@ from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.pipeline.schedules import walks
 from towpath.plan.hardware import CodecSpeed, Hardware, Link
-from towpath.plan.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
+from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
 from towpath.topology.cluster import Topology
 
 UNITS = (UnitSpec("", (BucketSpec((10,)),), kept=True), UnitSpec("a", (BucketSpec((100,)),)))
@@ -49,7 +49,7 @@ def replayed(
     copies: int = 1,
     seconds: tuple[float, float] = (FORWARD, BACKWARD),
     shape: tuple[int, ...] = (HIDDEN,),
-) -> PipelineTimeline:
+) -> ReplayedStep:
     """Each stage has one unit, and the ranks of a stage are neighbors."""
     ranks = max(owners) + 1
     made = presets.strategy("ddp", Topology(1, copies))
@@ -57,15 +57,15 @@ def replayed(
     forward, backward = (each / (len(owners) // ranks) for each in seconds)
     stages = [
         SimulatedStage(
-            tuple(range(copies * rank, copies * (rank + 1))),
             made,
             plans,
             ComputeSeconds((0.0, forward), (0.0, backward), 0.0, 0.0),
+            tuple(range(copies * rank, copies * (rank + 1))),
             ((shape, "float32"),) if i < len(owners) - 1 else (),
         )
         for i, rank in enumerate(owners)
     ]
-    return PipelineReplay(stages, walk, cluster or hardware(ranks), compression or Compression()).run()
+    return Replay(stages, cluster or hardware(ranks), walk, compression).run()
 
 
 def found(name: str, ranks: int, micro_batches: int) -> tuple[Order, Walk, list[int]]:
@@ -98,7 +98,7 @@ def test_without_communication_a_step_is_its_passes_and_the_usual_bubble(
 def test_every_schedule_computes_all_and_sends_every_message_once(name: str) -> None:
     order, walk, owners = found(name, 4, 8)
     for rank, operations in walk.items():
-        assert [each.stage_pass for each in operations if isinstance(each, Run)] == list(order[rank])
+        assert [each.stage_pass for each in operations if isinstance(each, RunPass)] == list(order[rank])
     posted = [each for operations in walk.values() for each in operations if isinstance(each, Post)]
     awaited = [each for operations in walk.values() for each in operations if isinstance(each, Await)]
     ends = [(each.message, each.sends) for each in posted]

@@ -28,7 +28,7 @@ from towpath.core.step_state import (
     AssignSlot,
     CheckRanks,
     ForwardPass,
-    Gradients,
+    GradientState,
     InvalidateViews,
     OpenGradients,
     SaveBackwardCopy,
@@ -39,7 +39,7 @@ from towpath.core.step_state import (
     Task,
     UnitState,
     Wait,
-    Weights,
+    WeightState,
 )
 from towpath.core.strategy import TransferKind
 from towpath.errors import StepError
@@ -407,15 +407,15 @@ def test_units_kept_unsharded_are_fresh_after_a_write(draw: random.Random, units
 
 def test_the_changes_that_are_drawn_happen_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """`weights_become` and `gradients_become` refuse the others, in all of these tests."""
-    weights: set[tuple[Weights, Weights]] = set()
-    gradients: set[tuple[Gradients, Gradients]] = set()
+    weights: set[tuple[WeightState, WeightState]] = set()
+    gradients: set[tuple[GradientState, GradientState]] = set()
     weights_become, gradients_become = UnitState.weights_become, UnitState.gradients_become
 
-    def note_weights(unit: UnitState, now: Weights) -> None:
+    def note_weights(unit: UnitState, now: WeightState) -> None:
         weights.add((unit.weights, now))
         weights_become(unit, now)
 
-    def note_gradients(unit: UnitState, now: Gradients) -> None:
+    def note_gradients(unit: UnitState, now: GradientState) -> None:
         gradients.add((unit.gradients, now))
         gradients_become(unit, now)
 

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks.harness import results
-from towpath.core.pipeline import SCHEDULES
+from towpath.core.passes import SCHEDULES
 
 
 def last_runs() -> list[dict[str, Any]]:

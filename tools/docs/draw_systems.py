@@ -13,12 +13,12 @@ from pathlib import Path
 
 from towpath.cli.plots import draw_timelines, standalone_svg
 from towpath.core import presets
-from towpath.core.pipeline import Compression, compression
+from towpath.core.passes import Compression, compression
 from towpath.core.placement import Placement
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.observing import Interval
+from towpath.observe.stats import Interval
 from towpath.plan import tables
 from towpath.plan.catalog import describe_model, load_cluster, model_shape
 from towpath.plan.cluster_file import GIB

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from towpath.checkpoint import folders
 from towpath.checkpoint.folders import lock_of, release
-from towpath.checkpoint.islands import islands_of, view_of
 from towpath.checkpoint.manifest import (
     Manifest,
     StoredBox,
@@ -45,6 +44,7 @@ from towpath.checkpoint.safe_files import (
 )
 from towpath.checkpoint.weights import INDEX, SINGLE, files_of, tensors_in
 from towpath.errors import CheckpointError
+from towpath.outer.saved import islands_of, view_of
 from towpath.version import __version__
 
 ADAPTERS = "peft"  # the name in a manifest

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.manifest import read_manifest
-from towpath.checkpoint.rank_contents import LOADING, ControlGroup
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import Restore, State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
+from towpath.topology.together import Together, check_same
 
 _LOG = logger("checkpoint")
 
@@ -52,7 +52,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
             checkpoint of torch.distributed.checkpoint. All ranks raise it.
     """
     state.settle()
-    control = ControlGroup(state.contents.everyone, LOADING)
+    control = Together(state.contents.everyone.apart("checkpoint loading"), "loading a checkpoint", CheckpointError)
 
     def candidates() -> tuple[bool, list[Path]]:
         """Return the checkpoints to try, and whether the user named one."""
@@ -62,7 +62,19 @@ def load(where: str | Path, state: State) -> Loaded | None:
             folders.refuse_others(path)
         return named, [path] if named else folders.checkpoints(folders.search_folder(path))
 
-    named, paths = control.first(candidates)
+    def choose(ranks: list[tuple[str, tuple[bool, list[Path]]]]) -> tuple[bool, list[Path]]:
+        lines = {rank: [f"the folder to load = {theirs}"] for rank, (theirs, _) in enumerate(ranks)}
+        check_same(lines, "Pass the same folder on every rank.", CheckpointError)
+        mine = ranks[0][1]
+        others = [rank for rank, (_, (_, paths)) in enumerate(ranks) if paths]
+        if others and not mine[1]:
+            raise CheckpointError(
+                f"{where} has no checkpoint on rank 0, and has some on rank {others[0]}. Expected one folder that all "
+                "nodes share: name such a folder, or copy the checkpoints into each node's."
+            )
+        return mine
+
+    named, paths = control.combine(lambda: (str(where), candidates()), choose)
     notes: list[str] = []
     for path in paths:
         try:
@@ -71,7 +83,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
             if named:
                 raise CheckpointError(str(error)) from None
             notes.append(f"{path.name} was passed over: {error}")
-            if control.rank == 0:
+            if control.groups.rank == 0:
                 _LOG.error("CHECKPOINT %s CANNOT BE USED: %s Trying the one before.", path.name, error)
             continue
         return Loaded(loaded.step, path, (*notes, *loaded.notes))
@@ -80,8 +92,8 @@ def load(where: str | Path, state: State) -> Loaded | None:
     return None
 
 
-def _load(path: Path, state: State, control: ControlGroup) -> Loaded:
-    manifest = control.first(lambda: read_manifest(path))
+def _load(path: Path, state: State, control: Together) -> Loaded:
+    manifest = control.on_rank_0(lambda: read_manifest(path))
     control.each(lambda: manifest.check_sizes(path))
     restore = control.each(lambda: Restore(state, manifest))
     storage.read(restore.targets, path, restore.manifest, control)

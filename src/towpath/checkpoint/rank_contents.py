@@ -1,4 +1,4 @@
-"""The tensors and states that each rank has of a training, and agreement of the ranks about a checkpoint.
+"""The tensors and states that each rank has of a training.
 
 A rank has a complete model, its shards, or some stages of a pipeline.
 """
@@ -13,27 +13,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from towpath.checkpoint.folders import RefusedError
-from towpath.checkpoint.islands import IslandContents
 from towpath.checkpoint.manifest import Manifest
 from towpath.checkpoint.safe_files import DamagedError
 from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
 from towpath.engine.executor import Engine
-from towpath.engine.outer import OuterSync
-from towpath.errors import CheckpointError, TowpathError
+from towpath.errors import CheckpointError
+from towpath.outer.saved import IslandContents
+from towpath.outer.sync import OuterSync
 from towpath.topology.groups import Groups
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
-
-Value = TypeVar("Value")
-Found = TypeVar("Found")
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -296,105 +290,3 @@ def seed_anew(seed: int, step: int, peers: Sequence[int]) -> None:
         import numpy as np
 
         np.random.seed(mine & 0xFFFFFFFF)
-
-
-# --- agreement --------------------------------------------------------------------------------------------------------
-
-
-def described(error: BaseException) -> str:
-    """Return the message of an error, with its type unless Towpath raised it on purpose."""
-    return str(error) if isinstance(error, TowpathError) else f"{type(error).__name__}: {error}"
-
-
-def check_same(given: Sequence[Mapping[str, object]], ranks: Sequence[int] | None = None) -> None:
-    """Raise RefusedError if the arguments `given` on these ranks, by name, differ. The default is all ranks."""
-    numbers = range(len(given)) if ranks is None else ranks
-    for rank, mine in zip(numbers, given, strict=True):
-        for what in {**given[0], **mine}:
-            if (first := given[0].get(what)) != (here := mine.get(what)):
-                raise RefusedError(
-                    f"{what} is {first} on rank {numbers[0]} and {here} on rank {rank}. Pass the same on every rank."
-                )
-
-
-LOADING = "checkpoint loading"  # the purpose of the group that no thread of a saver uses
-
-
-class ControlGroup:
-    """A process group of all ranks on the CPU, for agreement about checkpoints while the training sends messages.
-
-    Every rank must make the same calls. In a world of one there is no group.
-    """
-
-    def __init__(self, groups: Groups, name: str) -> None:
-        self.rank, self.world = groups.rank, groups.world
-        everyone = (tuple(range(self.world)),)
-        self.group = groups.of(everyone, name, backend="gloo") if self.world > 1 else None
-        self.lost = False
-        self.thread: Thread | None = None  # the last one that uses the group: one save follows another
-        self._groups = groups
-
-    def leave(self) -> None:
-        """Close the group after a failure of this rank, so that other ranks do not wait for it until a timeout."""
-        group, self.group, self.lost = self.group, None, True
-        if group is not None:
-            self._groups.leave(group)
-
-    def together(self, work: Callable[[], Value], then: Callable[[list[Value]], Found]) -> Found:
-        """Call `work` on every rank, and `then` on rank 0 with all results. Return the result of `then` on every rank.
-
-        Raises:
-            CheckpointError: A call failed on some rank. Every rank raises the same error. It is a DamagedError or a
-                RefusedError if no rank has found anything else.
-        """
-        if self.lost:
-            raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
-        answers: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        mine = _attempt(work)
-        if self.group is None:
-            answers = [mine]
-        else:
-            dist.gather_object(mine, answers, group=self.group, group_dst=0)
-        outcome: list[Any] = [None]
-        if answers is not None:
-            failed = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
-            outcome = [
-                (None, _merged(failed, self.world)) if failed else _attempt(lambda: then([v for v, _ in answers]))
-            ]
-        if self.group is not None:
-            dist.broadcast_object_list(outcome, group=self.group, group_src=0)
-        found, error = outcome[0]
-        if error is not None:
-            kind, text = error
-            raise kind(text)
-        return found
-
-    def each(self, work: Callable[[], Value]) -> Value:
-        """Return the result of `work` on this rank. Raise on every rank if it fails on one."""
-        found: list[Value] = []
-        self.together(lambda: found.append(work()), lambda _: None)
-        return found[0]
-
-    def first(self, work: Callable[[], Value]) -> Value:
-        """Return the result of `work` on rank 0. Raise on every rank if it fails there."""
-        return self.together(lambda: None, lambda _: work())
-
-
-def _attempt(work: Callable[[], Value]) -> tuple[Value | None, tuple[type[CheckpointError], str] | None]:
-    """Return the result of `work`, or its error in a form that other ranks can raise."""
-    try:
-        return work(), None
-    except Exception as error:  # any error: the other ranks wait for an answer
-        kind = next((k for k in (DamagedError, RefusedError) if isinstance(error, k)), CheckpointError)
-        return None, (kind, described(error))
-
-
-def _merged(
-    failed: list[tuple[int, tuple[type[CheckpointError], str]]], world: int
-) -> tuple[type[CheckpointError], str]:
-    """Return one error for those of several ranks. The one that is worse than damage comes first."""
-    rank, (kind, text) = min(failed, key=lambda each: (each[1][0] is DamagedError, each[0]))
-    if len(failed) == world and len({error for _, error in failed}) == 1:
-        return kind, text
-    more = f" ({len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-    return kind, f"rank {rank}: {text}{more}"

@@ -24,13 +24,15 @@ import torch
 
 from towpath.checkpoint import folders, storage
 from towpath.checkpoint.folders import RefusedError, lock_of, release
-from towpath.checkpoint.rank_contents import ControlGroup, check_same, described
 from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
 from towpath.checkpoint.storage import Contents, Pieces
+from towpath.daemons import start_daemon
 from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError
 from towpath.logs import logger
+from towpath.topology.groups import Groups
+from towpath.topology.together import Together, described, together
 
 _LOG = logger("checkpoint")
 _ALIGNED_BYTES = 64
@@ -182,6 +184,29 @@ class Saving:
         return self.ended
 
 
+@dataclass(slots=True)
+class _Saves:
+    """The saves of all savers of a job. One follows another, on a process group of their own."""
+
+    everyone: Groups
+    apart: Groups
+    thread: threading.Thread | None = None  # the last one that uses the group
+    lost: bool = False
+
+    @property
+    def control(self) -> Together:
+        if self.lost:
+            raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
+        return Together(self.apart, "saving a checkpoint", CheckpointError)
+
+    def leave(self) -> None:
+        """Close the group after a failure of this rank, so that other ranks do not wait for it until a timeout."""
+        if not self.lost and self.apart is not self.everyone and self.apart.parent is not None:
+            group, self.apart.parent = self.apart.parent, None  # what still refers to it would keep it connected
+            self.everyone.leave(group)
+        self.lost = True
+
+
 class Saver:
     """Saves a state into a folder, one checkpoint per step.
 
@@ -235,9 +260,10 @@ class Saver:
     def _open(self) -> None:
         """Lock the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
         everyone, (keep_last, keep_every) = self.state.contents.everyone, self._keep
-        given = {"root": str(self.root), "keep_last": keep_last, "keep_every": keep_every}
-        check_same(everyone.gather_objects({**given, "background": self._background}))
-        self._control = everyone.shared("checkpoints", lambda: ControlGroup(everyone, "checkpoints"))
+        with together(everyone, "Saver()", storage.SAME, RefusedError) as lines:
+            lines += [f"root = {self.root}", f"keep_last = {keep_last}", f"keep_every = {keep_every}"]
+            lines.append(f"background = {self._background}")
+        self._saves = everyone.shared("checkpoints", lambda: _Saves(everyone, everyone.apart("checkpoints")))
         self._lock = lock_of(self.root)
         self._release = weakref.finalize(self, release, self._lock)
 
@@ -247,9 +273,9 @@ class Saver:
                 folders.sweep(self.root)
 
         try:
-            if self._control.thread is not None:
-                self._control.thread.join()
-            self._control.first(lock)
+            if self._saves.thread is not None:
+                self._saves.thread.join()
+            self._saves.control.on_rank_0(lock)
         except Exception:
             self._release()
             raise
@@ -286,7 +312,7 @@ class Saver:
         except Exception as error:  # all ranks get it, which would otherwise wait for this one
             contents = described(error)
 
-        before = self._control.thread
+        before = self._saves.thread
 
         def work() -> None:
             nonlocal contents
@@ -300,9 +326,7 @@ class Saver:
             saving.ended = self._write(step, contents, began)
 
         if self._background:
-            saving.thread = threading.Thread(target=work, name=f"towpath checkpoint {step}", daemon=True)
-            self._control.thread = saving.thread
-            saving.thread.start()
+            self._saves.thread = saving.thread = start_daemon(f"towpath checkpoint {step}", work)
         else:
             work()
             self._raise_refusal()
@@ -338,20 +362,20 @@ class Saver:
         return outcome
 
     def _write(self, step: int, contents: Contents | str, began: float) -> Outcome:
-        failure, control = None, self._control
+        failure, is_first = None, self.state.contents.everyone.rank == 0
         try:
-            storage.write(self.root, step, contents, self._lock, control)
+            storage.write(self.root, step, contents, self._lock, self._saves.control)
         except CheckpointError as error:  # the same on every rank
             failure = str(error)
             self._refused = RefusedError(failure) if isinstance(error, RefusedError) else None
         except Exception as error:
             failure = described(error)
-            control.leave()
+            self._saves.leave()
         path = folders.checkpoint_of(self.root, step)
-        if control.rank == 0 and failure is not None:
+        if is_first and failure is not None:
             after = " The training goes on." if self._background else ""
             _LOG.error("CHECKPOINT OF STEP %d NOT SAVED: %s%s", step, failure, after)
-        elif control.rank == 0:
+        elif is_first:
             try:
                 folders.remove_old(self.root, step, *self._keep)
             except (OSError, CheckpointError) as error:  # what was saved is saved

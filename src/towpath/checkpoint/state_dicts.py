@@ -299,7 +299,7 @@ def _on_all_ranks(
 ) -> StateDict:
     """Return the result of `work`. Raise on every rank if it fails on one, or if the results have other tensors."""
     comm = engines[0].comm
-    comm.watchdog.meet(f"{call}()")
+    comm.program.meet(f"{call}()")
 
     def checked() -> StateDict:
         if any(engine.kept_unsharded for engine in engines):
@@ -458,7 +458,7 @@ def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kw
         kwargs["state_dict"] = get_model_state_dict(model, options=options)
         writes = bool(kwargs["state_dict"])
     else:
-        engine.comm.watchdog.meet("save_pretrained()")
+        engine.comm.program.meet("save_pretrained()")
         made = unshard(engine)
     try:
         return Together(groups, "save_pretrained()", CheckpointError).each(

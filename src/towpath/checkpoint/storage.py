@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from towpath.checkpoint import folders
-from towpath.checkpoint.folders import Lock
+from towpath.checkpoint.folders import Lock, RefusedError
 from towpath.checkpoint.manifest import (
     Manifest,
     StoredBox,
@@ -41,12 +41,13 @@ from towpath.checkpoint.manifest import (
     write_manifest,
 )
 from towpath.checkpoint.optimizer_state import merged
-from towpath.checkpoint.rank_contents import ControlGroup, check_same
 from towpath.checkpoint.safe_files import map_tensors, write_tensors, writing
 from towpath.errors import CheckpointError
+from towpath.topology.together import Together, check_same
 from towpath.version import __version__
 
 _OPTIMIZER = re.compile(r"(island\.\d+\.)?optimizer(\.|$)")
+SAME = "Pass the same on every rank."
 _MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what the file system itself needs
 
 
@@ -89,23 +90,24 @@ class Contents:
 _Written = tuple[dict[str, StoredFile], dict[str, StoredTensor], Mapping[str, Any]]
 
 
-def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: ControlGroup) -> None:
+def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: Together) -> None:
     """Write a checkpoint into `root`. Every rank of `control` must call it. If one fails, all raise the same error.
 
     `contents` is what this rank writes, or why it has nothing to write.
     """
 
-    def announce() -> tuple[int, Mapping[str, object], int, Mapping[str, str]]:
+    def announce() -> tuple[int, list[str], int, list[str]]:
         if isinstance(contents, str):
             raise CheckpointError(contents)
         needed = sum(box.nbytes for pieces in contents.pieces.values() for box in pieces.boxes.values())
-        return needed, {"step": step}, contents.island, contents.same
+        same = [f"{what} = {value}" for what, value in contents.same.items()]
+        return needed, [f"step = {step}"], contents.island, same
 
-    def prepare(ranks: list[tuple[int, Mapping[str, object], int, Mapping[str, str]]]) -> Path:
-        check_same([given for _, given, _, _ in ranks])
+    def prepare(ranks: list[tuple[int, list[str], int, list[str]]]) -> Path:
+        check_same({rank: given for rank, (_, given, _, _) in enumerate(ranks)}, SAME, RefusedError)
         for island in {island for _, _, island, _ in ranks}:
             members = {rank: same for rank, (_, _, theirs, same) in enumerate(ranks) if theirs == island}
-            check_same([*members.values()], [*members])
+            check_same(members, SAME, RefusedError)
         with writing(root):
             lock.hold()
             needed, free = sum(needed for needed, *_ in ranks) + _MARGIN_BYTES, free_bytes(root)
@@ -130,7 +132,7 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
             step=step,
             written_by=f"towpath {__version__}, torch {torch.__version__}",
             seconds=time.time(),
-            world=control.world,
+            world=control.groups.world,
             strategy=contents.strategy,
             files={name: file for files, _, _ in ranks for name, file in files.items()},
             tensors=tensors,
@@ -143,9 +145,9 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
             folders.publish(partial, folders.checkpoint_of(root, step))
 
     with ExitStack() as stack:
-        partial = control.together(announce, prepare)
-        stem = partial / f"rank-{control.rank:05d}"
-        control.together(lambda: write_files(stem, contents), publish)
+        partial = control.combine(announce, prepare)
+        stem = partial / f"rank-{control.groups.rank:05d}"
+        control.combine(lambda: write_files(stem, contents), publish)
 
 
 def write_files(stem: Path, contents: Contents | str) -> _Written:
@@ -162,7 +164,7 @@ def write_files(stem: Path, contents: Contents | str) -> _Written:
         file = f"{stem.name}{'-optimizer' if _OPTIMIZER.match(name) else ''}.safetensors"
         boxes = {StoredBox(at, tuple(data.shape), file): data for at, data in pieces.boxes.items()}
         tensors[name] = StoredTensor(name, pieces.dtype, tuple(pieces.shape), tuple(boxes))
-        files.setdefault(file, {}).update({box.key(name): data.contiguous().cpu() for box, data in boxes.items()})
+        files.setdefault(file, {}).update({box.key(name): data for box, data in boxes.items()})
     written: dict[str, StoredFile] = {}
     for file, held in files.items():
         with writing(stem.parent / file):
@@ -179,7 +181,7 @@ def free_bytes(folder: Path) -> int:
 
 
 @torch.no_grad()
-def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, control: ControlGroup) -> None:
+def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, control: Together) -> None:
     """Fill `targets` from a checkpoint. Every rank of `control` must call it. If one fails, all raise its error."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata: dict[str, Any] = {
@@ -194,7 +196,7 @@ def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, contro
 
     def plan() -> set[str]:
         """Return the names of the files that this rank reads."""
-        planner.set_up_planner(dict(targets), Metadata(metadata), control.rank == 0)
+        planner.set_up_planner(dict(targets), Metadata(metadata), control.groups.rank == 0)
         items.extend(planner.create_local_plan().items)
         return {box_of(item).file for item in items}
 
@@ -216,7 +218,7 @@ def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, contro
 
     def fill() -> None:
         with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(check, checked[control.rank])
+            checking = pool.submit(check, checked[control.groups.rank])
             files = {name: map_tensors(folder / name) for name in {box_of(item).file for item in items}}
             for item in items:
                 box = box_of(item)
@@ -225,5 +227,5 @@ def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, contro
                 planner.resolve_tensor(item).detach().copy_(stored[where])
             checking.result()
 
-    checked = control.together(plan, share)
+    checked = control.combine(plan, share)
     control.each(fill)

@@ -6,25 +6,25 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from towpath.cli.terminal import above_zero, check_picture_file, table_of, whole
+from towpath.cli.plan_output import PlanFiles, PlannedStages, facts_of, heading, print_ranking, print_steps
+from towpath.cli.terminal import above_zero, check_picture_file, whole
 from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, asked_of_micro_batches, plain_walk
+from towpath.core.passes import COMPRESSIONS, SCHEDULES, asked_of_micro_batches, plain_walk
 from towpath.core.strategy import Offload, Strategy
 from towpath.errors import ConfigError, PlanError
-from towpath.files import check_output_file, write_output_file
+from towpath.files import check_output_file
+from towpath.outer.proposal import OuterPlanner
 from towpath.plan import tables
 from towpath.plan.catalog import describe_model, load_cluster, model_shape
 from towpath.plan.cluster_file import GIB
-from towpath.plan.islands import OuterPlanner
-from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
+from towpath.plan.pipelines import Layout, Pipelines
 from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking
 from towpath.plan.request import BF16, OUTER, Request, codecs_for_both
 from towpath.plan.solver import MOST, Solver
@@ -32,8 +32,6 @@ from towpath.progress import working
 
 # The number of strategies whose time and memory a report shows.
 _IN_REPORT = 40
-# A trace has each micro-step. Otherwise the third one stands for all later ones.
-_MOST_TRACED = 1_000
 # PyTorch plans the schedules with several stages on a rank.
 _SCHEDULES_WITHOUT_TORCH = ("GPipe", "1F1B")
 
@@ -144,65 +142,31 @@ def plan(
         outer=OUTER in names,
     )
     solver = Solver(describe_model(model, length), found, request)
-    compressions = ("none", *(name for name in names if name in COMPRESSIONS))
     stages = None
     if pipeline:
-        layouts = [replace(each, compression=name) for each in pipeline for name in dict.fromkeys(compressions)]
-        stages = _Stages(layouts, _pipelines(model, length, solver, layouts))
-        for each in layouts:
-            stages.pipelines.copies(each)  # raises at once if the ranks cannot be divided so
-    files = _Files(output, report, trace, as_json)
+        compressions = dict.fromkeys(("none", *(name for name in names if name in COMPRESSIONS)))
+        layouts = [replace(each, compression=name) for each in pipeline for name in compressions]
+        stages = _stages(model, length, solver, layouts)
+    files = PlanFiles(output, report, trace, as_json)
     if strategy:
         _show_steps(strategy, solver, stages, files)
     else:
         _show_ranking(solver, stages, top, files)
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The files to write, and whether stdout gets JSON."""
-
-    output: Path | None
-    report: Path | None
-    trace: Path | None
-    as_json: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Stages:
-    """The layouts of pipelines to plan, and what predicts them."""
-
-    layouts: Sequence[Layout]
-    pipelines: Pipelines
-
-
-def _pipelines(name: str, length: int | None, solver: Solver, layouts: Sequence[Layout]) -> Pipelines:
+def _stages(name: str, length: int | None, solver: Solver, layouts: Sequence[Layout]) -> PlannedStages:
     if all(layout.schedule in _SCHEDULES_WITHOUT_TORCH for layout in layouts):
         walks = plain_walk
     else:
         from towpath.pipeline.schedules import walks
     shape, called, tokens = model_shape(name, length)
-    return Pipelines(lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, walks)
+    made = Pipelines(lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, walks)
+    for each in layouts:
+        made.copies(each)  # raises at once if the ranks cannot be divided so
+    return PlannedStages(layouts, made)
 
 
-def heading(solver: Solver) -> str:
-    """Return two lines that describe the model and the cluster."""
-    model, found, topology = solver.model, solver.cluster, solver.cluster.topology
-    links = found.hardware
-    racks = ""
-    if links.racks is not None and topology.nodes_per_rack is not None:
-        racks = f", {links.racks.rate * 8 / 1e9:.3g} Gbit/s a rack of {topology.nodes_per_rack} nodes"
-    return (
-        f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, sequences of {model.length:,} tokens\n"
-        f"{found.name}: {topology.words}, "
-        f"{links.inter.rate * 8 / 1e9:.3g} Gbit/s a node{racks}"
-    )
-
-
-# --- the ranking ------------------------------------------------------------------------------------------------------
-
-
-def _show_ranking(solver: Solver, stages: _Stages | None, top: int, files: _Files) -> None:
+def _show_ranking(solver: Solver, stages: PlannedStages | None, top: int, files: PlanFiles) -> None:
     """Rank all strategies, write the files, and print the best ones."""
     began = time.monotonic()
     found = _solve(solver, stages, top if files.report is None else max(top, _IN_REPORT), max(top, MOST))
@@ -216,23 +180,31 @@ def _show_ranking(solver: Solver, stages: _Stages | None, top: int, files: _File
         with working("Drawing"):
             write_plan_report(files.report, found, solver, heading(solver))
     found = replace(found, ranked=found.ranked[:top])
-    first = found.ranked[0]
-    write_output_file("--output", files.output, first.strategy.to_toml())
-    _write_trace(files.trace, first, solver, stages)
+    files.write(found.ranked[0], solver, stages)
     if files.as_json:
-        print(json.dumps(_facts(found, solver), indent=2))
-        return
-    _print_ranking(found, solver, time.monotonic() - began)
-    if files.output is not None:
-        settings = " ".join(_settings(first, files.output))
-        print(f"The first, for training: towpath train CONFIG.toml {settings}")
-    if files.report is not None:
-        print(f"Plots: {files.report}")
-    if files.trace is not None:
+        print(json.dumps(facts_of(found, solver), indent=2))
+    else:
+        print_ranking(found, solver, time.monotonic() - began)
+        files.print_names(found.ranked[0])
+
+
+def _show_steps(texts: Sequence[str], solver: Solver, stages: PlannedStages | None, files: PlanFiles) -> None:
+    """Print the steps of strategies side by side. A strategy alone stands next to the best one."""
+    layouts = [None] if stages is None else stages.layouts
+    with working("Simulating"):
+        shown = [each for text in texts for layout in layouts for each in _phases(text, solver, stages, layout)]
+    first = shown[0][1]
+    if len(shown) == 1:
+        found = _solve(solver, stages, 1, MOST)
+        if isinstance(found, Ranking) and found.ranked[0] != first:
+            shown.append((None, found.ranked[0]))
+    files.write(first, solver, stages)
+    print_steps(shown, solver, files.as_json)
+    if files.trace is not None and not files.as_json:
         print(f"The first, for https://ui.perfetto.dev: {files.trace}")
 
 
-def _solve(solver: Solver, stages: _Stages | None, best: int, most: int) -> Ranking | Infeasible:
+def _solve(solver: Solver, stages: PlannedStages | None, best: int, most: int) -> Ranking | Infeasible:
     """Return the best strategies, with and without stages."""
     with working("Planning"):
         found = solver.solve(best=best, most=most)
@@ -260,149 +232,35 @@ def _with_outer(found: Ranking, solver: Solver) -> Ranking:
     return replace(found, ranked=tuple(sorted((*found.ranked, step), key=lambda priced: priced.order)), **counts)
 
 
-def _facts(found: Ranking, solver: Solver) -> dict[str, Any]:
-    """Return what `--json` prints."""
-    return {
-        "model": solver.model.name,
-        "parameters": solver.model.parameters,
-        "cluster": solver.cluster.name,
-        "nodes": solver.cluster.topology.nodes,
-        "ranks_per_node": solver.cluster.topology.ranks_per_node,
-        "considered": found.considered,
-        "fitting": found.fitting,
-        "replayed": found.replayed,
-        "proven": found.proven,
-        "plans": [tables.as_json(priced, solver) for priced in found.ranked],
-    }
-
-
-def _print_ranking(found: Ranking, solver: Solver, took_seconds: float) -> None:
-    console = Console(width=100, highlight=False)
-    console.print(heading(solver))
-    table = table_of(*tables.HEADINGS, numbers=3)
-    for number, priced in enumerate(found.ranked, 1):
-        table.add_row(*tables.row(number, priced, solver))
-    console.print(table)
-    rest = "no other can be faster"
-    if found.open_bound is not None:
-        rest = f"no other takes less than {tables.seconds(found.open_bound)}"
-    console.print(
-        f"{found.considered:,} were considered, {found.fitting:,} fit into {solver.request.memory / GIB:.1f} GiB "
-        f"a rank, {found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
-        style="dim",
-    )
-    for line in (*tables.exact_bits(found.ranked, solver), *tables.launches(found.ranked)):
-        console.print(line)
-
-
-def _settings(first: Prediction, output: Path) -> list[str]:
-    """Return the settings of `towpath train` for a predicted step whose strategy is in a file."""
-    settings = [f"strategy.name={output}", f"train.micro_batch={first.batching.micro_batch}"]
-    settings += [f"train.checkpointing={str(first.batching.checkpointing).lower()}"]
-    if isinstance(first, PipelinePrediction):
-        layout = first.layout
-        settings += [f"parallel.pipeline={layout.pipeline}", f"parallel.schedule={layout.schedule}"]
-        settings += [] if layout.tensor == 1 else [f"parallel.tensor={layout.tensor}"]
-        settings += [] if layout.compression == "none" else [f"parallel.compression={layout.compression}"]
-    return settings
-
-
-def _what_would_fit(found: Infeasible, solver: Solver, stages: _Stages | None) -> str:
-    memory = found.nearest.memory
-    needed = found.nearest.peak_bytes / GIB
-    hints: list[str] = []
-    if max(memory, key=lambda name: memory[name]) == "activations":
-        hints.append("a smaller micro-batch, or --checkpointing")
-    for offload in tables.further_offloads(solver, solver.request.offload) if stages is None else ():
-        offloaded = Solver(solver.model, solver.cluster, replace(solver.request, offload=offload))
-        if isinstance(offloaded.solve(best=1, most=1), Ranking):
-            hints.append(f"--offload {offload}, with which it fits")
-            break
-    more = -(-found.nearest.peak_bytes // solver.request.memory) * solver.cluster.topology.nodes
-    hints += [*([] if stages else ["a pipeline (--pipeline 4)"]), f"more nodes (about --nodes {more})"]
-    return (
-        f"nothing fits into {solver.request.memory / GIB:.1f} GiB a rank: what comes nearest is "
-        f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
-        f"too many. It needs {tables.parts(memory)}. What would help: {', or '.join(hints)}."
-    )
-
-
-# --- given strategies -------------------------------------------------------------------------------------------------
-
-
-def _show_steps(texts: Sequence[str], solver: Solver, stages: _Stages | None, files: _Files) -> None:
-    """Print the steps of strategies side by side. A strategy alone stands next to the best one."""
-    layouts = [None] if stages is None else stages.layouts
-    shown: list[tuple[int | None, Prediction]] = []
-    conclusions: list[str] = []
-    with working("Simulating"):
-        for text in texts:
-            for layout in layouts:
-                shown += _phases(text, solver, stages, layout)
-    steps = [step for _, step in shown]
-    _write_trace(files.trace, steps[0], solver, stages)
-    if len(steps) == 1:
-        found = _solve(solver, stages, 1, MOST)
-        if isinstance(found, Ranking) and found.ranked[0] != steps[0]:
-            shown.append((None, found.ranked[0]))
-            steps.append(found.ranked[0])
-    if len(steps) <= 2 and all(first is None for first, _ in shown):
-        conclusions.append(tables.explain(steps, solver))
-    write_output_file("--output", files.output, steps[0].strategy.to_toml())
-    if files.as_json:
-        facts = [
-            ({} if first is None else {"first_step": first}) | tables.as_json(step, solver) for first, step in shown
-        ]
-        print(json.dumps({"strategies": facts, "conclusions": conclusions}, indent=2))
-        return
-    console = Console(width=100, highlight=False)
-    console.print(heading(solver))
-    titles = [tables.title(step) + ("" if first is None else f", from step {first}") for first, step in shown]
-    table = table_of("one optimizer step", *titles, numbers=1)
-    for cells in tables.compare(steps, solver):
-        table.add_row(*cells)
-    console.print(table)
-    for line in (*tables.exact_bits(steps, solver), *conclusions):
-        console.print(line)
-    if files.trace is not None:
-        print(f"The first, for https://ui.perfetto.dev: {files.trace}")
-
-
 def _phases(
-    text: str, solver: Solver, stages: _Stages | None, layout: Layout | None
+    text: str, solver: Solver, stages: PlannedStages | None, layout: Layout | None
 ) -> list[tuple[int | None, Prediction]]:
     """Return the predicted step of a strategy, with the batching that is the fastest.
 
     If its codecs change in a run, there is one for each phase, with the first optimizer step of that phase.
     """
-    request, predict = solver.request, solver.predict
+    memory = solver.request.memory
     if stages is None or layout is None:
-        made, batchings = _strategy(text, solver), request.batchings(solver.cluster.topology.world)
+        made, batchings = _strategy(text, solver), solver.request.batchings(solver.cluster.topology.world)
+        predict = solver.predict
     else:
         own = _from_file(text) if text.endswith(".toml") else text
         pipelines, layout = stages.pipelines, replace(layout, strategy=own)
-        made, batchings = pipelines.strategy(layout), request.batchings(pipelines.copies(layout))
+        made, batchings = pipelines.strategy(layout), solver.request.batchings(pipelines.copies(layout))
         allowed = [b for b in batchings if not asked_of_micro_batches(layout.schedule, layout.pipeline, b.micro_steps)]
         if not allowed:
             pipelines.check(layout, batchings[0])
-        batchings, predict = allowed, _staged(pipelines, layout)
-    best = _fastest(made, batchings, predict, request.memory)
+        staged, batchings = layout, allowed
+
+        def predict(strategy: Strategy, batching: Batching) -> Prediction:
+            return pipelines.predict(replace(staged, strategy=strategy), batching)
+
+    # The fastest that fits into memory, or the smallest if none does.
+    steps = [predict(made, batching) for batching in batchings]
+    best = min(steps, key=lambda step: (step.peak_bytes > memory and step.peak_bytes, *step.order))
     if made.outer is not None or not made.changes:
         return [(None, best)]
     return [(first, predict(made.at(first), best.batching)) for first in (0, *made.changes)]
-
-
-def _staged(pipelines: Pipelines, layout: Layout) -> Callable[[Strategy, Batching], Prediction]:
-    return lambda made, batching: pipelines.predict(replace(layout, strategy=made), batching)
-
-
-def _fastest(
-    made: Strategy, batchings: Sequence[Batching], predict: Callable[[Strategy, Batching], Prediction], memory: int
-) -> Prediction:
-    """Return the fastest prediction of those that fit into memory, or the smallest if none does."""
-    steps = [predict(made, batching) for batching in batchings]
-    fitting = [step for step in steps if step.peak_bytes <= memory]
-    return min(fitting, key=lambda step: step.order) if fitting else min(steps, key=lambda step: step.peak_bytes)
 
 
 def _strategy(text: str, solver: Solver) -> Strategy:
@@ -426,23 +284,21 @@ def _from_file(text: str) -> Strategy:
         raise ConfigError(f"strategy: cannot read {text}: {reason}. Check the path, or name a preset.") from None
 
 
-def _write_trace(path: Path | None, step: Prediction, solver: Solver, stages: _Stages | None) -> None:
-    """Write every micro-step of a predicted step as a trace. Of a pipeline, it has one copy of each of its ranks."""
-    if path is None:
-        return
-    if step.strategy.outer is not None:
-        raise ConfigError("--trace shows one step, and outer steps are simulated over a period. Leave it out.")
-    if step.batching.micro_steps > _MOST_TRACED:
-        raise ConfigError(
-            f"--trace shows each micro-step, and there are {step.batching.micro_steps:,}. Expected at most "
-            f"{_MOST_TRACED:,}: take a smaller --batch."
-        )
-    from towpath.tracing import simulated_intervals, write_intervals  # imports torch
-
-    if stages is not None and isinstance(step, PipelinePrediction):
-        ranks = stages.pipelines.replay(step.layout, step.batching).ranks
-        names = {rank: f"rank {rank} of {step.layout}, simulated" for rank in range(len(ranks))}
-    else:
-        ranks = [solver.timeline(step.strategy, step.batching)]
-        names = {0: f"every rank of {solver.cluster.name}, simulated"}
-    write_intervals(path, {rank: simulated_intervals(each.events) for rank, each in enumerate(ranks)}, names)
+def _what_would_fit(found: Infeasible, solver: Solver, stages: PlannedStages | None) -> str:
+    memory = found.nearest.memory
+    needed = found.nearest.peak_bytes / GIB
+    hints: list[str] = []
+    if max(memory, key=lambda name: memory[name]) == "activations":
+        hints.append("a smaller micro-batch, or --checkpointing")
+    for offload in tables.further_offloads(solver, solver.request.offload) if stages is None else ():
+        offloaded = Solver(solver.model, solver.cluster, replace(solver.request, offload=offload))
+        if isinstance(offloaded.solve(best=1, most=1), Ranking):
+            hints.append(f"--offload {offload}, with which it fits")
+            break
+    more = -(-found.nearest.peak_bytes // solver.request.memory) * solver.cluster.topology.nodes
+    hints += [*([] if stages else ["a pipeline (--pipeline 4)"]), f"more nodes (about --nodes {more})"]
+    return (
+        f"nothing fits into {solver.request.memory / GIB:.1f} GiB a rank: what comes nearest is "
+        f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
+        f"too many. It needs {tables.parts(memory)}. What would help: {', or '.join(hints)}."
+    )

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import html
 import io
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-from towpath.engine.streams.trace import BETWEEN, COMPUTE, INSIDE, Interval
+from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
 
 # One color for each strategy, or part of a bar. They can be told apart without seeing red and green.
 COLORS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#b08900", "#0b7285", "#c2255c", "#495057")
@@ -27,8 +25,6 @@ ON_DARK = {
 }  # fmt: skip
 # A step of at least this many seconds is drawn in seconds, and a shorter one in milliseconds.
 _IN_SECONDS = 3.0
-# Curves that are closer than this share of the axis look like one.
-_COINCIDE = 0.012
 _DASH_POINTS = 5
 
 # Drawing --------------------------------------------------------------------------------------------------------------
@@ -106,29 +102,16 @@ def axes_of(figure: Any, xlabel: str, ylabel: str) -> Any:
 
 
 def set_log_scale(axes: Any, which: str) -> None:
-    """Make the axis `which` ("x" or "y") logarithmic, with round ticks whose labels do not overlap."""
+    """Make the axis `which` ("x" or "y") logarithmic, with round ticks whose labels are plain numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     getattr(axes, f"set_{which}scale")("log")
-    low, high = getattr(axes, f"get_{which}lim")()
     axis = getattr(axes, f"{which}axis")
-    ticks = _log_ticks(low, high)
-    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.set_ticks([], minor=True)
-
-
-def _log_ticks(low: float, high: float, most: int = 8) -> list[float]:
-    from matplotlib.ticker import MaxNLocator
-
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    powers = [10.0**exponent for exponent in exponents if low <= 10.0**exponent <= high]
-    ticks = [digit * 10.0**exponent for exponent in exponents for digit in (1, 2, 5)]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    if len(ticks) > most:
-        return powers[:: math.ceil(len(powers) / most)]
-    if len(ticks) >= 3:
-        return ticks
-    # Less than a decade: the ticks of a linear axis.
-    linear = MaxNLocator(most - 2, steps=[1, 2, 5, 10]).tick_values(low, high)
-    return [float(tick) for tick in linear if low <= tick <= high]
+    low, high = getattr(axes, f"get_{which}lim")()
+    subs = (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,27 +123,11 @@ class Curve:
 
 
 def draw_curves(axes: Any, curves: Sequence[Curve]) -> None:
-    """Draw curves over a logarithmic axis. Where some coincide, their dashes alternate, so that all can be seen."""
-    drawn = [(color(number), curve) for number, curve in enumerate(curves) if curve.points]
-    heights = [math.log(y) for _, curve in drawn for _, y in curve.points]
-    near = _COINCIDE * (max(heights) - min(heights)) if heights else 0.0
-
-    def turn(curve: Curve, ends: Sequence[tuple[float, float]]) -> tuple[int, int]:
-        """Return the curve's place among those that pass through the same points, and how many there are."""
-        coinciding = [
-            other
-            for _, other in drawn
-            if all(any(x == at and abs(math.log(y / height)) <= near for x, y in other.points) for at, height in ends)
-        ]
-        return coinciding.index(curve), len(coinciding)
-
-    for paint, curve in drawn:
-        axes.plot([], [], "o-", color=paint, markersize=3, label=curve.name)
-        for ends in pairwise(curve.points):
-            axes.plot(*zip(*ends, strict=True), linestyle=dashes(*turn(curve, ends)), color=paint, dash_capstyle="butt")
-        for point in curve.points:
-            place, count = turn(curve, [point])
-            axes.plot(*point, "o", color=paint, markersize=3 + 1.5 * (count - 1 - place))
+    """Draw curves with a point at each value. The dashes of neighbors alternate, so that equal curves can be seen."""
+    for number, curve in enumerate(curves):
+        if curve.points:
+            line = dashes(number % 2, 2)
+            axes.plot(*zip(*curve.points, strict=True), "o", linestyle=line, color=color(number), label=curve.name)
 
 
 def dashes(place: int, count: int) -> Any:

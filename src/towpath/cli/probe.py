@@ -11,7 +11,7 @@ from rich.table import Table
 
 from towpath.cli.terminal import check_launched, load_torch, table_of
 from towpath.files import check_output_file, write_output_file
-from towpath.plan.profile import BROADCAST, Profile, collective_of, collective_seconds
+from towpath.plan.profile import Profile, collective_seconds
 from towpath.plan.tables import seconds
 from towpath.progress import working
 
@@ -87,9 +87,7 @@ def _collectives(profile: Profile) -> Table:
     hardware = profile.cluster(measured_collectives=False).hardware
     for what in dict.fromkeys(point.what for point in profile.collectives()):
         point = profile.of(what)[-1]
-        compared = "not used by plans"
-        if collective_of(what)[0] != BROADCAST:
-            predicted = collective_seconds(point, hardware)
-            compared = f"{seconds(predicted)} ({predicted / point.usual - 1:+.0%})"
+        predicted = collective_seconds(point, hardware)
+        compared = f"{seconds(predicted)} ({predicted / point.usual - 1:+.0%})"
         table.add_row(what, f"{point.size:,}", seconds(point.usual), compared)
     return table

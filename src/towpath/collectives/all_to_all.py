@@ -35,9 +35,8 @@ from towpath.codecs.kernels.pieces import Piece
 from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import PeerMessage, Posted, post
-from towpath.core.exact import exchanged_cells, message_cell
-from towpath.core.routes import AllToAll, hops_of, piece_bounds
-from towpath.core.routes import Piece as SlicePart
+from towpath.core.lossless import exchanged_cells, message_cell
+from towpath.core.routes import AllToAll, SlicePart, hops_of, piece_bounds
 from towpath.core.transfer import Transfer
 
 
@@ -76,9 +75,8 @@ class AllToAllReduceScatter(Collective):
 
     It is used for the routes 'one-hop' and 'two-hop', with or without a codec.
 
-    Args:
-        members: The group, and this rank's position in it. Two hops of collectives use its row and its column.
-        collectives: Exchange the rows of a hop by one all-to-all of the backend. Otherwise send messages.
+    `members`: The group, and this rank's position in it. Two hops of collectives use its row and its column.
+    `collectives`: Exchange the rows of a hop by one all-to-all of the backend. Otherwise send messages.
     """
 
     def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device, collectives: bool = False) -> None:

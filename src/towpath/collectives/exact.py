@@ -25,9 +25,9 @@ from towpath.codecs.exact.message import MessageError, Problem
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.columns_and_rows import grouped
 from towpath.collectives.point_to_point import PointToPoint
-from towpath.core.exact import message_cell
 from towpath.core.formats import CELL_ALIGNMENT
-from towpath.core.routes import Op, Piece, cell_elements, piece_bounds
+from towpath.core.lossless import message_cell
+from towpath.core.routes import Op, SlicePart, cell_elements, piece_bounds
 from towpath.core.transfer import Range, Transfer
 from towpath.core.units import round_up
 
@@ -49,7 +49,7 @@ class ExactSync(Collective):
         self._bytes = count * parts * self._cell
         # By slice: the start and the end of each part of it in the region.
         self._pieces = [
-            [piece_bounds(transfer.elements, count, Piece(slot, part, parts)) for part in range(parts)]
+            [piece_bounds(transfer.elements, count, SlicePart(slot, part, parts)) for part in range(parts)]
             for slot in range(count)
         ]
         self._sent: torch.Tensor | None = None  # a copy of what was sent last, if the region does not keep it

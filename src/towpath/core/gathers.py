@@ -11,7 +11,7 @@ from towpath.core.step_state import (
     Action,
     AgreeOnSizes,
     AssignSlot,
-    Gradients,
+    GradientState,
     InvalidateViews,
     ParamVersion,
     SaveBackwardCopy,
@@ -23,7 +23,7 @@ from towpath.core.step_state import (
     Task,
     UnitState,
     Wait,
-    Weights,
+    WeightState,
     slot_groups,
 )
 from towpath.core.strategy import TransferKind
@@ -65,7 +65,7 @@ class Gathers:
     def use(self, unit: UnitState, kind: TransferKind, save_copy: bool = False) -> None:
         """Unshard the unit for the next computation, and prefetch the unit that followed it the last time."""
         if not unit.kept_unsharded:
-            unit.weights_become(Weights.IN_USE)
+            unit.weights_become(WeightState.IN_USE)
         self.gather(unit, kind, save_copy)
         if unit.plan.root and kind is TransferKind.BACKWARD_GATHER:
             # The root always counts as the first unit of a backward pass. If it computes nothing after its last unit,
@@ -110,11 +110,11 @@ class Gathers:
         self._sync([unit])
         if unit.slot is None or unit.kept_unsharded or unit.holds == unit.version:
             return
-        if (user := self._user(unit.slot)) is not None and user.weights is Weights.EVICTABLE:
+        if (user := self._user(unit.slot)) is not None and user.weights is WeightState.EVICTABLE:
             self.release(user)
         if unit.slot.user is None:
             self.gather(unit, kind, save_copy)
-            unit.weights_become(Weights.PREFETCHED)
+            unit.weights_become(WeightState.PREFETCHED)
 
     def _take_slot(self, unit: UnitState) -> None:
         """Give the unit its slot. If another unit computes in it, add a slot; raise if this unit cannot be moved."""
@@ -122,7 +122,7 @@ class Gathers:
             return
         user = self._user(unit.slot)
         if user is not None and user is not unit:
-            if user.idle or (user.running and user.gradients is Gradients.COMPLETE):
+            if user.idle or (user.running and user.gradients is GradientState.COMPLETE):
                 self.release(user)
             elif any(not passed.done and unit.needs_weights(passed) for passed in unit.passes):
                 if user.running and unit.inside and not unit.running:
@@ -148,8 +148,8 @@ class Gathers:
     def leave_evictable(self, unit: UnitState) -> None:
         """Make the unit evictable, because nothing computes with its weights. They stay until the slot is needed."""
         self.swap_parameters(unit, unit.kept_unsharded)
-        if unit.weights is Weights.IN_USE:  # not if its forward failed before the weights were unsharded
-            unit.weights_become(Weights.EVICTABLE)
+        if unit.weights is WeightState.IN_USE:  # not if its forward failed before the weights were unsharded
+            unit.weights_become(WeightState.EVICTABLE)
 
     def release(self, unit: UnitState) -> None:
         """Free the unit's slot, unless the user keeps it unsharded or a call such as training_step is running in it."""
@@ -157,9 +157,9 @@ class Gathers:
         self.swap_parameters(unit, held)
         if held:
             return
-        if unit.weights is Weights.PREFETCHED and unit.ready is not None:
+        if unit.weights is WeightState.PREFETCHED and unit.ready is not None:
             self._in_vain.append(unit.ready)
-        unit.weights_become(Weights.SHARDED)
+        unit.weights_become(WeightState.SHARDED)
         if unit.slot is not None:
             self._invalidate_views(unit, invalid=True)
             if unit.slot.user == unit.index:
@@ -169,7 +169,7 @@ class Gathers:
     def end_prefetches(self) -> None:
         """Release prefetched units and wait for their gathers, before the user may write to the shards they read."""
         for unit in self._units:
-            if unit.weights is Weights.PREFETCHED:
+            if unit.weights is WeightState.PREFETCHED:
                 self.release(unit)
         self._actions += map(Wait, self._in_vain)
         self._in_vain = []
@@ -205,14 +205,14 @@ class Gathers:
             self.release(unit)
             unit.home, unit.slot = unit.slot, Slot((unit.index,))
             self._actions.append(AssignSlot(unit.index, unit.slot))
-        unit.weights_become(Weights.KEPT_UNSHARDED)
+        unit.weights_become(WeightState.KEPT_UNSHARDED)
         self.gather(unit, TransferKind.GATHER, save_copy=False)
         self.wait(unit)
         self.swap_parameters(unit, True)
 
     def allow_reshard(self, unit: UnitState) -> None:
         """Release the unit, and return it to the slot that it had before `keep_unsharded`."""
-        unit.weights_become(Weights.SHARDED)
+        unit.weights_become(WeightState.SHARDED)
         self.release(unit)
         if unit.home is not None:
             assert unit.slot is not None

@@ -25,7 +25,7 @@ from towpath.core.placement import GroupCollective
 from towpath.core.routes import Op
 from towpath.core.step_state import Submit, Task, Wait
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.core.transfer import Matrices, Matrix, Transfer
+from towpath.core.transfer import Matrices, OwnedMatrix, Transfer
 from towpath.core.transport import Transport
 from towpath.core.units import overlap
 from towpath.errors import ConfigError
@@ -55,9 +55,9 @@ class Round:
     """Matrices of one dtype that are transferred together. Each owner then steps its own."""
 
     dtype: str
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[OwnedMatrix, ...]
 
-    def owned(self, slot: int) -> tuple[Matrix, ...]:
+    def owned(self, slot: int) -> tuple[OwnedMatrix, ...]:
         return tuple(matrix for matrix in self.matrices if matrix.owner == slot)
 
     def held(self, slot: int) -> int:
@@ -219,14 +219,14 @@ def _check_transport(strategy: Strategy, transport: Transport, parameter: OwnedP
         )
 
 
-def _matrix(parameter: OwnedParameter, bucket: BucketPlan) -> Matrix:
+def _matrix(parameter: OwnedParameter, bucket: BucketPlan) -> OwnedMatrix:
     numel, offset = bucket.spec.numels[parameter.index], bucket.spec.offsets[parameter.index]
     count = bucket.optimizer.count
     bounds = [overlap(offset, numel, bucket.numel // count, slot) for slot in range(count)]
-    return Matrix(parameter.name, parameter.shape, tuple(end - start for start, end in bounds), owner=0)
+    return OwnedMatrix(parameter.name, parameter.shape, tuple(end - start for start, end in bounds), owner=0)
 
 
-def _with_owners(matrices: Sequence[Matrix]) -> list[Matrix]:
+def _with_owners(matrices: Sequence[OwnedMatrix]) -> list[OwnedMatrix]:
     """Assign each matrix, the costliest first, to the slot with the least work, or among equals the largest piece."""
     owners: dict[str, int] = {}
     work = [0] * (len(matrices[0].pieces) if matrices else 0)
@@ -237,13 +237,13 @@ def _with_owners(matrices: Sequence[Matrix]) -> list[Matrix]:
     return [replace(matrix, owner=owners[matrix.name]) for matrix in matrices]
 
 
-def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
+def _batches(matrices: Sequence[OwnedMatrix]) -> Iterator[tuple[OwnedMatrix, ...]]:
     """Yield the matrices of each round. Owners take the costliest first, and several small ones in one round.
 
     The matrices of one owner in one round have no more elements than the largest matrix.
     """
     room = max(matrix.numel for matrix in matrices)
-    by_owner: dict[int, list[list[Matrix]]] = {}
+    by_owner: dict[int, list[list[OwnedMatrix]]] = {}
     for matrix in sorted(matrices, key=lambda m: -cost(m.shape)):
         batches = by_owner.setdefault(matrix.owner, [])
         if not batches or sum(m.numel for m in batches[-1]) + matrix.numel > room:

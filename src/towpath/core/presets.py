@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-from towpath.core.outer import Outer
 from towpath.core.placement import Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
 from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
 from towpath.core.transport import LOW_RANK, Feedback, Transport
 from towpath.errors import ConfigError
+from towpath.outer.settings import Outer
 from towpath.topology.cluster import Extent, Topology
 
 # Editors complete these names. Arguments of type `Preset | str` also accept a name that is known only at run time.

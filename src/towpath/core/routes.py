@@ -98,7 +98,7 @@ class Group:
         return self.slots == tuple(range(len(self.ranks)))
 
 
-class Piece(NamedTuple):
+class SlicePart(NamedTuple):
     """Part `part` of `parts` of slice `slot`."""
 
     slot: int
@@ -124,8 +124,8 @@ class Send(NamedTuple):
     adds: bool = False
 
     @property
-    def piece(self) -> Piece:
-        return Piece(self.slot, self.part, self.parts)
+    def piece(self) -> SlicePart:
+        return SlicePart(self.slot, self.part, self.parts)
 
 
 # The place of a member: the index of its node in the group, and its own index in that node.
@@ -338,7 +338,7 @@ def bounds(elements: int, pieces: int, index: int, grain: int = 1) -> tuple[int,
     return min(start * grain, elements), min(end * grain, elements)
 
 
-def piece_bounds(elements: int, members: int, piece: Piece, grain: int = 1) -> tuple[int, int]:
+def piece_bounds(elements: int, members: int, piece: SlicePart, grain: int = 1) -> tuple[int, int]:
     """Return the start and end of `piece` in a region of `elements`."""
     start, end = bounds(elements, members, piece.slot, grain)
     first, last = bounds(end - start, piece.parts, piece.part, grain)

@@ -12,14 +12,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
-from towpath.core.outer_plan import OuterPlan, plan_outer
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
-from towpath.core.pipeline import Compression, Message, Order, StagePass, messages
+from towpath.core.passes import Compression, Message, Order, StagePass, messages
 from towpath.core.placement import everyone, send
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.scopes import log_bytes
-from towpath.core.sent_bytes import SentBytes
 from towpath.core.steady_step import staged_tasks, steady_tasks
 from towpath.core.step_state import Task, slot_groups
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
@@ -28,6 +26,8 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, largest, plan_unit
 from towpath.core.units import UnitSpec
 from towpath.errors import ConfigError
+from towpath.observe.sent_bytes import SentBytes
+from towpath.outer.exchanges import OuterPlan, plan_outer
 from towpath.topology.cluster import Extent, Topology
 
 
@@ -82,11 +82,11 @@ class Schedule(SentBytes):
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
-        return memory_bytes(self.plans) | (self.outer.memory_bytes() if self.outer is not None else {})
+        return memory_bytes(self.plans) | (self.outer.memory_bytes()[0] if self.outer is not None else {})
 
     def host_memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps in host memory: none unless the strategy offloads."""
-        return host_memory_bytes(self.plans) | (self.outer.host_memory_bytes() if self.outer is not None else {})
+        return host_memory_bytes(self.plans) | (self.outer.memory_bytes()[1] if self.outer is not None else {})
 
     def host_copy_bytes(self) -> dict[TransferKind, int]:
         """Return the bytes that one rank copies between its device and host memory, by kind of transfer."""
@@ -282,7 +282,7 @@ Shape = tuple[tuple[int, ...], str]  # the shape and dtype of a tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageSchedule:
     """One stage of a pipeline job, with its ranks, its own schedule and its outputs.
 
     `ranks` are numbered as in the job, in the order of the stage's data-parallel group. `outputs` has the shape and
@@ -310,7 +310,7 @@ class JobSchedule(SentBytes):
 
 def job_schedule(
     topology: Topology,
-    pipelines: Iterable[Sequence[Stage]],
+    pipelines: Iterable[Sequence[StageSchedule]],
     order: Order,
     compression: Compression,
     walks: int = 1,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from towpath.core.pipeline import PassKind, StagePass
+from towpath.core.passes import PassKind, StagePass
 from towpath.core.step import StepMachine
 from towpath.core.step_state import Action, AgreeOnSizes, ForwardPass, Submit, Task
 from towpath.core.unit_plan import UnitPlan
@@ -18,7 +18,7 @@ from towpath.core.unit_plan import UnitPlan
 STEPS_BEFORE = 2
 
 
-class Part(StrEnum):
+class PassPart(StrEnum):
     """The parts of a pass that a unit computes.
 
     Other units compute one part in each pass. The root holds the model's first and last layers, so its pass has a
@@ -36,7 +36,7 @@ class Compute:
     """A computation of the training thread, placed among the actions of the step machine. The simulator times it."""
 
     unit: int
-    part: Part
+    part: PassPart
 
 
 def steady_tasks(plans: Sequence[UnitPlan], micro_steps: int) -> Iterator[tuple[int, Task]]:
@@ -148,10 +148,10 @@ def _forward(machine: StepMachine, plans: Sequence[UnitPlan], passes: list[Forwa
         yield from machine.forward_begins(index, comes_back=True)
         passes.append(machine.graph_made(index))
         passes[-1].inputs = 0 if plans[index].lookup else 1
-        yield Compute(index, Part.FORWARD)
+        yield Compute(index, PassPart.FORWARD)
         if index != root:
             yield from machine.forward_ends(index, graph_follows=True)
-    yield Compute(root, Part.FORWARD_END)
+    yield Compute(root, PassPart.FORWARD_END)
     yield from machine.forward_ends(root, graph_follows=True)
 
 
@@ -161,15 +161,15 @@ def _backward(
     """Run the backward of all units. It ends with the last part of the root."""
     first, *rest = passes
     yield from machine.backward_begins(first)
-    yield Compute(first.unit, Part.BACKWARD)
+    yield Compute(first.unit, PassPart.BACKWARD)
     yield from _gradients(machine, plans, first.unit)
     for passed in reversed(rest):
         yield from machine.backward_begins(passed)
-        yield Compute(passed.unit, Part.BACKWARD)
+        yield Compute(passed.unit, PassPart.BACKWARD)
         yield from _gradients(machine, plans, passed.unit)
         yield from machine.input_gradients_done(passed)
         yield from machine.weight_gradients_done(passed)
-    yield Compute(first.unit, Part.BACKWARD_END)
+    yield Compute(first.unit, PassPart.BACKWARD_END)
     yield from machine.backward_pass_ended()
 
 

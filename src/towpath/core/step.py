@@ -2,7 +2,7 @@
 
 The engine reports events, such as the start of a unit's forward, by calling methods of `StepMachine`. They return the
 actions (`core/step_state.py`) that the engine then executes in order. `Gathers` decides about weights, and `Reductions`
-about gradients. `OuterSteps` (`core/outer_steps.py`) decides when islands synchronize. The schedule and the simulator
+about gradients. `OuterSteps` (`outer/steps.py`) decides when islands synchronize. The schedule and the simulator
 use the same machine.
 """
 
@@ -15,7 +15,7 @@ from towpath.core.step_state import (
     Action,
     CheckRanks,
     ForwardPass,
-    Gradients,
+    GradientState,
     OpenGradients,
     ParamVersion,
     SetGrads,
@@ -26,7 +26,7 @@ from towpath.core.step_state import (
     Task,
     UnitState,
     Wait,
-    Weights,
+    WeightState,
     in_backward_order,
     slot_groups,
 )
@@ -47,9 +47,9 @@ class Reductions:
 
     def open_gradients(self, unit: UnitState) -> list[Action]:
         """Return the actions that open a place for the unit's gradients, before the first of this backward pass."""
-        if unit.gradients is not Gradients.NONE:
+        if unit.gradients is not GradientState.NONE:
             return []
-        unit.gradients_become(Gradients.COLLECTING)
+        unit.gradients_become(GradientState.COLLECTING)
         if not unit.plan.reduces:
             return [OpenGradients(unit.index, None)]
         slot = unit.collects_in = self.slots.next_free(unit.index)
@@ -67,7 +67,7 @@ class Reductions:
 
     def _reduce(self, unit: UnitState, boundary: bool) -> list[Action]:
         actions = self.open_gradients(unit)  # a unit that got no gradient adds zeros to the sum
-        unit.gradients_become(Gradients.REDUCED)
+        unit.gradients_become(GradientState.REDUCED)
         after: tuple[Task, ...] = ()
         if unit.collects_in is not None:
             slot, unit.collects_in = unit.collects_in, None
@@ -91,7 +91,7 @@ class Reductions:
     def restart(self) -> None:
         self._next, self.syncs = 0, []
         for unit in self._order:
-            unit.gradients_become(Gradients.NONE)
+            unit.gradients_become(GradientState.NONE)
             unit.finished = False
 
 
@@ -142,11 +142,11 @@ class StepMachine:
 
     def is_collecting(self, index: int) -> bool:
         """Return whether gradients of the unit have arrived in this backward pass, and are not reduced yet."""
-        return self._units[index].gradients in (Gradients.COLLECTING, Gradients.COMPLETE)
+        return self._units[index].gradients in (GradientState.COLLECTING, GradientState.COMPLETE)
 
     def is_reduced(self, index: int) -> bool:
         """Return whether the unit's gradients of this backward pass have been submitted for reduction."""
-        return self._units[index].gradients is Gradients.REDUCED
+        return self._units[index].gradients is GradientState.REDUCED
 
     def runs_backward(self, index: int) -> bool:
         return self._units[index].running
@@ -267,7 +267,7 @@ class StepMachine:
         A leaf has finished then. Otherwise an embedding between two rows of blocks would hold up the first row.
         """
         unit = self._units[index]
-        unit.gradients_become(Gradients.COMPLETE)
+        unit.gradients_become(GradientState.COMPLETE)
         ended = [p for p in unit.passes if unit.plan.leaf and p.running and not p.inputs]
         return [a for p in ended for a in (*self.input_gradients_done(p), *self.weight_gradients_done(p))]
 
@@ -336,8 +336,8 @@ class StepMachine:
         """Prefetch the first unit of the backward pass, while the root still computes the model's last layers."""
         if (first := self._gathers.successors.of(TransferKind.BACKWARD_GATHER, self._root.index)) is not None:
             unit = self._units[first]
-            if unit.plan.leaf and unit.weights is Weights.EVICTABLE and unit.holds == unit.version:
-                unit.weights_become(Weights.PREFETCHED)  # no other unit needs its slot meanwhile
+            if unit.plan.leaf and unit.weights is WeightState.EVICTABLE and unit.holds == unit.version:
+                unit.weights_become(WeightState.PREFETCHED)  # no other unit needs its slot meanwhile
             elif unit.idle:
                 self._gathers.release(unit)
             self._gathers.prefetch(unit, TransferKind.BACKWARD_GATHER, save_copy=False)
@@ -346,8 +346,8 @@ class StepMachine:
         """Release the units that the previous pass of the model used, or prefetched without a use."""
         self._gathers.successors.pass_begins(first)
         for unit in self._units:
-            prefetched = unit.weights is Weights.PREFETCHED and not self.in_backward
-            if unit.weights is Weights.EVICTABLE or prefetched:
+            prefetched = unit.weights is WeightState.PREFETCHED and not self.in_backward
+            if unit.weights is WeightState.EVICTABLE or prefetched:
                 self._gathers.release(unit)
 
     def _backward_of_the_model_begins(self) -> None:

@@ -218,7 +218,7 @@ class ParamVersion:
         return found
 
 
-class Weights(Enum):
+class WeightState(Enum):
     """The state of a unit's weights. `WEIGHTS_CHANGE` has the allowed changes.
 
     SHARDED ──prefetch──▶ PREFETCHED ──a pass begins──▶ IN_USE ──it ends──▶ EVICTABLE ──a pass begins──▶ IN_USE
@@ -238,7 +238,7 @@ class Weights(Enum):
     KEPT_UNSHARDED = "kept unsharded"  # from `keep_unsharded` until `allow_reshard`
 
 
-class Gradients(Enum):
+class GradientState(Enum):
     """The state of a unit's gradients in one backward pass. `GRADIENTS_CHANGE` has the allowed changes.
 
     NONE ──the first arrives──▶ COLLECTING ──all have arrived──▶ COMPLETE ──reduced──▶ REDUCED ──the pass ends──▶ NONE
@@ -253,18 +253,20 @@ class Gradients(Enum):
     REDUCED = "reduced"  # from the submission of the reduction until the end of the micro-step
 
 
-WEIGHTS_CHANGE: Mapping[Weights, frozenset[Weights]] = {
-    Weights.SHARDED: frozenset({Weights.PREFETCHED, Weights.IN_USE, Weights.KEPT_UNSHARDED}),
-    Weights.PREFETCHED: frozenset({Weights.IN_USE, Weights.SHARDED}),
-    Weights.IN_USE: frozenset({Weights.EVICTABLE, Weights.SHARDED}),
-    Weights.EVICTABLE: frozenset({Weights.IN_USE, Weights.SHARDED, Weights.PREFETCHED, Weights.KEPT_UNSHARDED}),
-    Weights.KEPT_UNSHARDED: frozenset({Weights.SHARDED}),
+WEIGHTS_CHANGE: Mapping[WeightState, frozenset[WeightState]] = {
+    WeightState.SHARDED: frozenset({WeightState.PREFETCHED, WeightState.IN_USE, WeightState.KEPT_UNSHARDED}),
+    WeightState.PREFETCHED: frozenset({WeightState.IN_USE, WeightState.SHARDED}),
+    WeightState.IN_USE: frozenset({WeightState.EVICTABLE, WeightState.SHARDED}),
+    WeightState.EVICTABLE: frozenset(
+        {WeightState.IN_USE, WeightState.SHARDED, WeightState.PREFETCHED, WeightState.KEPT_UNSHARDED}
+    ),
+    WeightState.KEPT_UNSHARDED: frozenset({WeightState.SHARDED}),
 }
-GRADIENTS_CHANGE: Mapping[Gradients, frozenset[Gradients]] = {
-    Gradients.NONE: frozenset({Gradients.COLLECTING}),
-    Gradients.COLLECTING: frozenset({Gradients.COMPLETE, Gradients.REDUCED, Gradients.NONE}),
-    Gradients.COMPLETE: frozenset({Gradients.REDUCED, Gradients.NONE}),
-    Gradients.REDUCED: frozenset({Gradients.NONE}),
+GRADIENTS_CHANGE: Mapping[GradientState, frozenset[GradientState]] = {
+    GradientState.NONE: frozenset({GradientState.COLLECTING}),
+    GradientState.COLLECTING: frozenset({GradientState.COMPLETE, GradientState.REDUCED, GradientState.NONE}),
+    GradientState.COMPLETE: frozenset({GradientState.REDUCED, GradientState.NONE}),
+    GradientState.REDUCED: frozenset({GradientState.NONE}),
 }
 
 
@@ -300,8 +302,8 @@ class UnitState:
     plan: UnitPlan
     writes: ParamVersion  # counts the writes to its parameters
     modules: int = 1  # how many modules have their forwards in this unit
-    weights: Weights = Weights.SHARDED
-    gradients: Gradients = Gradients.NONE
+    weights: WeightState = WeightState.SHARDED
+    gradients: GradientState = GradientState.NONE
     slot: Slot | None = None  # for its unsharded weights; None if they are never gathered
     collects_in: Slot | None = None  # for its gradients, from the first one until the reduction
     holds: int = -1  # the version of the weights that its slot holds, or is about to receive; -1 if none
@@ -326,13 +328,13 @@ class UnitState:
         """Return whether the backward of a pass reads the weights. A leaf needs them for gradients of inputs only."""
         return not self.plan.leaf or passed.inputs > 0
 
-    def weights_become(self, now: Weights) -> None:
+    def weights_become(self, now: WeightState) -> None:
         """Change the state of the weights. An impossible change is an AssertionError."""
         if now is not self.weights and now not in WEIGHTS_CHANGE[self.weights]:
             raise AssertionError(f"{self}: its weights were {self.weights.value}, and cannot be {now.value} next.")
         self.weights = now
 
-    def gradients_become(self, now: Gradients) -> None:
+    def gradients_become(self, now: GradientState) -> None:
         """Change the state of the gradients. An impossible change is an AssertionError."""
         was = self.gradients
         if now is not was and now not in GRADIENTS_CHANGE[was]:
@@ -351,11 +353,11 @@ class UnitState:
     @property
     def idle(self) -> bool:
         """True if the weights are unsharded, and nothing computes with them now."""
-        return self.weights in (Weights.PREFETCHED, Weights.EVICTABLE)
+        return self.weights in (WeightState.PREFETCHED, WeightState.EVICTABLE)
 
     @property
     def kept_unsharded(self) -> bool:
-        return self.weights is Weights.KEPT_UNSHARDED
+        return self.weights is WeightState.KEPT_UNSHARDED
 
 
 class Slots:

@@ -16,11 +16,11 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
-from towpath.core.outer import Outer
 from towpath.core.placement import LABELS, Placement, PlacementCollectives, check_extent, transitions
 from towpath.core.routes import Grid, Op
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
+from towpath.outer.settings import Outer
 from towpath.topology.cluster import Extent, Topology, counted
 
 # TOML escapes what JSON escapes, and DEL. It has no surrogate pairs, so all other characters are written unescaped.

@@ -14,9 +14,9 @@ from functools import lru_cache
 from math import prod
 from typing import ClassVar, NamedTuple
 
-from towpath.core.exact import expected_share
-from towpath.core.exact import wire_bytes as exact_bytes
 from towpath.core.formats import NARROW, Codec, item_bytes
+from towpath.core.lossless import expected_share
+from towpath.core.lossless import wire_bytes as exact_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.route_costs import Traffic, pair_traffic, sent_by_all, sent_out_of_racks
 from towpath.core.routes import (
@@ -85,7 +85,7 @@ class Activation:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class OwnedMatrix:
     """A parameter that one rank of each copy of the optimizer states, its owner, steps as a full matrix."""
 
     name: str
@@ -113,7 +113,7 @@ class Matrices:
     """The full parameters, gradients or updates that one transfer moves between holders of pieces and owners."""
 
     bucket: ClassVar[str] = ""  # they may come from several buckets
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[OwnedMatrix, ...]
     dtype: str
 
     @property
@@ -145,7 +145,7 @@ class OwnerMessage(NamedTuple):
     slot: int
 
 
-def owner_messages(op: Op, matrices: Sequence[Matrix], group: Group) -> Iterator[OwnerMessage]:
+def owner_messages(op: Op, matrices: Sequence[OwnedMatrix], group: Group) -> Iterator[OwnerMessage]:
     """Yield every message of one group's transfer, matrix by matrix.
 
     Args:
@@ -168,7 +168,7 @@ def piece_bytes(elements: int, item: int, codec: Codec | None) -> int:
     return codec.encoded_bytes(elements) if codec is not None else elements * item
 
 
-def encoded_by_a_rank(matrices: Sequence[Matrix], codec: Codec | None) -> int:
+def encoded_by_a_rank(matrices: Sequence[OwnedMatrix], codec: Codec | None) -> int:
     """Return the bytes of all encoded pieces that any rank sends and receives in one transfer, at most."""
     if codec is None:
         return 0
@@ -181,7 +181,7 @@ def encoded_by_a_rank(matrices: Sequence[Matrix], codec: Codec | None) -> int:
 
 
 def traffic_of_owners(
-    op: Op, matrices: Sequence[Matrix], node_of_slot: Sequence[int], nodes: int, item: int, codec: Codec | None
+    op: Op, matrices: Sequence[OwnedMatrix], node_of_slot: Sequence[int], nodes: int, item: int, codec: Codec | None
 ) -> Traffic:
     """Return how many bytes one group sends when matrices move to their owners, or back.
 
@@ -529,7 +529,7 @@ def _grid(move: GroupCollective, topology: Topology) -> Grid:
 
 @lru_cache(maxsize=4096)
 def _owner_traffic(
-    move: GroupCollective, topology: Topology, matrices: tuple[Matrix, ...], item: int, codec: Codec | None
+    move: GroupCollective, topology: Topology, matrices: tuple[OwnedMatrix, ...], item: int, codec: Codec | None
 ) -> Traffic:
     inside, leaving = 0, [0] * topology.nodes
     for group in move.groups:

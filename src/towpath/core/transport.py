@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
 
-from towpath.core.exact import can_be_exact
 from towpath.core.formats import Codec
+from towpath.core.lossless import can_be_exact
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
 from towpath.core.units import BucketSpec
 from towpath.errors import ConfigError
@@ -73,7 +73,7 @@ def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class FactoredMatrix:
     """A matrix of `rows` × `columns` elements that starts at element `start` of a flat buffer."""
 
     start: int
@@ -89,17 +89,17 @@ class Factored:
     """
 
     codec: LowRank
-    matrices: tuple[Matrix, ...]  # the matrices that are sent as factors
+    matrices: tuple[FactoredMatrix, ...]  # the matrices that are sent as factors
     plain: tuple[tuple[int, int], ...]  # start and end of each range that is sent unencoded
 
     @staticmethod
     def of(codec: LowRank, bucket: BucketSpec) -> Factored | None:
         """Return the layout of `bucket`, or None if no parameter of it gets smaller."""
-        matrices: list[Matrix] = []
+        matrices: list[FactoredMatrix] = []
         plain: list[tuple[int, int]] = []
         for start, numel, shape in zip(bucket.offsets, bucket.numels, bucket.matrices, strict=False):
             if shape is not None and codec.pays(shape):
-                matrices.append(Matrix(start, *shape))
+                matrices.append(FactoredMatrix(start, *shape))
             else:
                 plain.append((start, start + numel))
         return Factored(codec, tuple(matrices), tuple(plain)) if matrices else None
@@ -143,8 +143,8 @@ class Transport:
         plain_route: The route of these steps. None means `route`. Reductions can be encoded on few routes, and another
             one may be faster without a codec.
         served: True if the codec is not in use in this step. Parameters stay aligned to its blocks.
-        exact: Send what no codec encodes in fewer bytes, without losing a bit (`core/exact.py`). Only for gradients and
-            the parameter sync.
+        exact: Send what no codec encodes in fewer bytes, without losing a bit (`core/lossless.py`). Only for
+            gradients and the parameter sync.
     """
 
     route: Route = "flat"

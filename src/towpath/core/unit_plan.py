@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from towpath.core.exact import message_cell
 from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
+from towpath.core.lossless import message_cell
 from towpath.core.placement import GroupCollective, Partition, everyone
 from towpath.core.routes import Form
 from towpath.core.strategy import Strategy, TransferKind

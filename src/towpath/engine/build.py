@@ -15,20 +15,20 @@ import torch
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
-from towpath.core.exact import SMALLEST_BYTES
 from towpath.core.formats import Precision
-from towpath.core.outer_plan import plan_outer
+from towpath.core.lossless import SMALLEST_BYTES
 from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.engine.agree.digest import CollectiveLog
+from towpath.engine.aliases import check_memory, find_kept
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
-from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept, is_saved
-from towpath.engine.outer import OuterSync
+from towpath.engine.layout import ParameterPlace, UnitLayout, device_of, is_saved
 from towpath.engine.parameters.bucket import Bucket
+from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.initialise import (
     FromModel,
     FromValues,
@@ -39,12 +39,13 @@ from towpath.engine.parameters.initialise import (
     move_all_but_parameters,
 )
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.trial_steps import watch_optimizers
 from towpath.errors import ShardError
 from towpath.logs import logger
+from towpath.outer.exchanges import plan_outer
+from towpath.outer.sync import OuterSync
 from towpath.topology.groups import Groups
 from towpath.topology.together import together
 
@@ -70,7 +71,7 @@ def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Gr
     for place in places:
         for module, _ in place.owners:
             if isinstance(module, nn.RNNBase):
-                # The module would notice new weights by these weak references. `Unit.show` sets its weights instead.
+                # The module would notice new weights by these references. `ModuleParameters.swap` sets its weights.
                 module._flat_weight_refs = [None] * len(module._flat_weights_names)  # pyright: ignore
             for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
                 if isinstance(hook, WeightNorm):  # Every forward pass computes the weight anew.
@@ -147,9 +148,8 @@ def build(
 
     Every rank must call it with the same arguments. It installs no hooks: `attach` does.
 
-    Args:
-        groups: The data-parallel ranks of this rank's island.
-        job: The data-parallel ranks of all islands. By default, there is one island.
+    `groups`: The data-parallel ranks of this rank's island. `job`: The data-parallel ranks of all islands. By default,
+    there is one island.
     """
     job = job or groups
     number: int = next(groups.shared("models made", count))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
+from towpath.core.passes import COMPRESSIONS, SCHEDULES, Compression, compression
 
 if TYPE_CHECKING:
     from towpath.pipeline.pipeline import Pipeline

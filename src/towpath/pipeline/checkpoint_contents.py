@@ -13,8 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from towpath.checkpoint.rank_contents import (
-    LOADING,
-    ControlGroup,
     NamedTensors,
     RankContents,
     RankState,
@@ -27,6 +25,7 @@ from towpath.errors import CheckpointError
 from towpath.pipeline.embedding_sync import TiedEmbeddings
 from towpath.pipeline.stage import TowpathStage
 from towpath.topology.groups import Groups
+from towpath.topology.together import Together
 
 
 def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.ProcessGroup) -> list[str]:
@@ -99,7 +98,7 @@ def contents_of(
         aliases = {**_named_in(stages, prefixes, twin).aliases, **twin}
         return names, aliases, [fingerprint(engine) for _, engine in engines]
 
-    gathered = ControlGroup(groups, LOADING).together(of_this_rank, lambda found: found)
+    gathered = Together(groups, "State()", CheckpointError).gathered(of_this_rank)
     aliases = {alias: first for _, each, _ in gathered for alias, first in each.items()}
     lowest: dict[str, int] = {}  # the first stage that has each name
     for of_rank, _, _ in gathered:

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from towpath.api import shard
 from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.core.pipeline import StagePass
-from towpath.core.schedule import Stage
+from towpath.core.passes import StagePass
+from towpath.core.schedule import StageSchedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import TransferKind
 from towpath.engine.executor import engine_of
@@ -182,7 +182,7 @@ class TiedEmbeddings:
                 gradient: Any = parameter.grad
                 dist.all_reduce(gradient.to_local(), group=self._between)
 
-    def schedules(self, micro_batches: int, passes: Sequence[StagePass]) -> list[Stage]:
+    def schedules(self, micro_batches: int, passes: Sequence[StagePass]) -> list[StageSchedule]:
         """Return the schedules of the sums at the ends and between them. Every rank must call it."""
         mine = None
         if self.module is not None:
@@ -193,9 +193,9 @@ class TiedEmbeddings:
         strategy, specs, precision, form = next(each for each in of_ranks if each is not None)
         found = derive_schedule(strategy, specs, micro_batches, precision, passes, form=form)
         if self.fused:
-            return [Stage(self.ends.both, found, ())]
+            return [StageSchedule(self.ends.both, found, ())]
         # The ends exchange the gradients that the engines have delivered, in the parameters' own dtype.
         two = derive_schedule(presets.strategy("ddp", Topology(2, 1)), specs, micro_batches, Precision(), passes)
         between = replace(two, transfers=tuple(t for t in two.transfers if t.kind is TransferKind.GRAD_SYNC))
-        ends = [Stage(ranks, found, ()) for ranks in (self.ends.first, self.ends.last)]
-        return [*ends, *(Stage(pair, between, ()) for pair in self.ends.pairs)]
+        ends = [StageSchedule(ranks, found, ()) for ranks in (self.ends.first, self.ends.last)]
+        return [*ends, *(StageSchedule(pair, between, ()) for pair in self.ends.pairs)]

@@ -14,11 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from towpath.core.exact import exact_codec
+from towpath.core.lossless import exact_codec
 from towpath.core.schedule import JobSchedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
-from towpath.observing import Stats, Sums, Trace, TransferStats, stats, sums
+from towpath.observe.stats import Stats, Sums, Trace, TransferStats, stats, sums
 from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)

@@ -32,9 +32,9 @@ from towpath.api import shard
 from towpath.checkpoint.rank_contents import RankContents
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
-from towpath.core.pipeline import Compression, StagePass, encoded_gradients
-from towpath.core.pipeline import compression as compression_preset
-from towpath.core.schedule import JobSchedule, Schedule, Stage, job_schedule
+from towpath.core.passes import Compression, StagePass, encoded_gradients
+from towpath.core.passes import compression as compression_preset
+from towpath.core.schedule import JobSchedule, Schedule, StageSchedule, job_schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.executor import Engine, engine_of
@@ -42,7 +42,7 @@ from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ConfigError, ShardError, StepError, TowpathError
-from towpath.observing import Interval, Observable, Stats, Sums, Trace, traced
+from towpath.observe.stats import Interval, Observable, Stats, Sums, Trace, traced
 from towpath.pipeline.agreement import (
     ACCUMULATE,
     EVALUATE,
@@ -447,11 +447,13 @@ class Pipeline(Observable):
         topology = topology or Topology.detect()
         members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
         mine = {
-            s.stage_index: Stage(members, self.stage_schedule(s.stage_index, step, accumulated), s.output_shapes)
+            s.stage_index: StageSchedule(
+                members, self.stage_schedule(s.stage_index, step, accumulated), s.output_shapes
+            )
             for s in self._stages
         }
         gathered = self._ranks.gather_objects(mine)
-        stages: dict[int, Stage] = {index: stage for each in gathered for index, stage in each.items()}
+        stages: dict[int, StageSchedule] = {index: stage for each in gathered for index, stage in each.items()}
         pipeline = [stages[index] for index in sorted(stages)]
         if self._tied is not None:
             pipeline += self._tied.schedules((accumulated + 1) * self.micro_batches, self._passes(0, accumulated))

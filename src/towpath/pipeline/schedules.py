@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from towpath.core.pipeline import (
+from towpath.core.passes import (
     SCHEDULES,
     Await,
     Messages,
@@ -16,7 +16,7 @@ from towpath.core.pipeline import (
     Order,
     PassKind,
     Post,
-    Run,
+    RunPass,
     StagePass,
     Walk,
     asked_of_micro_batches,
@@ -73,7 +73,7 @@ def _operations(actions: Iterable[Any], found: Messages) -> Iterator[Operation]:
                 each = _pass(action)
                 if (needed := found.needed_by(each)) is not None:
                     yield Await(needed, sends=False)
-                yield Run(each)
+                yield RunPass(each)
             case _:  # for FSDP2's modules
                 pass
     yield from sent

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from towpath.core.formats import Precision
-from towpath.core.pipeline import balanced
+from towpath.core.passes import balanced
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.layout import BucketLayout, UnitLayout, lay_out
 from towpath.errors import ShardError

@@ -21,12 +21,12 @@ from torch.distributed.pipelining import PipelineStage
 from towpath.codecs.kernels import kernels_for
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
-from towpath.core.pipeline import Compression
+from towpath.core.passes import Compression
 from towpath.core.schedule import Shape, transport_for
 from towpath.core.transport import Transport, matrix_of
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import torch_dtype
-from towpath.engine.streams.trace import BETWEEN, INSIDE, Trace
+from towpath.observe.trace import BETWEEN, INSIDE, Trace
 from towpath.pipeline.observed import trace_messages
 
 # A message in fewer bytes: as low-rank factors, or in a codec of blocks. Both ends of a link have the same encodings,

@@ -29,10 +29,10 @@ from towpath.core.strategy import (
 )
 from towpath.core.transport import Transport
 from towpath.plan.cluster_file import Cluster
-from towpath.plan.hardware import TransferShape, phase_costs, seconds_alone
 from towpath.plan.model import Model
 from towpath.plan.prediction import Batching
 from towpath.plan.request import Request
+from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
 
 _ALONE = "alone"  # the key of a transfer's seconds while nothing else runs
 _EVERY_MICRO_STEP = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.REDUCE)

@@ -24,11 +24,11 @@ from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import UnitLayout
-from towpath.errors import ConfigError, PlanError, TowpathError
+from towpath.errors import ConfigError, PlanError
+from towpath.outer.proposal import OuterPlanner, worth_it
 from towpath.plan import tables
 from towpath.plan.cluster_file import GIB, Cluster
 from towpath.plan.cluster_probe import device_of_job, probe, still_holds
-from towpath.plan.islands import OuterPlanner, worth_it
 from towpath.plan.live import describe_by_parameters
 from towpath.plan.measure import describe_measured, ranks_measure_together
 from towpath.plan.model import Model
@@ -39,6 +39,7 @@ from towpath.plan.request import OUTER, Optimizer, Request, Workload, codecs_for
 from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
+from towpath.topology.together import Together
 
 # The seconds of the first, short probe, and the most seconds of a longer one. Together they take at most this share of
 # so many planned steps.
@@ -177,22 +178,19 @@ def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple
         ]
         digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
         where = cache / "towpath" / "profiles" / f"{digest}.json"
-    answer: tuple[str, str] | None = None
-    # `Path.exists` would raise in a folder that is not readable, while the other ranks wait.
-    if groups.rank == 0 and (path or os.path.exists(where)):  # noqa: PTH110
+
+    def load() -> str | None:
         try:
-            answer = ("profile", Profile.load(where).to_json())
-        except ConfigError as error:
+            return Profile.load(where).to_json() if path or where.exists() else None
+        except (ConfigError, OSError) as error:
             if path:
-                answer = ("error", str(error))
-            else:
-                sys.stderr.write(f"towpath: {error} It is measured anew.\n")
-    answer = groups.gather_objects(answer)[0]
-    if answer is None:
+                raise
+            sys.stderr.write(f"towpath: {error} It is measured anew.\n")
+            return None
+
+    text = Together(groups, 'strategy="auto"', ConfigError).on_rank_0(load)
+    if text is None:
         return None, where
-    kind, text = answer
-    if kind == "error":
-        raise ConfigError(text)
     found = Profile.from_json(text)
     found.check(topology, hosts[0], device_of_job().type)
     return found, where
@@ -221,31 +219,16 @@ class _Planner:
 
     def choose(self, profile: Profile, how: str) -> Choice:
         """Return the choice for a profile. `how` says in words where the profile comes from."""
-        answer: Choice | TowpathError | None = None
-        cause: Exception | None = None
-        try:
-            answer = self._answer(profile, how)
-        except TowpathError as error:
-            answer = error
-        except Exception as error:  # the others wait for an answer
-            cause, rank = error, self._groups.rank
-            answer = PlanError(f'strategy="auto": rank {rank} could not plan: {type(error).__name__}: {error}')
-        answers = self._groups.gather_objects(answer)
-        for rank, each in enumerate(answers):  # the error of the lowest rank, on every rank
-            if isinstance(each, TowpathError):
-                raise each from (cause if rank == self._groups.rank else None)
-        choice = answers[0]
-        assert choice is not None
-        return choice
+        device, ranks = device_of_job(), Together(self._groups, 'strategy="auto"', PlanError)
+        describes = self._groups.rank == 0 or ranks_measure_together(device)
+        model = ranks.each(lambda: self._model or (self._describe(device) if describes else None))
+        self._model = model
 
-    def _answer(self, profile: Profile, how: str) -> Choice | None:
-        device = device_of_job()
-        if self._groups.rank == 0:
-            self._model = self._model or self._describe(device)
-            return _planned(profile, how, self._model, self._request, self._staged)
-        if self._model is None and ranks_measure_together(device):
-            self._model = self._describe(device)
-        return None
+        def planned() -> Choice:
+            assert model is not None
+            return _planned(profile, how, model, self._request, self._staged)
+
+        return ranks.on_rank_0(planned)
 
 
 def _planned(profile: Profile, how: str, model: Model, request: Request, staged: BestPipeline | None) -> Choice:

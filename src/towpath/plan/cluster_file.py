@@ -43,8 +43,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
-from towpath.core.exact import Shares
 from towpath.core.formats import FLOATING, codec_names
+from towpath.core.lossless import Shares
 from towpath.errors import ConfigError
 from towpath.plan.hardware import CodecSpeed, Hardware, Launching, Link, OffloadMemory, Racks
 from towpath.topology.cluster import Topology
@@ -117,7 +117,7 @@ class Cluster:
 
 def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
     """Return the cluster that a parsed TOML file describes. Raise ConfigError if the file is not valid."""
-    root = _Section(f"cluster {name}", "", dict(table))
+    root = _ClusterTable(f"cluster {name}", "", dict(table))
     topology = Topology(root.count("nodes"), root.count("ranks_per_node"))
     memory = int(root.number("memory") * GIB)
     compute, intra, inter = root.section("compute"), root.section("intra"), root.section("inter")
@@ -165,7 +165,7 @@ def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
     return Cluster(name, hardware, memory, peak, reached)
 
 
-def _codecs(root: _Section, copies: float) -> tuple[tuple[str, CodecSpeed], ...]:
+def _codecs(root: _ClusterTable, copies: float) -> tuple[tuple[str, CodecSpeed], ...]:
     usual = CodecSpeed(copies / _BYTES_OF_A_CODED_ELEMENT, copies / _BYTES_OF_A_CODED_ELEMENT)
     speeds = dict.fromkeys(codec_names(), usual)
     if "codecs" in root.table:
@@ -179,7 +179,7 @@ def _codecs(root: _Section, copies: float) -> tuple[tuple[str, CodecSpeed], ...]
     return tuple(speeds.items())
 
 
-class _Section:
+class _ClusterTable:
     """A table of the file. Keys are taken out one by one, and the keys that are left at the end are unknown."""
 
     def __init__(self, file: str, name: str, table: dict[str, Any]) -> None:
@@ -200,11 +200,11 @@ class _Section:
             self.refuse(key, "a whole number of at least 1", value)
         return value
 
-    def section(self, key: str) -> _Section:
+    def section(self, key: str) -> _ClusterTable:
         value = self.take(key)
         if not isinstance(value, dict):
             raise ConfigError(f"{self._file}: expected a section [{key}]; got {value!r}.")
-        return _Section(self._file, key, dict(value))
+        return _ClusterTable(self._file, key, dict(value))
 
     def refuse(self, key: str, expected: str, value: Any = None) -> NoReturn:
         where = f"{self._name}.{key}" if self._name else key

@@ -26,8 +26,8 @@ from towpath.codecs.exact import decode, encode
 from towpath.codecs.exact.message import message_bound
 from towpath.codecs.kernels import kernels_for
 from towpath.collectives.flat import all_gather_single
-from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import Codec, dtype_name, registered_formats
+from towpath.core.lossless import DIFFERENCES, VALUES
 from towpath.errors import ConfigError
 from towpath.plan.measure import measure_transfer_work
 from towpath.plan.probed_collectives import Work, collectives_to_measure, sizes_up_to

@@ -74,7 +74,7 @@ def describe_by_parameters(model: nn.Module, layouts: Sequence[UnitLayout], toke
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModuleCall:
     """The arguments and the output of a module's call, as tensors on the meta device."""
 
     args: Any
@@ -82,9 +82,9 @@ class Call:
     output: Any
 
     @staticmethod
-    def outlined(args: Any, kwargs: Any, output: Any) -> Call:
+    def outlined(args: Any, kwargs: Any, output: Any) -> ModuleCall:
         """Return a call with shapes only. The tensors themselves would outlive the traced passes."""
-        return Call(*(tree_map(_outline, part) for part in (args, kwargs, output)))
+        return ModuleCall(*(tree_map(_outline, part) for part in (args, kwargs, output)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Traced:
     entering: Mapping[str, float]
     kept_input: Mapping[str, float]  # elements of the inputs that autograd keeps
     passing: Mapping[str, float]  # bytes of temporary storages at their peak, in addition to all that is kept
-    calls: Mapping[nn.Module, Call]  # the call of each module
+    calls: Mapping[nn.Module, ModuleCall]  # the call of each module
 
     def units(self, layouts: Sequence[UnitLayout], tokens: int) -> tuple[ModelUnit, ...]:
         """Return the units for the planner. `tokens` is the number of traced tokens."""
@@ -145,8 +145,8 @@ def trace(
     values: dict[str, torch.Tensor] = {n: fakes[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
     owned = {_storage(fake) for fake in fakes.values()}
     dtypes = {u.name: torch_dtype(precision.compute_dtype(u.buckets[0].spec.dtype)) for u in layouts if u.buckets}
-    kept = _Kept(owned, dtypes)
-    calls: dict[nn.Module, Call] = {}
+    kept = _KeptActivations(owned, dtypes)
+    calls: dict[nn.Module, ModuleCall] = {}
     counter = FlopCounterMode(display=False, custom_mapping={_ATTENTION_ON_CPU: _attention_flops})
     live = LiveBytes(owned, kept.inside)
 
@@ -157,7 +157,7 @@ def trace(
                 output = model(*given)
             except Exception as error:
                 raise ConfigError(f"the model cannot be run with the inputs it was described with: {error}") from error
-        calls[model] = Call.outlined(given, {}, output)
+        calls[model] = ModuleCall.outlined(given, {}, output)
         for parameter in fakes.values():
             if parameter.requires_grad:  # each gradient is released once it is complete, as in the engine
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
@@ -232,7 +232,7 @@ def _flops(model: nn.Module, layouts: Sequence[UnitLayout], counter: FlopCounter
     return flops | {"": counter.get_total_flops() - sum(flops.values())}
 
 
-class _Kept:
+class _KeptActivations:
     """Counts what autograd saves in a forward pass, by unit: elements in the compute dtype, and bytes in others.
 
     `owned` are storages that do not count, `dtypes` the compute dtype of each unit, and `inside[-1]` the running unit.
@@ -327,7 +327,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 @contextmanager
-def _track_units(layouts: Sequence[UnitLayout], kept: _Kept, calls: dict[nn.Module, Call]) -> Generator[None]:
+def _track_units(
+    layouts: Sequence[UnitLayout], kept: _KeptActivations, calls: dict[nn.Module, ModuleCall]
+) -> Generator[None]:
     """Tell `kept` which unit runs, in the forward pass and in the backward pass that follows."""
     handles: list[Any] = []
 
@@ -340,7 +342,7 @@ def _track_units(layouts: Sequence[UnitLayout], kept: _Kept, calls: dict[nn.Modu
     def leaves(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         unit = kept.inside[-1]
         kept.leave()
-        calls.setdefault(module, Call.outlined(args, kwargs, output))
+        calls.setdefault(module, ModuleCall.outlined(args, kwargs, output))
 
         def backward_begins(_: torch.Tensor) -> None:
             kept.inside[-1] = unit

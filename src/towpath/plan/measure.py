@@ -29,14 +29,14 @@ from towpath.engine.build import build
 from towpath.engine.hooks import attach
 from towpath.engine.layout import UnitLayout, lay_out, torch_dtype
 from towpath.errors import ConfigError
-from towpath.plan.live import Call, Traced, trace
+from towpath.plan.live import ModuleCall, Traced, trace
 from towpath.plan.model import LinearSeconds, MeasuredPasses, Model, ModelUnit
 from towpath.plan.profile import (
     ALONE,
-    FEW_UNITS,
+    FEW,
+    MANY_PARAMETERS,
     MANY_UNITS,
     OVER_ALL,
-    PARAMETERS_OF_A_UNIT,
     PASSES,
     Point,
     host_name,
@@ -143,7 +143,7 @@ def _without_computing(
 ) -> Generator[None]:
     """Replace the forward of each module by one that returns outputs of the right shape and computes nothing."""
 
-    def replacement(call: Call) -> Callable[..., Any]:
+    def replacement(call: ModuleCall) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = tree_leaves((args, kwargs))
             entered = {t.shape: t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad}
@@ -173,7 +173,7 @@ def _without_computing(
 def _time(
     module: nn.Module,
     parameters: Iterable[tuple[str, nn.Parameter]],
-    call: Call,
+    call: ModuleCall,
     device: torch.device,
     dtype: torch.dtype,
 ) -> PassSeconds:
@@ -263,10 +263,10 @@ class _FillCaches(torch.autograd.Function):
 
 
 class _Scales(nn.Module):
-    def __init__(self, memory: Tensor) -> None:
+    def __init__(self, parameters: int, memory: Tensor) -> None:
         super().__init__()
         self.memory = [memory]  # in a list, so that it is not a buffer
-        factors = (nn.Parameter(torch.ones(_ELEMENTS)) for _ in range(PARAMETERS_OF_A_UNIT))
+        factors = (nn.Parameter(torch.ones(_ELEMENTS)) for _ in range(parameters))
         self.factors = nn.ParameterList(factors)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -283,17 +283,17 @@ def measure_transfer_work(groups: Groups, warm: int, repeats: int) -> list[Point
     alone = Groups(groups.of(tuple((rank,) for rank in range(groups.world)), "one rank alone"))
     points: list[Point] = []
     for kind, strategy, ranks in ((ALONE, "ddp", alone), (OVER_ALL, "zero3", groups)):
-        for units in (FEW_UNITS, MANY_UNITS):
-            steps = _pass_seconds(strategy, ranks, units, warm + repeats)[warm:]
+        for units, parameters in (FEW, MANY_UNITS, MANY_PARAMETERS):
+            steps = _pass_seconds(strategy, ranks, units, parameters, warm + repeats)[warm:]
             for part, seconds in zip(PASSES, zip(*steps, strict=True), strict=True):
-                points.append(Point(host_name(kind, part), units, (median(seconds),)))
+                points.append(Point(host_name(kind, part, parameters), units, (median(seconds),)))
     return points
 
 
-def _pass_seconds(name: str, groups: Groups, units: int, steps: int) -> list[Sequence[float]]:
+def _pass_seconds(name: str, groups: Groups, units: int, parameters: int, steps: int) -> list[Sequence[float]]:
     """Return the processor seconds of both passes of several steps."""
     memory = torch.zeros(_CACHED_BYTES // 4)
-    model: Any = nn.Sequential(*(_Scales(memory) for _ in range(units)))
+    model: Any = nn.Sequential(*(_Scales(parameters, memory) for _ in range(units)))
     strategy = presets.strategy(name, Topology(groups.world, 1))
     attach(model, build(model, strategy, Precision(), None, lay_out(model, [_Scales]), groups))
     optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.ones(_ELEMENTS)

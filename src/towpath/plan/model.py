@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 
 from towpath.core.formats import Precision, item_bytes
-from towpath.core.pipeline import balanced
+from towpath.core.passes import balanced
 from towpath.core.schedule import buffer_bytes, host_memory_bytes, memory_bytes
 from towpath.core.unit_plan import UnitPlan
 from towpath.core.units import LARGE_LEAF, BucketSpec, UnitSpec, together

@@ -14,7 +14,7 @@ from functools import cache
 
 from towpath.core import presets
 from towpath.core.formats import Precision, item_bytes, wide
-from towpath.core.pipeline import (
+from towpath.core.passes import (
     SCHEDULES,
     Compression,
     Order,
@@ -24,7 +24,7 @@ from towpath.core.pipeline import (
     owners,
     plain_walk,
 )
-from towpath.core.pipeline import compression as named_compression
+from towpath.core.passes import compression as named_compression
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule
@@ -36,7 +36,6 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import PlanError
 from towpath.plan.candidates import Candidate
 from towpath.plan.cluster_file import Cluster
-from towpath.plan.hardware import TransferShape, phase_costs, seconds_alone
 from towpath.plan.model import (
     Model,
     ModelUnit,
@@ -48,9 +47,10 @@ from towpath.plan.model import (
     optimizer_seconds,
 )
 from towpath.plan.prediction import Batching, Prediction, figures_of
-from towpath.plan.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
+from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
 from towpath.plan.request import Request
 from towpath.plan.solver import Solver
+from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
 # Returns the order and the walk of a schedule. The arguments are its name and the numbers of ranks and micro-batches.
@@ -61,6 +61,8 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics")
 # Of all other placements and routes, so many are simulated for each batching, those of the least bounds. More of them
 # would take a plan longer than about 1.5 times as long.
 MOST_OTHERS = 2
+# The number of placements, sorted by their bounds, of which it is found out whether they fit into memory.
+_MOST_TRIED = 32
 # If a step has many micro-batches, these multiples of the pipeline's ranks are replayed. The rest is extrapolated.
 _REPLAYED = 2, 3
 
@@ -207,8 +209,9 @@ class Pipelines:
         solver = self._solver_of_stage(layout)
         placements = legal_placements(solver.cluster.topology, copies=True)
         candidates = [Candidate(placement, "none", "none", batching) for placement in placements]
+        fitting = [candidate for candidate in candidates if solver.peak_bytes(candidate) <= self.request.memory]
         found = 0
-        for candidate in sorted(candidates, key=solver.bound):
+        for candidate in heapq.nsmallest(_MOST_TRIED, fitting, key=solver.bound):
             made = solver.candidates.strategy(candidate)
             if sum(self._memory(replace(layout, strategy=made), batching).values()) > self.request.memory:
                 continue
@@ -310,12 +313,12 @@ class Pipelines:
             **figures_of(found),
         )
 
-    def replay(self, layout: Layout, batching: Batching) -> PipelineTimeline:
+    def replay(self, layout: Layout, batching: Batching) -> ReplayedStep:
         """Simulate every micro-batch of a step. Use it for traces."""
         staged = self._staged(layout.stages)
         order, walk = self._walk(layout, batching)
         stages, tied = self._stages(layout, batching, order), list(self._tied(layout, staged))
-        return PipelineReplay(stages, walk, self.cluster.hardware, layout.plain_compression, tied).run()
+        return Replay(stages, self.cluster.hardware, walk, layout.plain_compression, tied).run()
 
     def _walk(self, layout: Layout, batching: Batching) -> tuple[Order, Walk]:
         return self._walks(layout.schedule, layout.pipeline, batching.micro_steps)
@@ -337,10 +340,10 @@ class Pipelines:
             shape = ((batching.micro_batch, model.length, staged.width), self.request.compute_dtype)
             stages.append(
                 SimulatedStage(
-                    self._ranks(layout, homes[index]),
                     strategy,
                     [self._plan(strategy, unit.spec) for unit in model.units],
                     self._seconds(layout, model, staged.width, strategy, batching),
+                    self._ranks(layout, homes[index]),
                     (shape,) if index < layout.stages - 1 else (),
                     layout.tensor,
                 )

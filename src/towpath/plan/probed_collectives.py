@@ -1,6 +1,6 @@
 """The collectives that a probe measures: all that a plan for the topology can use, over every mesh and route.
 
-They run as in a step, through the engine's own collectives. A broadcast over each mesh is measured with them.
+They run as in a step, through the engine's own collectives.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -21,8 +20,8 @@ from towpath.core.routes import ROUTES, Form, Op, Route
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind, move_shapes
 from towpath.core.transfer import Range, Transfer
 from towpath.core.transport import Transport
-from towpath.plan.measured import Mesh
-from towpath.plan.profile import BROADCAST, collective_name
+from towpath.plan.hardware import GroupMesh
+from towpath.plan.profile import collective_name
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -41,9 +40,9 @@ def sizes_up_to(most: int | None) -> list[int]:
     return [*(size for size in _SIZES if size < most), min(most, _SIZES[-1])]
 
 
-def planned_collectives(topology: Topology, form: Form) -> dict[tuple[Op, Mesh, str], GroupCollective]:
+def planned_collectives(topology: Topology, form: Form) -> dict[tuple[Op, GroupMesh, str], GroupCollective]:
     """Return every collective that a plan can use, by operation, mesh and route: one with the groups of a placement."""
-    found: dict[tuple[Op, Mesh, str], GroupCollective] = {}
+    found: dict[tuple[Op, GroupMesh, str], GroupCollective] = {}
     for placement in legal_placements(topology):
         shapes_by_kind, moves = move_shapes(placement, topology), transitions(placement, topology)
         for kind in WITH_TRANSPORT:
@@ -53,7 +52,7 @@ def planned_collectives(topology: Topology, form: Form) -> dict[tuple[Op, Mesh, 
             for shape, move in zip(shapes, getattr(moves, kind.value), strict=True):
                 for route in routes:
                     used = Transport(route).route_on(shape.op, shape.grid, form)
-                    found.setdefault((shape.op, Mesh(shape.grid, shape.stride), used), move)
+                    found.setdefault((shape.op, GroupMesh(shape.grid, shape.stride), used), move)
     return found
 
 
@@ -71,7 +70,7 @@ def collectives_to_measure(
     def group_of(ranks: tuple[tuple[int, ...], ...], purpose: str = "") -> dist.ProcessGroup:
         return groups.of(ranks, _PURPOSE)
 
-    by_mesh: dict[Mesh, list[tuple[Op, str, GroupCollective]]] = defaultdict(list)
+    by_mesh: dict[GroupMesh, list[tuple[Op, str, GroupCollective]]] = defaultdict(list)
     for (op, mesh, route), move in planned_collectives(topology, form).items():
         by_mesh[mesh].append((op, route, move))
     left = sum(map(len, by_mesh.values()))
@@ -83,8 +82,6 @@ def collectives_to_measure(
             transfer = Transfer(TransferKind.GRAD_SYNC, payload, move, transport, topology, form=form)
             members = group_rank(transfer, groups.rank, group_of)
             works.append((collective_name(op.value, mesh, route), _collective(transfer, members, device)))
-        group = group_of(tuple(each.ranks for each in planned[0][2].groups))
-        works.append((collective_name(BROADCAST, mesh, "flat"), _broadcast(group, device)))
         yield len(planned) / left, works
         left -= len(planned)
         groups.close(_PURPOSE)
@@ -101,13 +98,5 @@ def _collective(transfer: Transfer, members: GroupRank, device: torch.device) ->
         collective = select(sized, members, device)
         shard, workspace = region[slice(*sized.bounds(members.slot))], Workspace(WireBuffers(device))
         return lambda: collective.run(region, shard, workspace)
-
-    return of_size
-
-
-def _broadcast(group: dist.ProcessGroup, device: torch.device) -> Callable[[int], Work]:
-    def of_size(size: int) -> Work:
-        region = torch.zeros(size // 4, device=device)
-        return partial(dist.broadcast, region, group=group, group_src=0)
 
     return of_size

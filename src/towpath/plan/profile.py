@@ -17,23 +17,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from towpath.core.exact import DIFFERENCES, VALUES
 from towpath.core.formats import FLOATING, codec_names
+from towpath.core.lossless import DIFFERENCES, VALUES
 from towpath.core.routes import Form, Grid, Op, Route
 from towpath.core.strategy import MoveShape
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, PlanError
 from towpath.plan.cluster_file import Cluster
-from towpath.plan.hardware import (
-    CodecSpeed,
-    Hardware,
-    Launching,
-    Link,
-    TransferShape,
-    phase_costs,
-    seconds_alone,
-)
-from towpath.plan.measured import MeasuredCollectives, Mesh, Ratio
+from towpath.plan.hardware import CodecSpeed, GroupMesh, Hardware, Launching, Link, MeasuredCollectives, Ratio
+from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
 VERSION = 2
@@ -41,16 +33,16 @@ SEVERAL = 9  # the number of messages that are sent at once in "inter, several" 
 TOGETHER = "matmul float32, all"  # all ranks at once, of the size of "matmul float32"
 
 
-# The engine's work for a transfer is measured with models of few and many units, by each rank alone and by all.
-FEW_UNITS, MANY_UNITS = 2, 16
-PARAMETERS_OF_A_UNIT = 4
+# The engine's work for a transfer is measured with models of few and many units, by each rank alone and by all. Models
+# with many parameters tell what of it grows with the parameters.
+FEW, MANY_UNITS, MANY_PARAMETERS = (2, 4), (16, 4), (2, 32)  # units, and parameters of each
 PASSES = ("forward", "backward")
 ALONE, OVER_ALL = "sharded", "over all ranks"
 
 
-def host_name(kind: str, part: str) -> str:
+def host_name(kind: str, part: str, parameters: int) -> str:
     """Return the name of a measurement of the engine's work. Its size is the number of units."""
-    return f"{part} {kind}, {PARAMETERS_OF_A_UNIT} parameters a unit"
+    return f"{part} {kind}, {parameters} parameters a unit"
 
 
 # What a thread launches on a device.
@@ -64,22 +56,20 @@ def pair_name(what: str, other: str) -> str:
     return f"{what} beside {other}"
 
 
-# No transfer of a strategy is a broadcast. A probe measures it as Lins does, and plans do not use it.
-BROADCAST = "broadcast"
-_COLLECTIVE = re.compile(r"(?P<op>[a-z-]+) by (?P<route>[a-z-]+), (\d+) × (\d+)(?: every (\d+) nodes)?")
+_COLLECTIVE = re.compile(r"(all-gather|reduce-scatter|all-reduce) by ([a-z-]+), (\d+) × (\d+)(?: every (\d+) nodes)?")
 
 
-def collective_name(op: str, mesh: Mesh, route: str) -> str:
+def collective_name(op: str, mesh: GroupMesh, route: str) -> str:
     """Return the name of a measurement of a collective by a route on a mesh."""
     return f"{op} by {route}, {mesh}"
 
 
-def collective_of(name: str) -> tuple[str, Mesh, str]:
+def collective_of(name: str) -> tuple[str, GroupMesh, str]:
     """Return the operation, the mesh and the route that `collective_name` received."""
     found = _COLLECTIVE.fullmatch(name)
     assert found is not None, name
     op, route, nodes, width, stride = found.groups()
-    return op, Mesh(Grid(int(nodes), int(width)), int(stride or 1)), route
+    return op, GroupMesh(Grid(int(nodes), int(width)), int(stride or 1)), route
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,17 +199,16 @@ class Profile:
         busy_latency = max(0.0, self.of(pair_name(f"{which}, all", PRODUCT))[0].usual - shortest)
         return Link(rate, one.latency, message, work, message_work, busy_latency)
 
-    def _ratios(self, hardware: Hardware) -> dict[tuple[Op, Mesh, str], list[Ratio]]:
+    def _ratios(self, hardware: Hardware) -> dict[tuple[Op, GroupMesh, str], list[Ratio]]:
         """Return the measured seconds of collectives over those that single messages predict, by size.
 
         The engine's own work for a transfer is in neither of them.
         """
-        found: dict[tuple[Op, Mesh, str], list[Ratio]] = defaultdict(list)
+        found: dict[tuple[Op, GroupMesh, str], list[Ratio]] = defaultdict(list)
         for point in sorted(self.collectives(), key=lambda point: point.size):
             op, mesh, route = collective_of(point.what)
-            if op != BROADCAST:
-                ratio = point.usual / collective_seconds(point, hardware)
-                found[Op(op), mesh, route].append((point.size, ratio))
+            ratio = point.usual / collective_seconds(point, hardware)
+            found[Op(op), mesh, route].append((point.size, ratio))
         return dict(found)
 
     def _transfer_work(self, intra: Link, inter: Link) -> float:
@@ -227,13 +216,18 @@ class Profile:
         if self.device != "cpu":
             return 0.0
 
-        def added(kind: str) -> float:
-            taken = [{point.size: point.usual for point in self.of(host_name(kind, part))} for part in PASSES]
-            return sum(each[MANY_UNITS] - each[FEW_UNITS] for each in taken) / (MANY_UNITS - FEW_UNITS)
+        def of_a_unit(kind: str, part: str) -> float:
+            few, units, parameters = (
+                next(p.usual for p in self.of(host_name(kind, part, shape[1])) if p.size == shape[0])
+                for shape in (FEW, MANY_UNITS, MANY_PARAMETERS)
+            )
+            parameter = (parameters - few) / (MANY_PARAMETERS[0] * (MANY_PARAMETERS[1] - FEW[1]))
+            return (units - few) / (MANY_UNITS[0] - FEW[0]) - FEW[1] * parameter
 
         # A forward pass gathers each unit. A backward pass gathers and reduces each unit, with a ring.
         messages = (self.topology.world - 1) * (inter if self.topology.nodes > 1 else intra).message_work
-        return max(0.0, (added(OVER_ALL) - added(ALONE)) / 3 - messages)
+        added = sum(of_a_unit(OVER_ALL, part) - of_a_unit(ALONE, part) for part in PASSES)
+        return max(0.0, added / 3 - messages)
 
     def _launching(self) -> Launching | None:
         """Return what launches cost. Where the profile has no measurement of one, it is the default."""
@@ -309,7 +303,7 @@ def fitted(points: Sequence[tuple[int, float]]) -> Fit:
 
 
 def collective_seconds(point: Point, hardware: Hardware) -> float:
-    """Return the predicted seconds of a collective, one of `Profile.collectives`, alone. A broadcast has none."""
+    """Return the predicted seconds of a collective, one of `Profile.collectives`, alone."""
     op, mesh, route = collective_of(point.what)
     move = MoveShape(Op(op), 1, mesh.grid, mesh.stride)
     shape = TransferShape.of_move(move, Transport(cast(Route, route)), point.size // 4, "float32", hardware.form)

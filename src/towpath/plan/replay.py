@@ -1,7 +1,7 @@
 """The replay of one training step: a clock executes what the step machine asks for, in place of an engine.
 
 Without pipeline stages, one rank represents all. In a pipeline, one rank represents all copies of a stage. Each of
-these ranks walks its operations (`core/pipeline.py`), and its engines execute what their step machines ask for.
+these ranks walks its operations (`core/passes.py`), and its engines execute what their step machines ask for.
 """
 
 from __future__ import annotations
@@ -14,25 +14,18 @@ from statistics import fmean
 from typing import Any
 
 from towpath.core.launches import Launches, launches_of
-from towpath.core.pipeline import Await, Compression, Message, Post, Run, StagePass, Walk
+from towpath.core.passes import Await, Compression, Message, Post, RunPass, StagePass, Walk
 from towpath.core.schedule import Shape, message_transfers
-from towpath.core.steady_step import Compute, Part, settled, settled_stage, steady_step
+from towpath.core.steady_step import Compute, PassPart, settled, settled_stage, steady_step
 from towpath.core.step_state import Action
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.plan.bandwidth import BandwidthModel, Demand, Thread, run_threads
-from towpath.plan.hardware import (
-    Hardware,
-    PhaseCost,
-    StageLocation,
-    TransferShape,
-    coding_seconds,
-    message_cost,
-    phase_costs,
-)
-from towpath.plan.simulated_engine import LaunchingThread, QueuedTask, SimulatedEngine, start_phase
+from towpath.plan.hardware import EVERYWHERE, Hardware, StageLocation
+from towpath.plan.simulated_engine import LaunchingThread, QueuedTask, SimulatedEngine, phase_demand
 from towpath.plan.timeline import Event, Timeline
+from towpath.plan.transfer_costs import PhaseCost, TransferShape, coding_seconds, message_cost, phase_costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +49,13 @@ class ComputeSeconds:
     def of(self, compute: Compute) -> float:
         """Return the seconds of one computation of the schedule."""
         match compute.part:
-            case Part.FORWARD:
+            case PassPart.FORWARD:
                 return self.forward[compute.unit]
-            case Part.BACKWARD:
+            case PassPart.BACKWARD:
                 return self.backward[compute.unit]
-            case Part.FORWARD_END:
+            case PassPart.FORWARD_END:
                 return self.forward_end
-            case Part.BACKWARD_END:
+            case PassPart.BACKWARD_END:
                 return self.backward_end
 
     def kernels(self, compute: Compute) -> float:
@@ -72,40 +65,12 @@ class ComputeSeconds:
         """
         backward = 3.0 if sum(self.backward) > 2.5 * sum(self.forward) else 2.0
         match compute.part:
-            case Part.FORWARD:
+            case PassPart.FORWARD:
                 return 1.0
-            case Part.BACKWARD:
+            case PassPart.BACKWARD:
                 return backward
-            case Part.FORWARD_END | Part.BACKWARD_END:  # the root has few, and the other part of its pass counts them
-                return 0.0
-
-
-class Replay:
-    """The replay of a step without pipeline stages. The root's plan comes first."""
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        plans: Sequence[UnitPlan],
-        hardware: Hardware,
-        seconds: ComputeSeconds,
-        micro_steps: int,
-    ) -> None:
-        self._seconds, self._micro_steps = seconds, micro_steps
-        self._bandwidth, self._timeline = BandwidthModel(hardware.capacities), Timeline()
-        self._engine = SimulatedEngine(strategy, plans, hardware, self._bandwidth, self._timeline)
-
-    def run(self) -> Timeline:
-        """Replay the step, with the optimizer's part."""
-        run_threads(self._bandwidth, [self._thread()], [self._engine])
-        self._timeline.seconds = self._bandwidth.now
-        return self._timeline
-
-    def _thread(self) -> Thread:
-        engine, plans = self._engine, self._engine.plans
-        for micro_step, action in steady_step(settled(plans), plans, self._micro_steps):
-            yield from computed(engine, self._seconds, action, micro_step)
-        yield from engine.compute(self._seconds.optimizer, "optimizer")
+            case PassPart.FORWARD_END | PassPart.BACKWARD_END:
+                return 0.0  # the root has few, and the other part of its pass counts them
 
 
 def computed(
@@ -120,28 +85,25 @@ def computed(
     yield from engine.launch_kernels(action.unit, seconds.kernels(action))
 
 
-# Pipelines -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SimulatedStage:
-    """A stage of a simulated pipeline.
+    """A stage of a simulated pipeline, or a whole model. The root's plan comes first.
 
-    `ranks` are numbered as in the job, and `outputs` are the tensors that it sends on. Each of its `parts`
+    `ranks` are numbered as in the job, and `outputs` are the tensors that a stage sends on. Each of its `parts`
     tensor-parallel ranks has its own data-parallel group.
     """
 
-    ranks: tuple[int, ...]
     strategy: Strategy
     plans: Sequence[UnitPlan]
     seconds: ComputeSeconds
-    outputs: tuple[Shape, ...]
+    ranks: tuple[int, ...] = ()
+    outputs: tuple[Shape, ...] = ()
     parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineTimeline:
-    """A simulated step of a pipeline. For each of its ranks, it has a timeline of one copy.
+class ReplayedStep:
+    """A simulated step. It has a timeline of one rank, or of one copy of each rank of a pipeline.
 
     The bytes of a timeline are those of all copies of its rank together.
     """
@@ -171,8 +133,8 @@ class PipelineTimeline:
         )
 
 
-class PipelineReplay:
-    """The replay of a step of a pipeline. `walk` has the operations of each of its ranks.
+class Replay:
+    """The replay of a step: of a whole model, or with `walk`, the operations of each rank of a pipeline, of its stages.
 
     `tied` are the sums of tied gradients between the first and the last stage, and how many groups do each of them.
     """
@@ -180,34 +142,38 @@ class PipelineReplay:
     def __init__(
         self,
         stages: Sequence[SimulatedStage],
-        walk: Walk,
         hardware: Hardware,
-        compression: Compression,
+        walk: Walk | None = None,
+        compression: Compression | None = None,
         tied: Sequence[tuple[Transfer, int]] = (),
+        micro_steps: int = 1,
     ) -> None:
-        self._hardware, self._walk, self._compression, self._stages = hardware, walk, compression, stages
+        self._hardware, self._walk, self._stages, self._micro_steps = hardware, walk or {}, stages, micro_steps
+        self._compression = compression or Compression()
         self._passes: dict[int, list[StagePass]] = defaultdict(list)
-        self._owners: dict[int, int] = {}  # the rank of each stage
-        for rank, operations in walk.items():
+        self._owners = {} if walk else {0: 0}  # the rank of each stage
+        for rank, operations in self._walk.items():
             for each in operations:
-                if isinstance(each, Run):
+                if isinstance(each, RunPass):
                     self._passes[each.stage_pass.stage].append(each.stage_pass)
                     self._owners[each.stage_pass.stage] = rank
         self._locations = [
-            StageLocation.of(f"rank {rank}", stages[i].ranks, hardware) for i, rank in sorted(self._owners.items())
+            StageLocation.of(f"rank {rank}", stages[i].ranks, hardware) if walk else EVERYWHERE
+            for i, rank in sorted(self._owners.items())
         ]
-        capacities: dict[str, float] = {}
-        for location in self._locations:
+        capacities: dict[str, float] = {} if walk else hardware.capacities
+        for location in self._locations if walk else ():
             capacities |= location.capacities(hardware)
         self._bandwidth = BandwidthModel(capacities)
-        self._timelines = {rank: Timeline() for rank in walk}
+        self._timelines = {rank: Timeline() for rank in self._owners.values()}
         self._links = MessageLinks(self._bandwidth, by_sockets=hardware.cores is not None)
         self._loss = _Signal()
-        self._launchers = {rank: LaunchingThread(hardware.launching) for rank in walk}
+        self._launchers = {rank: LaunchingThread(hardware.launching) for rank in self._timelines}
         self._engines = {i: self._engine(i, rank) for i, rank in sorted(self._owners.items())}
-        self._tied = [self._tied_sum(transfer, groups) for transfer, groups in tied]
+        self._tied = [(_Signal(), self._tied_costs(transfer, groups)) for transfer, groups in tied]
 
-    def _tied_sum(self, transfer: Transfer, groups: int) -> _TiedSum:
+    def _tied_costs(self, transfer: Transfer, groups: int) -> list[PhaseCost]:
+        """Return the phases of a sum over the ranks of both ends of the pipeline."""
         ends = {self._owners[end]: self._locations[end] for end in (0, len(self._stages) - 1)}
         locations = list(ends.values())
         ranks = sum(location.ranks_on_host for location in locations if location.host == locations[0].host)
@@ -220,14 +186,15 @@ class PipelineReplay:
         for rank in ends:  # both ends have equally many ranks
             self._timelines[rank].inter_bytes += groups * transfer.inter_bytes // len(ends)
             self._timelines[rank].intra_bytes += groups * transfer.intra_bytes // len(ends)
-        return _TiedSum(self._bandwidth, deque(costs), len(ends))
+        return costs
 
     def _engine(self, index: int, rank: int) -> SimulatedEngine:
         stage, location = self._stages[index], self._locations[index]
         # The topology of the stage's ranks: equally many on each of its nodes, and on each host.
-        topology = self._hardware.topology.of(stage.ranks)
-        own = replace(self._hardware, topology=topology, ranks_sharing=location.ranks_on_host)
-        suffix = f", stage {index}"
+        own, suffix = self._hardware, ""
+        if self._walk:
+            topology = own.topology.of(stage.ranks)
+            own, suffix = replace(own, topology=topology, ranks_sharing=location.ranks_on_host), f", stage {index}"
         return SimulatedEngine(
             stage.strategy,
             stage.plans,
@@ -240,11 +207,20 @@ class PipelineReplay:
             thread=self._launchers[rank],
         )
 
-    def run(self) -> PipelineTimeline:
+    def run(self) -> ReplayedStep:
         """Replay the step, with the optimizer's part."""
-        threads = [self._thread(rank) for rank in self._walk]
-        run_threads(self._bandwidth, threads, [*self._engines.values(), self._links, *self._tied])
-        return PipelineTimeline(self._bandwidth.now, tuple(self._timelines[rank] for rank in sorted(self._timelines)))
+        threads = [self._thread(rank) for rank in self._walk] or [self._whole()]
+        run_threads(self._bandwidth, threads, [*self._engines.values(), self._links])
+        for timeline in self._timelines.values():
+            timeline.seconds = self._bandwidth.now
+        return ReplayedStep(self._bandwidth.now, tuple(self._timelines[rank] for rank in sorted(self._timelines)))
+
+    def _whole(self) -> Thread:
+        """Return the thread of a model without stages."""
+        engine, seconds = self._engines[0], self._stages[0].seconds
+        for micro_step, action in steady_step(settled(engine.plans), engine.plans, self._micro_steps):
+            yield from computed(engine, seconds, action, micro_step)
+        yield from engine.compute(seconds.optimizer, "optimizer")
 
     def _thread(self, rank: int) -> Thread:
         own = sorted(i for i, owner in self._owners.items() if owner == rank)
@@ -254,7 +230,7 @@ class PipelineReplay:
                 yield from self._engines[i].execute(action, 0)
         for operation in self._walk[rank]:
             match operation:
-                case Run(each):
+                case RunPass(each):
                     stage, engine = stages[each.stage], self._engines[each.stage]
                     for action in stage.walk(each):
                         yield from computed(engine, self._stages[each.stage].seconds, action, stage.micro_step)
@@ -275,10 +251,15 @@ class PipelineReplay:
         for i in own:
             for action in stages[i].end_boundary():
                 yield from self._engines[i].execute(action, stages[i].micro_step)
-        if {0, len(self._stages) - 1} & set(own):
-            for each in self._tied:
-                each.posted += 1
-                yield each
+        ends = {0, len(self._stages) - 1}
+        for summed, costs in self._tied if ends & set(own) else ():
+            summed.posted += 1
+            if summed.posted < len({self._owners[end] for end in ends}):
+                yield summed
+                continue
+            for cost in costs:  # whoever comes last runs the sum of all
+                yield phase_demand(self._bandwidth, cost)
+            summed.ended = True
         if len(self._stages) - 1 in own:
             self._loss.ended = True  # the last stage sends the loss to all others
         yield self._loss
@@ -381,7 +362,9 @@ class MessageLinks:
                 if not message.costs:
                     self._end(queue.popleft())
                     continue
-                self._moving[start_phase(self._bandwidth, message.costs.popleft())] = message
+                demand = phase_demand(self._bandwidth, message.costs.popleft())
+                self._bandwidth.start(demand)
+                self._moving[demand] = message
                 break
 
     def on_end(self, demand: Demand) -> bool:
@@ -406,32 +389,7 @@ class MessageLinks:
 
 @dataclass(slots=True, eq=False)
 class _Signal:
-    ended: bool = False
+    """Something that threads wait for, and how many of them have come."""
 
-
-@dataclass(slots=True, eq=False)
-class _TiedSum:
-    """A sum over the ranks of both ends of the pipeline. It begins once all `parties` have posted it."""
-
-    bandwidth: BandwidthModel
-    costs: deque[PhaseCost]
-    parties: int
     posted: int = 0
     ended: bool = False
-    moving: Demand | None = None
-
-    def start_ready(self) -> None:
-        """Start the next phase if all parties are there."""
-        if self.posted < self.parties or self.ended or self.moving is not None:
-            return
-        if self.costs:
-            self.moving = start_phase(self.bandwidth, self.costs.popleft())
-        else:
-            self.ended = True
-
-    def on_end(self, demand: Demand) -> bool:
-        """Handle the end of a phase, and return whether it belonged to this sum."""
-        if demand is not self.moving:
-            return False
-        self.moving, self.ended = None, not self.costs
-        return True

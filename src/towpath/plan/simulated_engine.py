@@ -18,7 +18,6 @@ from itertools import islice
 
 from towpath.core.formats import item_bytes
 from towpath.core.launches import EXACT_ENCODING, Launches, launches_of
-from towpath.core.outer_plan import OuterPlan
 from towpath.core.queues import QUEUES, Communicator, Lanes, shared_lanes
 from towpath.core.schedule import message_sizes_transfers, unused_params_transfers
 from towpath.core.scopes import log_bytes
@@ -36,35 +35,14 @@ from towpath.core.step_state import (
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
+from towpath.outer.exchanges import OuterPlan
 from towpath.plan.bandwidth import BandwidthModel, Demand
-from towpath.plan.hardware import (
-    EVERYWHERE,
-    INSIDE,
-    PROCESSOR,
-    Hardware,
-    Launching,
-    PhaseCost,
-    StageLocation,
-    TransferShape,
-    encoding_seconds,
-    phase_costs,
-)
+from towpath.plan.hardware import EVERYWHERE, INSIDE, PROCESSOR, Hardware, Launching, StageLocation
 from towpath.plan.timeline import Event, Timeline
+from towpath.plan.transfer_costs import PhaseCost, TransferShape, encoding_seconds, phase_costs
 
-
-@dataclass(frozen=True, slots=True)
-class _TransferCost:
-    """The phases and bytes of a transfer. Computing them takes long enough that each transfer does so once.
-
-    For each phase, `communicators` has those whose calls it makes.
-    """
-
-    phases: tuple[PhaseCost, ...]
-    communicators: tuple[tuple[Communicator, ...], ...]
-    inter_bytes: int
-    intra_bytes: int
-    saved_inter_bytes: int
-    saved_intra_bytes: int
+# The bytes of a transfer, as fields of a timeline.
+_BYTES = ("inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes")
 
 
 # Computing differences reads and writes memory about as long as this many copies. Applying a result takes this many.
@@ -88,21 +66,16 @@ class LaunchingThread:
 
 @dataclass(slots=True, eq=False)
 class QueuedTask:
-    """A task in its queue. `before` is the task ahead of it, `costs` are the phases that have not begun.
-
-    `communicators` has the communicators of each of these phases, and `calling` those of the phase that runs.
-    """
+    """A task in its queue. `before` is the task ahead of it, `costs` are the phases that have not begun."""
 
     task: Task
     micro_step: int
     costs: deque[PhaseCost]
-    communicators: deque[tuple[Communicator, ...]]
     before: QueuedTask | None
     began: float | None = None
     ended: bool = False
     crosses: bool = False
-    crosses_now: bool = False
-    calling: tuple[Communicator, ...] = ()
+    running: PhaseCost | None = None
 
 
 class SimulatedEngine:
@@ -135,7 +108,7 @@ class SimulatedEngine:
         self._started: dict[Demand, QueuedTask] = {}
         # For each communicator, the tasks whose calls have not ended, once for each phase, in the order of submission.
         self._calls: defaultdict[Communicator, deque[QueuedTask]] = defaultdict(deque)
-        self._costs: dict[Transfer, _TransferCost] = {}
+        self._costs: dict[Transfer, tuple[list[PhaseCost], tuple[int, ...]]] = {}
         self._lanes = Lanes.of(plans)
         self._launcher = thread or LaunchingThread(hardware.launching)
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
@@ -269,46 +242,41 @@ class SimulatedEngine:
     def _submit(self, task: Task, micro_step: int) -> None:
         transfers = self._transfers_of(task)
         found = [self._cost_of(transfer) for transfer in transfers]
-        costs = deque(phase for cost in found for phase in cost.phases)
-        communicators = deque(each for cost in found for each in cost.communicators)
+        costs = deque(phase for phases, _ in found for phase in phases)
         copies = 1 if task.kind in OUTER_KINDS else self._copies  # those are transfers of all islands together
-        for name in ("inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes"):
-            total = getattr(self._timeline, name) + copies * sum(getattr(cost, name) for cost in found)
-            setattr(self._timeline, name, total)
+        for name, sent in zip(_BYTES, zip(*(sent for _, sent in found), strict=True), strict=False):
+            setattr(self._timeline, name, getattr(self._timeline, name) + copies * sum(sent))
         if extra := self._queue_seconds(task):
             costs.append(PhaseCost(0.0, {PROCESSOR: self._hardware.processor(extra)}))
-        if (copies := self._host_copies(task)) is not None:
+        if (copied := self._host_copies(task)) is not None:
             if task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER):  # the copy brings what they send
-                costs.appendleft(copies)
-                communicators.appendleft(())
+                costs.appendleft(copied)
             else:
-                costs.append(copies)
-        communicators.extend(() for _ in range(len(costs) - len(communicators)))
+                costs.append(copied)
         waiting = self._queues.setdefault(QUEUES[task.kind], deque())
         last = waiting[-1] if waiting else None
-        crosses = any(cost.crosses for cost in costs)
-        queued = QueuedTask(task, micro_step, costs, communicators, last, crosses=crosses)
-        for each in communicators:
-            for communicator in each:
+        queued = QueuedTask(task, micro_step, costs, last, crosses=any(cost.crosses for cost in costs))
+        for cost in costs:
+            for communicator in cost.communicators:
                 self._calls[communicator].append(queued)
         task.handle = queued
         waiting.append(queued)
 
-    def _cost_of(self, transfer: Transfer) -> _TransferCost:
-        found = self._costs.get(transfer)
-        if found is None:
+    def _cost_of(self, transfer: Transfer) -> tuple[list[PhaseCost], tuple[int, ...]]:
+        """Return the phases and bytes of a transfer. Computing them takes long, so each transfer does so once."""
+        if transfer not in self._costs:
             hardware = self._hardware
             if transfer.kind in OUTER_KINDS:  # between islands. A probe has measured other groups.
                 hardware = replace(hardware, topology=transfer.topology, measured=None)
             phases = phase_costs(TransferShape.of(transfer), hardware)
-            if own := self._hardware.transfer_work:
-                phases = (PhaseCost(0.0, {PROCESSOR: self._hardware.processor(own)}), *phases)
-            calls = tuple(_called(transfer, self._lanes.communicators(transfer), phase) for phase in phases)
-            saved = 1.0 - self._hardware.exact_share(transfer.move.op, transfer.dtype) if transfer.exact else 0.0
+            own = [PhaseCost(0.0, {PROCESSOR: hardware.processor(work)})] if (work := hardware.transfer_work) else []
+            every = self._lanes.communicators(transfer)
+            phases = [replace(phase, communicators=_called(transfer, every, phase)) for phase in (*own, *phases)]
+            saved = 1.0 - hardware.exact_share(transfer.move.op, transfer.dtype) if transfer.exact else 0.0
             inter, intra = transfer.inter_bytes, transfer.intra_bytes
             inside = round(saved * intra) if transfer.encoded_inside else 0
-            found = self._costs[transfer] = _TransferCost(phases, calls, inter, intra, round(saved * inter), inside)
-        return found
+            self._costs[transfer] = phases, (inter, intra, round(saved * inter), inside)
+        return self._costs[transfer]
 
     def _queue_seconds(self, task: Task) -> float:
         """Return the seconds that a queue works in addition to its transfers.
@@ -359,11 +327,11 @@ class SimulatedEngine:
                     self._end(queued)
                     again = True
                     continue
-                if any(self._calls[each][0] is not queued for each in queued.communicators[0]):
+                if any(self._calls[each][0] is not queued for each in queued.costs[0].communicators):
                     continue
-                cost, queued.calling = queued.costs.popleft(), queued.communicators.popleft()
-                queued.crosses_now = cost.crosses
-                demand = start_phase(self._bandwidth, replace(cost, needs=self._location.named(cost.needs)))
+                cost = queued.running = queued.costs.popleft()
+                demand = phase_demand(self._bandwidth, replace(cost, needs=self._location.named(cost.needs)))
+                self._bandwidth.start(demand)
                 queued.began = self._bandwidth.now if queued.began is None else queued.began
                 self._started[demand] = queued
                 busy.add(id(queued))
@@ -382,7 +350,8 @@ class SimulatedEngine:
             return True
         # It is not this task's turn yet. Its first phase may still cross nodes, if it does nothing else. The task
         # before it must have begun, and must not cross nodes from now on.
-        if before.began is None or before.crosses_now or any(cost.crosses for cost in before.costs):
+        still = [*before.costs, *([] if before.running is None else [before.running])]
+        if before.began is None or any(cost.crosses for cost in still):
             return False
         return queued.began is None and len(queued.costs) > 1 and queued.costs[0].crosses
 
@@ -391,10 +360,10 @@ class SimulatedEngine:
         queued = self._started.pop(demand, None)
         if queued is None:
             return False
-        queued.crosses_now = False
-        for communicator in queued.calling:
+        assert queued.running is not None
+        for communicator in queued.running.communicators:
             self._calls[communicator].popleft()
-        queued.calling = ()
+        queued.running = None
         if not queued.costs and (queued.before is None or queued.before.ended):
             self._end(queued)
         return True
@@ -417,8 +386,6 @@ def _called(transfer: Transfer, communicators: tuple[Communicator, ...], phase: 
     return tuple(each for each, used in zip(communicators, calls, strict=False) if used)
 
 
-def start_phase(bandwidth: BandwidthModel, cost: PhaseCost) -> Demand:
-    """Start a phase of a transfer."""
-    demand = Demand(cost.seconds + bandwidth.alone(cost.needs), cost.needs, cost.busy_seconds)
-    bandwidth.start(demand)
-    return demand
+def phase_demand(bandwidth: BandwidthModel, cost: PhaseCost) -> Demand:
+    """Return a phase of a transfer as an activity."""
+    return Demand(cost.seconds + bandwidth.alone(cost.needs), cost.needs, cost.busy_seconds)

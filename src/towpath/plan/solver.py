@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from towpath.core.schedule import depends_on_memory
-from towpath.core.steady_step import Compute, Part
+from towpath.core.steady_step import Compute, PassPart
 from towpath.core.strategy import (
     AS_TRAINED,
     Strategy,
@@ -20,6 +20,7 @@ from towpath.core.strategy import (
 )
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import UnitSpec
+from towpath.outer.period import Period, replay_period
 from towpath.plan.candidates import Candidate, Candidates
 from towpath.plan.cluster_file import Cluster
 from towpath.plan.hardware import PROCESSOR
@@ -31,9 +32,8 @@ from towpath.plan.model import (
     host_bytes,
     optimizer_seconds,
 )
-from towpath.plan.outer import Period, PeriodReplay
 from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking, figures_of
-from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.request import Request
 from towpath.plan.simulated_engine import KERNELS_OF_A_PARAMETER
 from towpath.plan.timeline import Timeline
@@ -165,7 +165,7 @@ class Solver:
         if (costs := self._hardware.launching) is None:
             return True
         seconds = self._computing(batching, 1, False)
-        passes = 1 + seconds.kernels(Compute(0, Part.BACKWARD))
+        passes = 1 + seconds.kernels(Compute(0, PassPart.BACKWARD))
         kernels = KERNELS_OF_A_PARAMETER * passes * sum(len(b.numels) for u in self.model.units for b in u.spec.buckets)
         return kernels * costs.kernel < seconds.micro_step
 
@@ -212,8 +212,8 @@ class Solver:
             seconds=period.mean,
             exposed=alone.exposed | exchanged,
             in_flight=alone.in_flight | period.in_flight,
-            memory=plan.buffer_bytes(alone.memory) | plan.memory_bytes(),
-            host_memory=alone.host_memory | plan.host_memory_bytes(),
+            memory=plan.buffer_bytes(alone.memory) | plan.memory_bytes()[0],
+            host_memory=alone.host_memory | plan.memory_bytes()[1],
             inter_bytes=islands * alone.inter_bytes + round(plan.mean_inter_bytes),
             intra_bytes=islands * alone.intra_bytes + round(plan.intra_bytes / plan.settings.every),
             saved_inter_bytes=islands * alone.saved_inter_bytes,
@@ -234,14 +234,15 @@ class Solver:
         """
         strategy = self._with_frozen_placed(strategy, batching)
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
-        return PeriodReplay(strategy, self._plans(strategy), self._hardware, seconds, batching.micro_steps).run()
+        return replay_period(strategy, self._plans(strategy), self._hardware, seconds, batching.micro_steps)
 
     def _replayed(
         self, strategy: Strategy, plans: Sequence[UnitPlan], seconds: ComputeSeconds, micro_steps: int
     ) -> Timeline:
-        timeline = Replay(strategy, plans, self._hardware, seconds, min(micro_steps, _REPLAYED)).run()
+        stage = [SimulatedStage(strategy, plans, seconds)]
+        timeline = Replay(stage, self._hardware, micro_steps=min(micro_steps, _REPLAYED)).run().ranks[0]
         if micro_steps > _REPLAYED:  # the micro-steps in the middle are equal
-            shorter = Replay(strategy, plans, self._hardware, seconds, _REPLAYED - 1).run()
+            shorter = Replay(stage, self._hardware, micro_steps=_REPLAYED - 1).run().ranks[0]
             timeline = timeline.with_more(micro_steps - _REPLAYED, shorter)
         return timeline
 
@@ -258,7 +259,8 @@ class Solver:
         strategy = self._with_frozen_placed(strategy, batching)
         plans = [plan_unit(strategy, u.spec, self.request.precision, self._hardware.form) for u in self.model.units]
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
-        return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps).run()
+        stage = [SimulatedStage(strategy, plans, seconds)]
+        return Replay(stage, self._hardware, micro_steps=batching.micro_steps).run().ranks[0]
 
     def _phases(self, strategy: Strategy) -> list[Strategy]:
         """Return the strategies of a run: one, or those of two halves if the request is interleaved."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
-from towpath.core.exact import SMALLEST_BYTES, exact_codec, in_bits
+from towpath.core.lossless import SMALLEST_BYTES, exact_codec, in_bits
 from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind, move_shapes
 from towpath.plan.cluster_file import GIB
 from towpath.plan.pipelines import PipelinePrediction

@@ -127,6 +127,10 @@ class Groups:
         """Return this rank's group of a partition, for tensors in host memory."""
         return self.of(partition, "control", backend="gloo")
 
+    def apart(self, purpose: str) -> Groups:
+        """Return the same ranks with a gloo group for `purpose`, which a thread may use while others send messages."""
+        return Groups(self.of((tuple(range(self.world)),), purpose, "gloo"), self.first) if self.world > 1 else self
+
     def leave(self, group: dist.ProcessGroup) -> None:
         """Close this rank's connections in `group`. Peers that wait for this rank there then fail."""
         for key in [key for key, made in self._made.items() if made is group]:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
+import pickle
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
+from towpath.daemons import start_daemon
 from towpath.errors import ConfigError
 
 Answer = TypeVar("Answer")
@@ -111,17 +112,23 @@ class StatusStore:
         self._group, self.rank, self.world = group, rank, world
         self._connection: Store | None = None
 
-    def post(self, note: str) -> None:
-        self._ask(lambda store: store.set(self._key("note", self.rank), note), None)
+    def post(self, note: Any) -> None:
+        """Replace this rank's note. None removes it."""
+        self._set("note", note)
 
-    def read(self, ranks: Sequence[int]) -> dict[int, str | None]:
-        """Return the notes of `ranks`. A rank without a note has None. So have all, if the store is unreachable."""
-        found = self._read({rank: self._key("note", rank) for rank in ranks})
-        return {rank: found.get(rank) for rank in ranks}
+    def read(self, ranks: Sequence[int], event: str = "note") -> dict[int, Any]:
+        """Return the notes of those of `ranks` that have one. If the store cannot be reached, none has."""
+        keys = {rank: self._key(event, rank) for rank in ranks}
+
+        def existing(store: Store) -> dict[int, bytes]:
+            return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+
+        notes = {rank: pickle.loads(note) for rank, note in self._ask(existing, {}).items()}
+        return {rank: note for rank, note in notes.items() if note is not None}
 
     def exchange(
-        self, event: str, word: str, timeout_seconds: float, raise_if_stuck: Callable[[], None] = lambda: None
-    ) -> dict[int, str]:
+        self, event: str, word: Any, timeout_seconds: float, raise_if_stuck: Callable[[], None] = lambda: None
+    ) -> dict[int, Any]:
         """Post a word for `event`, and return the words of the ranks that posted theirs in time.
 
         Args:
@@ -129,21 +136,19 @@ class StatusStore:
             raise_if_stuck: A function that is called repeatedly while this rank waits, and may raise.
         """
         until, pause = time.monotonic() + timeout_seconds, _FIRST_PAUSE_SECONDS
-        self._ask(lambda store: store.set(self._key(event, self.rank), word), None)
-        words: dict[int, str] = {self.rank: word}
+        self._set(event, word)
+        words: dict[int, Any] = {self.rank: word}
         while True:
-            words |= self._read({rank: self._key(event, rank) for rank in range(self.world) if rank not in words})
+            words |= self.read([rank for rank in range(self.world) if rank not in words], event)
             if len(words) == self.world or time.monotonic() > until:
                 return words
             raise_if_stuck()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _read(self, keys: Mapping[int, str]) -> dict[int, str]:
-        def existing(store: Store) -> dict[int, str]:
-            return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
-
-        return self._ask(existing, {})
+    def _set(self, what: str, value: Any) -> None:
+        note: Any = pickle.dumps(value)
+        self._ask(lambda store: store.set(self._key(what, self.rank), note), None)
 
     def _ask(self, work: Callable[[Store], Answer], otherwise: Answer) -> Answer:
         """Return what `work` returns, or `otherwise` if the store does not answer in two seconds.
@@ -157,8 +162,7 @@ class StatusStore:
             with contextlib.suppress(RuntimeError, OSError, ValueError):
                 answers.append(work(self._store()))
 
-        asking = threading.Thread(target=ask, name="towpath-status-store", daemon=True)
-        asking.start()
+        asking = start_daemon("towpath-status-store", ask)
         asking.join(_REACH_SECONDS)
         return answers[0] if answers else otherwise
 

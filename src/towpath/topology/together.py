@@ -87,7 +87,10 @@ class Together:
             else:
                 found, error = self._attempt(lambda: then([value for value, _ in answers]))
                 outcome = found, _kind_and_text(error)
-        return self._agreed(self.groups.broadcast_object(outcome), error)
+        try:
+            return self._agreed(self.groups.broadcast_object(outcome), error)
+        finally:
+            del error  # its traceback refers to this frame, which would keep what the caller holds alive
 
     def gathered(self, work: Callable[[], Value]) -> list[Value]:
         """Return the result of `work` on every rank, by rank."""
@@ -102,7 +105,10 @@ class Together:
     def on_rank_0(self, work: Callable[[], Value]) -> Value:
         """Return on every rank the result of `work` on rank 0."""
         found, error = self._attempt(work) if self.groups.rank == 0 else (None, None)
-        return self._agreed(self.groups.broadcast_object((found, _kind_and_text(error))), error)
+        try:
+            return self._agreed(self.groups.broadcast_object((found, _kind_and_text(error))), error)
+        finally:
+            del error
 
     def _attempt(self, work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
         try:
@@ -110,9 +116,7 @@ class Together:
         except self.raises as error:
             return None, error
         except Exception as error:  # of any kind, because the other ranks wait for an answer
-            failure = self.raises(described(error))
-            failure.__cause__ = error
-            return None, failure
+            return None, self.raises(described(error)).with_traceback(error.__traceback__)
 
     def _merged(self, failed: Mapping[int, tuple[type[TowpathError], str]]) -> tuple[type[TowpathError], str]:
         kinds = {rank: kind for rank, (kind, _) in failed.items()}
@@ -163,15 +167,15 @@ def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, 
     # One rank may have a line that the other lacks, and all lines behind it would be compared with the wrong ones.
     matcher = difflib.SequenceMatcher(None, mine, theirs, autojunk=False)
     _, i, end_i, j, end_j = next(block for block in matcher.get_opcodes() if block[0] != "equal")
-    here, there = mine[i:end_i], theirs[j:end_j]
+    here, there = ([f"'{line}'" for line in lines] for lines in (mine[i:end_i], theirs[j:end_j]))
     for line in here:
         setting = line.partition(" = ")[0] + " = "
         if alike := [each for each in there if each.startswith(setting)]:
-            return repr(line), repr(alike[0])
+            return line, alike[0]
     if here and there and " = " not in here[0] + there[0]:
-        return repr(here[0]), repr(there[0])
+        return here[0], there[0]
 
     def nothing(lines: Sequence[str], end: int) -> str:
         return "'nothing more'" if end == len(lines) else "no such line"
 
-    return (repr(here[0]), nothing(theirs, end_j)) if here else (nothing(mine, end_i), repr(there[0]))
+    return (here[0], nothing(theirs, end_j)) if here else (nothing(mine, end_i), there[0])

@@ -18,10 +18,10 @@ from typing import Any, ClassVar, cast, get_args, get_type_hints
 
 from towpath.core import presets
 from towpath.core.formats import Codec, DtypeName, Precision
-from towpath.core.outer import Outer, outer_transport
-from towpath.core.pipeline import COMPRESSIONS, SCHEDULES
+from towpath.core.passes import COMPRESSIONS, SCHEDULES
 from towpath.core.strategy import OFFLOADS, Strategy, written
 from towpath.errors import ConfigError
+from towpath.outer.settings import Outer, outer_transport
 from towpath.plan.request import OUTER
 from towpath.topology.cluster import Topology
 

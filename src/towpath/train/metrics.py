@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from towpath.core.exact import METRICS
+from towpath.core.lossless import METRICS
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError
-from towpath.observing import Stats, Sums, stats, sums, trace, traced
+from towpath.observe.stats import Stats, Sums, stats, sums, trace, traced
 from towpath.progress import size
 from towpath.tracing import write_intervals
 from towpath.train.config import DTYPES, Config

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from towpath.api import shard
 from towpath.core import presets
-from towpath.core.pipeline import compression
+from towpath.core.passes import compression
 from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, ShardError

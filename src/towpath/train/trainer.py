@@ -31,7 +31,7 @@ from towpath.core.strategy import Strategy
 from towpath.engine.executor import engine_of
 from towpath.engine.saved_activations import offload_activations
 from towpath.errors import StepError
-from towpath.observing import running_trace
+from towpath.observe.stats import running_trace
 from towpath.topology.cluster import counted
 from towpath.topology.init import alone
 from towpath.train.checkpoints import CheckpointManager, TrainState

@@ -7,8 +7,8 @@ from functools import partial
 
 from tools.docs.papers.lines import Line, Table
 from tools.docs.papers.settings import SHAPES, cluster
-from towpath.core.pipeline import Compression
-from towpath.core.pipeline import compression as named_compression
+from towpath.core.passes import Compression
+from towpath.core.passes import compression as named_compression
 from towpath.core.strategy import TransferKind
 from towpath.pipeline.schedules import walks
 from towpath.plan.pipelines import Layout, Pipelines

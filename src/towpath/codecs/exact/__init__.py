@@ -1,7 +1,7 @@
 """Exact codecs: fewer bytes on the wire, and the same bits after decoding. For bfloat16, float16 and float32.
 
-    message.py    the header of a message, and what is checked     reference.py       plain torch: the specification
-    native.py     C++, on the CPU                                  triton_kernels.py  Triton, on GPUs
+    message.py    the header of a message, and what is checked     specification.py  plain torch, which all others equal
+    cpp.py        C++, on the CPU                                  triton_kernels.py  Triton, on GPUs
 
 Two codecs use what a receiver knows. Every bit pattern is restored, NaN payloads and -0 included.
 
@@ -9,9 +9,9 @@ Two codecs use what a receiver knows. Every bit pattern is restored, NaN payload
   weights as for large ones, so the old exponent tells how many bits the step takes.
 - **Values** are for gradients. In a block of similar magnitude few exponents are common, and they take two bits.
 
-A message has a header, a table with an entry for each block of 512 elements, and the payloads of the blocks. All
-back ends write the same bytes, so that any of them decodes any message. `reference.py` describes the payloads. A block
-that would not shrink is sent as it is, so a message is never longer than its values, its header and its table.
+A message has a header, a table with an entry for each block of 512 elements, and the payloads of the blocks
+(`specification.py`). All back ends write the same bytes, so that any of them decodes any message. A block that would
+not shrink is sent as it is, so a message is never longer than its values, its header and its table.
 
 A message says which values its differences are relative to, and has a checksum. A decoder verifies both before it
 changes a value. On a CPU it raises `MessageError`. On a GPU it returns the outcome, a tensor that `raise_failed` reads,
@@ -27,7 +27,7 @@ from types import ModuleType
 import torch
 
 from towpath.codecs.exact import message as messages
-from towpath.codecs.exact import reference
+from towpath.codecs.exact import specification
 from towpath.codecs.exact.message import MessageError, Problem, message_bound
 from towpath.logs import logger
 
@@ -112,21 +112,21 @@ def raise_failed(outcomes: Sequence[torch.Tensor | None]) -> None:
 
 
 @cache
-def _host(device_type: str) -> messages.Kernels:
+def _host(device_type: str) -> messages.HostKernels:
     """Return the kernels whose results the host sees at once."""
     if device_type == "cpu":
         try:
-            from towpath.codecs.exact import native
+            from towpath.codecs.exact import cpp
         except ImportError as error:
             _log.warning(
                 "exact codecs on cpu: plain torch (%s), far slower than C++. With a C++ compiler at hand, install "
                 "towpath again.",
                 error,
             )
-            return reference
-        return native.best()
+            return specification
+        return cpp.best()
     _log.warning("exact codecs on %s: plain torch, because there are no kernels for this device.", device_type)
-    return reference
+    return specification
 
 
 @cache

@@ -14,7 +14,7 @@ The bytes of a message, in which all numbers are little-endian:
          the payloads, one after another
 
 A payload of length 0 stands for zeros: no value, or no difference. One as long as its values has the values themselves.
-All others are described in `reference.py`.
+All others are described in `specification.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Protocol
 
 import torch
 
-from towpath.core import exact
-from towpath.core.exact import BLOCK, ENTRY_BYTES, HEADER_BYTES
+from towpath.core import lossless
 from towpath.core.formats import dtype_name
+from towpath.core.lossless import BLOCK, ENTRY_BYTES, HEADER_BYTES
 from towpath.errors import StepError
 
 MAGIC = int.from_bytes(b"TPX1", "little")
@@ -69,7 +69,7 @@ _TEXTS = {
 }
 
 
-class Kernels(Protocol):
+class HostKernels(Protocol):
     """A back end whose results the host sees at once. A module or an object with these functions."""
 
     def digest(self, values: torch.Tensor, first: int) -> int:
@@ -87,7 +87,7 @@ class Kernels(Protocol):
 
 def message_bound(elements: int, dtype: torch.dtype) -> int:
     """Return the most bytes that a message of so many elements takes."""
-    return exact.message_bound(elements, dtype_name(dtype))
+    return lossless.message_bound(elements, dtype_name(dtype))
 
 
 def table_bytes(elements: int) -> int:
@@ -107,7 +107,7 @@ def check_arguments(values: torch.Tensor, old: torch.Tensor | None, message: tor
     assert old is None or (old.dtype == values.dtype and old.numel() == values.numel()), (old.dtype, old.shape)
 
 
-def encode(kernels: Kernels, old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int:
+def encode(kernels: HostKernels, old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int:
     """Write a message into `out`. Return its bytes."""
     end = HEADER_BYTES + kernels.encode(old, values, out[HEADER_BYTES:])
     nbytes = -(-end // 8) * 8
@@ -121,7 +121,7 @@ def encode(kernels: Kernels, old: torch.Tensor | None, values: torch.Tensor, out
     return nbytes
 
 
-def decode(kernels: Kernels, message: torch.Tensor, values: torch.Tensor, difference: bool) -> None:
+def decode(kernels: HostKernels, message: torch.Tensor, values: torch.Tensor, difference: bool) -> None:
     """Decode a message into `values`, or raise `MessageError`."""
     elements, dtype = values.numel(), values.dtype
     if len(message) < HEADER_BYTES:
@@ -144,6 +144,6 @@ def decode(kernels: Kernels, message: torch.Tensor, values: torch.Tensor, differ
         raise MessageError(Problem.INVALID.text)
 
 
-def _checksum(kernels: Kernels, whole: torch.Tensor) -> int:
+def _checksum(kernels: HostKernels, whole: torch.Tensor) -> int:
     words = _CHECKSUM_AT // 8
     return (kernels.digest(whole[:_CHECKSUM_AT], 0) + kernels.digest(whole[HEADER_BYTES:], words + 1)) % 2**64

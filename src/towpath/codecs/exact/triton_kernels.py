@@ -1,4 +1,4 @@
-"""The exact codecs in Triton, for GPUs. They equal `reference` to the bit, and the host waits for nothing.
+"""The exact codecs in Triton, for GPUs. They equal `specification` to the bit, and the host waits for nothing.
 
 A program works on a few blocks, as tensors [blocks, groups, 64]. The same bit of 64 elements becomes a word of 64 bits,
 and these words [blocks, groups] are handled as in C++. `extract` keeps the bits of the elements that send one. `_put`
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from towpath.codecs.exact import message as messages
-from towpath.codecs.exact import reference
+from towpath.codecs.exact import specification
 from towpath.codecs.exact.message import Problem
 from towpath.codecs.exact.triton_bits import count_ones, deposit, extract, occupied_bytes, to_lanes, to_word
 
@@ -34,10 +34,10 @@ _LAUNCH = {"num_warps": 4}
 _BLOCK = tl.constexpr(messages.BLOCK)
 _GROUPS = tl.constexpr(messages.BLOCK // 64)
 _HEADER = tl.constexpr(messages.HEADER_BYTES)
-_ESCAPE = tl.constexpr(reference.ESCAPE)
-_QUIET = tl.constexpr(reference.QUIET)
-_SYMBOLS = tl.constexpr(reference.SYMBOLS)
-_LARGEST = tl.constexpr(reference.LARGEST_PARAMETER)
+_ESCAPE = tl.constexpr(specification.ESCAPE)
+_QUIET = tl.constexpr(specification.QUIET)
+_SYMBOLS = tl.constexpr(specification.SYMBOLS)
+_LARGEST = tl.constexpr(specification.LARGEST_PARAMETER)
 _OTHER, _SHORT, _DAMAGED = (tl.constexpr(int(p)) for p in (Problem.OTHER, Problem.SHORT, Problem.DAMAGED))
 _STALE, _INVALID = tl.constexpr(int(Problem.STALE)), tl.constexpr(int(Problem.INVALID))
 _KEY = tl.constexpr(0x9E3779B97F4A7C15)
@@ -45,7 +45,7 @@ _FULL = tl.constexpr(0xFFFFFFFFFFFFFFFF)
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
-    """Return the digest as `reference.digest` computes it, as a tensor."""
+    """Return the digest as `specification.digest` computes it, as a tensor."""
     found = torch.zeros(1, dtype=torch.int64, device=values.device)
     _add_digest(values, found)
     return found[0]
@@ -55,7 +55,7 @@ def encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) ->
     """Write a message into `out`, as `message.encode` does."""
     n = values.numel()
     if not n:
-        messages.encode(reference, old, values, out)
+        messages.encode(specification, old, values, out)
         return
     words, table, grid, constants = _shape(values, out, old is not None)
     out[: messages.message_bound(n, values.dtype)].zero_()  # payloads are written with an atomic or
@@ -74,7 +74,7 @@ def encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) ->
 def decode(message: torch.Tensor, values: torch.Tensor, difference: bool) -> torch.Tensor:
     """Decode a message into `values`, as `message.decode` does. Return the number of the problem, or 0."""
     if not values.numel():
-        messages.decode(reference, message, values, difference)
+        messages.decode(specification, message, values, difference)
         return torch.zeros((), dtype=torch.int32, device=values.device)
     whole = message[: len(message) // 8 * 8]
     return decode_slices(whole.view(1, -1), values.view(1, -1), -1, difference)[0]
@@ -108,7 +108,7 @@ def _shape(values: torch.Tensor, message: torch.Tensor, difference: bool) -> tup
     """Return the message as words, its table, the grid, and compile-time constants."""
     if message.data_ptr() % 8:
         raise ValueError(f"exact messages start at a multiple of 8 bytes on a GPU; got {message.data_ptr()}.")
-    form = reference.FORMATS[values.dtype]
+    form = specification.FORMATS[values.dtype]
     words = message[: len(message) // 8 * 8].view(torch.int32)
     table = words[messages.HEADER_BYTES // 4 :][: messages.table_bytes(values.numel()) // 4]
     constants = {"difference": difference, "bits": form.bits, "mantissa": form.mantissa, "blocks": _BLOCKS}
@@ -116,7 +116,7 @@ def _shape(values: torch.Tensor, message: torch.Tensor, difference: bool) -> tup
 
 
 def _integers(values: torch.Tensor) -> torch.Tensor:
-    return values.view(reference.FORMATS[values.dtype].integer)
+    return values.view(specification.FORMATS[values.dtype].integer)
 
 
 def _add_digest(values: torch.Tensor, found: torch.Tensor) -> None:

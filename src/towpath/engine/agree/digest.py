@@ -2,24 +2,22 @@
 
 Collectives match by their order alone. If two ranks gather different experts of the same size, each computes with a
 mixture of both, and nothing fails. A rank that steps its optimizer with another learning rate drifts away as silently.
-At every boundary, the ranks of each group that must agree therefore compare digests of their logs. The digests are
-sent with the bits of unused parameters, which all ranks combine by maximum. Each group has a slot there, with its
-digest and the complement of the digest. If all members agree, each byte and its complement add up to 255. If two
-differ, some add up to more.
+At every boundary, the ranks of each group that must agree (`core/scopes.py`) therefore compare one digest of all that
+they noted. The digests are sent with the bits of unused parameters, which all ranks combine by maximum. Each group has
+a slot there, with its digest and the complement of the digest. If all members agree, each byte and its complement add
+up to 255. If two differ, some add up to more. Then all ranks gather the logs themselves, to name the difference.
 
-`core/scopes.py` says what is compared, and by which ranks.
-
-A rank may run any number of forward passes between two boundaries. The log keeps only the last entries, and folds
-earlier ones into a digest.
+A digest rolls: it is updated with each entry. A rank may run any number of forward passes between two boundaries, so
+the log keeps only the last entries, each with the digest of all entries before it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from towpath.core.queues import SharedLane
 from towpath.core.scopes import DIGEST_BYTES, SLOT_BYTES, LoggedCall, Scope, log_bytes, scopes
@@ -29,74 +27,79 @@ from towpath.errors import StepError
 _AFTER_MODEL = "after_a_transfer_of_model"  # the name of a detail
 _COMPLEMENT = bytes(255 - byte for byte in range(256))
 
-# How many entries of a scope are folded at a time. The number is fixed, so that ranks with lists of different lengths
-# fold at the same entries, and can compare digests. Up to twice as many are kept. No rank gets further ahead of its
+# A scope keeps at least so many of its last entries, and fewer than twice as many. No rank gets further ahead of its
 # peers, because they take part in its transfers.
-FOLD = 512
+KEPT = 512
+
+# Named values of a call that must be equal on all ranks, in groups such as an optimizer's parameter groups.
+Details = tuple[tuple[tuple[str, Any], ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One entry of a log: a transfer of one unit (all its buckets together), or a call.
-
-    `what` is the name of the unit, or the call in words. `details` has named values that must be equal as well, in
-    groups such as an optimizer's parameter groups.
-    """
+class Entry(NamedTuple):
+    """One entry of a log: a transfer of the unit `what` (all its buckets together), or the call `what`."""
 
     kind: TransferKind | LoggedCall
     what: str
-    details: tuple[tuple[tuple[str, Any], ...], ...] = ()
+    details: Details = ()
 
     def __str__(self) -> str:
         return self.what if isinstance(self.kind, LoggedCall) else f"{self.kind.value} of unit {self.what or 'root'!r}"
 
-    def to_json(self) -> list[Any]:
-        return [self.kind.value, self.what, self.details]
-
-    @staticmethod
-    def from_json(fields: Sequence[Any]) -> Entry:
-        kind, what, details = fields
-        return Entry(_KINDS[kind], what, _tuples(details))
+    def digest(self, before: bytes) -> bytes:
+        """Return the digest of all entries up to this one, from the digest of those before it."""
+        text = f"{self.kind.value} {self.what} {self.details or ''}"
+        return hashlib.blake2b(before + text.encode(), digest_size=DIGEST_BYTES).digest()
 
 
-_KINDS: Mapping[str, TransferKind | LoggedCall] = {each.value: each for each in (*TransferKind, *LoggedCall)}
+class Lines(NamedTuple):
+    """The last entries of one scope, each with the digest of all entries before it. `first` is the number of others."""
 
+    first: int
+    kept: list[tuple[bytes, Entry]]
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+    @property
+    def total(self) -> int:
+        return self.first + len(self.kept)
+
+    def digest_of(self, count: int) -> bytes:
+        """Return the digest of the first `count` entries, of which the last one or the one after it is kept."""
+        if count < self.total:
+            return self.kept[count - self.first][0]
+        before, last = self.kept[-1]
+        return last.digest(before)
+
+    def entries(self, start: int) -> list[Entry]:
+        return [entry for _, entry in self.kept[start - self.first :]]
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """The entries of one scope in order: the first `folded` of them as a digest, and the rest."""
+class StepLog:
+    """The entries of one rank in the running step, so far. Ranks exchange them to name a difference."""
 
-    folded: int = 0
-    digest: str = ""
-    entries: tuple[Entry, ...] = ()
+    model: int  # the number of the model, the same on all ranks
+    step: int
+    ended: bool  # the rank has reached the boundary
+    lines: tuple[Lines, ...]  # one for each scope
+    inside: str = ""  # the shared call that the rank is in, if any: no entry follows until it returns
 
-    def folded_to(self, count: int) -> Lines | None:
-        """Return these lines with the first `count` entries folded, or None if there are fewer."""
-        lines = self
-        while lines.folded < count:
-            if len(lines.entries) < FOLD:
-                return None
-            digest = _digest(lines.digest, lines.entries[:FOLD])
-            lines = Lines(lines.folded + FOLD, digest.hex(), lines.entries[FOLD:])
-        return lines
+    def is_alone_in_call(self, other: StepLog, scope: Scope) -> bool:
+        """Return whether this rank is in a shared call of the scope that the rank of `other` has not made yet."""
+        here, there = self.lines[scope.number], other.lines[scope.number]
+        return bool(self.inside and here.kept) and here.kept[-1][1].what == self.inside and there.total < here.total
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first entry in which two ranks differ. A rank that has no more entries has None there.
 
-    With `folded`, the ranks differ among their first `number` entries, which are not kept any more. `lane` is that of
+    With `dropped`, the ranks differ among their first `number` entries, which are not kept any more. `lane` is that of
     the scope.
     """
 
     number: int  # the position of the entry in the step
     ranks: tuple[int, int]
     entries: tuple[Entry | None, Entry | None]
-    folded: bool = False
+    dropped: bool = False
     lane: str = ""
 
     @property
@@ -104,8 +107,12 @@ class Difference:
         """The kinds of the entries that differ: one or two, since a rank may lack its entry."""
         return {entry.kind for entry in self.entries if entry is not None}
 
+    def entry_of(self, kind: LoggedCall) -> tuple[int, Entry]:
+        """Return the first entry of this kind, and its rank."""
+        return next((r, e) for r, e in zip(self.ranks, self.entries, strict=True) if e is not None and e.kind is kind)
+
     def __str__(self) -> str:
-        if self.folded:
+        if self.dropped:
             return f"rank {self.ranks[0]} and rank {self.ranks[1]} differ among the first {self.number} of the step"
         described = [str(entry or "nothing more") for entry in self.entries]
         detail = _first_detail(*self.entries)
@@ -128,71 +135,6 @@ def _first_detail(one: Entry | None, other: Entry | None) -> tuple[str, str] | N
                 group = f" in group {number}" if len(one.details) > 1 or len(other.details) > 1 else ""
                 return tuple(f"{name}={each.get(name, 'unset')}{group}" for each in (here, there))  # pyright: ignore
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class StepLog:
-    """The entries of one rank in the running step, so far. Ranks exchange them to name a difference."""
-
-    model: int  # the number of the model, the same on all ranks
-    step: int
-    ended: bool  # the rank has reached the boundary
-    lines: tuple[Lines, ...]  # one for each scope
-    inside: str = ""  # the shared call that the rank is in, if any: no entry follows until it returns
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """The entries of all scopes that are not folded."""
-        return tuple(entry for lines in self.lines for entry in lines.entries)
-
-    def to_json(self) -> list[Any]:
-        # Units repeat their entries in each micro-step, and scopes may have common ones. Each is written once.
-        distinct = dict[tuple[str, str, str], tuple[int, Entry]]()
-
-        def number(entry: Entry) -> int:
-            key = entry.kind.value, entry.what, repr(entry.details)
-            return distinct.setdefault(key, (len(distinct), entry))[0]
-
-        lines = [[each.folded, each.digest, [*map(number, each.entries)]] for each in self.lines]
-        return [self.model, self.step, self.ended, lines, self.inside, [e.to_json() for _, e in distinct.values()]]
-
-    @staticmethod
-    def from_json(fields: Sequence[Any]) -> StepLog:
-        model, step, ended, lines, inside, distinct = fields
-        entries = tuple(map(Entry.from_json, distinct))
-        parsed = (Lines(folded, digest, tuple(entries[number] for number in said)) for folded, digest, said in lines)
-        return StepLog(model, step, ended, tuple(parsed), inside)
-
-
-def has_not_made(step_log: StepLog, other: StepLog, scope: Scope) -> bool:
-    """Return whether the rank of `step_log` is in a shared call of this scope that the rank of `other` has not made."""
-    here, there = step_log.lines[scope.number], other.lines[scope.number]
-    is_in_it = bool(step_log.inside and here.entries) and here.entries[-1].what == step_log.inside
-    return is_in_it and there.folded + len(there.entries) < here.folded + len(here.entries)
-
-
-@dataclass(slots=True)
-class _ScopeLines:
-    """The lines of one scope while they are written."""
-
-    folded: int = 0
-    digest: str = ""
-    entries: list[Entry] = field(default_factory=list[Entry])
-
-    def note(self, entry: Entry) -> None:
-        self.entries.append(entry)
-        if len(self.entries) == 2 * FOLD:
-            self.digest = _digest(self.digest, self.entries[:FOLD]).hex()
-            self.folded += FOLD
-            self.entries = self.entries[FOLD:]
-
-    def lines(self) -> Lines:
-        return Lines(self.folded, self.digest, tuple(self.entries))
-
-
-def _digest(before: str, entries: Iterable[Entry], nbytes: int = 16) -> bytes:
-    texts = (f"{e.kind.value} {e.what} {e.details}" if e.details else f"{e.kind.value} {e.what}" for e in entries)
-    return hashlib.blake2b("\n".join((before, *texts)).encode(), digest_size=nbytes).digest()
 
 
 class CollectiveLog:
@@ -234,7 +176,7 @@ class CollectiveLog:
         for scope in self.scopes:
             for kind in scope.kinds:
                 self._scopes_of.setdefault(kind, []).append(scope.number)
-        self._kept = [_ScopeLines() for _ in self.scopes]  # what was noted since the last boundary
+        self._begin()
 
     @property
     def number(self) -> int:
@@ -244,9 +186,12 @@ class CollectiveLog:
         """Return whether entries of this kind are compared with those of any other rank."""
         return kind in self._scopes_of
 
-    def note(
-        self, kind: TransferKind | LoggedCall, what: str, details: tuple[tuple[tuple[str, Any], ...], ...] = ()
-    ) -> None:
+    def _begin(self) -> None:
+        # Ranks that run models in different orders compare logs that may be identical but for the model.
+        self._digests = [self.model.to_bytes(DIGEST_BYTES, "little") for _ in self.scopes]
+        self._lines = [Lines(0, []) for _ in self.scopes]
+
+    def note(self, kind: TransferKind | LoggedCall, what: str, details: Details = ()) -> None:
         """Add an entry, if its kind is compared. `UNUSED_PARAMS` instead marks that this rank reached the boundary."""
         if kind is TransferKind.UNUSED_PARAMS:
             self._ended = True
@@ -258,21 +203,25 @@ class CollectiveLog:
             if last[0] != self.model:
                 noted = (*details, ((_AFTER_MODEL, last[0] + 1),))
                 last[0] = self.model
-            self._kept[number].note(Entry(kind, what, noted))
+            entry, (first, kept) = Entry(kind, what, noted), self._lines[number]
+            kept.append((self._digests[number], entry))
+            self._digests[number] = entry.digest(self._digests[number])
+            if len(kept) == 2 * KEPT:
+                self._lines[number] = Lines(first + KEPT, kept[KEPT:])
 
     def turn(self) -> None:
-        self._step, self._ended, self._kept = self._step + 1, False, [_ScopeLines() for _ in self.scopes]
+        self._step, self._ended = self._step + 1, False
+        self._begin()
 
-    def step_log(self) -> StepLog:
+    def step_log(self, inside: str = "") -> StepLog:
         """Return the step log of the running step so far. Any thread may call this, at any time."""
-        return StepLog(self.model, self._step, self._ended, tuple(kept.lines() for kept in self._kept))
+        lines = tuple(Lines(first, [*kept]) for first, kept in self._lines)
+        return StepLog(self.model, self._step, self._ended, lines, inside)
 
     def encoded(self) -> bytes:
         """Return this rank's digests in the slots of its groups. Other slots are zeros, which the maximum ignores."""
         slots = bytearray(self.bytes)
-        for scope, kept in zip(self.scopes, self._kept, strict=True):
-            # Ranks that run models in different orders meet here with logs that may be identical.
-            digest = _digest(f"{self.model} {kept.digest}", kept.entries, DIGEST_BYTES)
+        for scope, digest in zip(self.scopes, self._digests, strict=True):
             start = SLOT_BYTES * (scope.first_slot + scope.group_of[self.rank])
             slots[start : start + SLOT_BYTES] = digest + digest.translate(_COMPLEMENT)
         return bytes(slots)
@@ -327,13 +276,13 @@ def difference(
     if (step_log.model, step_log.step) != (theirs.model, theirs.step):
         return None
     here, there = step_log.lines[scope.number], theirs.lines[scope.number]
-    folded = max(here.folded, there.folded)
-    first, second = here.folded_to(folded), there.folded_to(folded)
-    if first is None or second is None:
-        return None if not ended else Difference(folded, (rank, peer), (None, None), folded=True, lane=scope.lane)
-    if first.digest != second.digest:
-        return Difference(folded, (rank, peer), (None, None), folded=True, lane=scope.lane)
-    for number, pair in enumerate(zip_longest(first.entries, second.entries), folded):
+    start = max(here.first, there.first)
+    is_behind = min(here.total, there.total) < start  # by more entries than are kept
+    if is_behind and not ended:
+        return None
+    if is_behind or (start and here.digest_of(start) != there.digest_of(start)):
+        return Difference(start, (rank, peer), (None, None), dropped=True, lane=scope.lane)
+    for number, pair in enumerate(zip_longest(here.entries(start), there.entries(start)), start):
         missing = [p for p, entry in zip((step_log, theirs), pair, strict=True) if entry is None]
         if pair[0] != pair[1] and (ended or all(p.ended for p in missing)):
             return Difference(number, (rank, peer), pair, lane=scope.lane)
@@ -350,13 +299,10 @@ def differing_islands(what: str) -> str:
 
 def divergence_message(rank: int, found: Difference) -> str:
     if LoggedCall.UNDECODED in found.kinds:
-        who, what = next(
-            (r, e) for r, e in zip(found.ranks, found.entries, strict=True) if e and e.kind is LoggedCall.UNDECODED
-        )
+        who, what = found.entry_of(LoggedCall.UNDECODED)
         return f"rank {rank}: rank {who} could not decode {what}: {dict(what.details[0])['problem']}"
     if LoggedCall.SLOW_WEIGHTS in found.kinds:
-        entries = [entry for entry in found.entries if entry is not None]
-        return f"rank {rank}: {differing_islands(next(e.what for e in entries if e.kind is LoggedCall.SLOW_WEIGHTS))}"
+        return f"rank {rank}: {differing_islands(found.entry_of(LoggedCall.SLOW_WEIGHTS)[1].what)}"
     if found.kinds & {LoggedCall.STEP, LoggedCall.PROGRAM}:
         return (
             f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "

@@ -34,8 +34,8 @@ class Program:
     counts the gradients that were set to zero in place since the last boundary.
     """
 
-    def __init__(self, log: CollectiveLog, peers: Watchdog) -> None:
-        self._log, self._peers = log, peers
+    def __init__(self, log: CollectiveLog, watchdog: Watchdog) -> None:
+        self._log, self._watchdog = log, watchdog
         self.zeroed = 0
 
     def stepped(self, optimizer: str, details: tuple[tuple[tuple[str, Any], ...], ...]) -> None:
@@ -68,15 +68,34 @@ class Program:
         """
         if kind is not None:
             self._log.note(kind, what)
-        self._peers.log = self._log
+        self._watchdog.log = self._log
         try:
-            with self._peers.activity.shared(what):
+            with self._watchdog.status.shared(what):
                 yield
         except RuntimeError as error:
             raise StepError(
                 f"rank {self._log.number}: {what} failed: {error}\nEvery rank that shares the parameters must make "
-                f"this call, at the same place. {self._peers.describe_ranks(range(self._peers.world))}"
+                f"this call, at the same place. {self._watchdog.describe_ranks(range(self._watchdog.world))}"
             ) from error
+
+    def meet(self, call: str) -> None:
+        """Return once every rank has made this call. Raise StepError if one does not in time, or makes another one."""
+        watchdog = self._watchdog
+        if watchdog.world == 1:
+            return
+        watchdog.meetings += 1
+        with self.shared(call, LoggedCall.PROGRAM):
+            event, patience = f"call {watchdog.meetings}", watchdog.patience_seconds
+            came = watchdog.store.exchange(event, call, patience, watchdog.raise_if_diverged)
+        other = next((rank for rank, theirs in came.items() if theirs != call), None)
+        if other is not None:
+            raise StepError(
+                f"rank {watchdog.number}: this rank called {call}, and rank {watchdog.first + other} {came[other]} "
+                "meanwhile. Let every rank make the same calls in the same order."
+            )
+        watchdog.raise_if_missing(
+            came, lambda missing: f"every rank must call {call}; rank {missing} did not in {patience:.0f} s."
+        )
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end.
@@ -91,4 +110,4 @@ class Program:
             except RuntimeError:
                 if work.is_completed():
                     raise
-            self._peers.raise_if_diverged()
+            self._watchdog.raise_if_diverged()

@@ -26,7 +26,7 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
     Every rank must pass the same modules.
     """
     call = "full_parameters()"
-    engine.comm.watchdog.meet(call)
+    engine.comm.program.meet(call)
     with together(engine.comm.groups, call, "Name the same modules on every rank.") as lines:
         known, modules = set(model.modules()), list(modules)
         stranger = next((module for module in modules if module not in known), None)
@@ -70,8 +70,7 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
 def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Unit] | None = None) -> None:
     """Undo `unshard`, and take over the writes to the unsharded parameters.
 
-    Args:
-        modifier_rank: The rank whose writes all ranks take over. By default, all ranks must have written the same.
+    `modifier_rank`: The rank whose writes all ranks take over. By default, all ranks must have written the same.
 
     Raises:
         StepError: Ranks wrote different values. The writes are not taken over.

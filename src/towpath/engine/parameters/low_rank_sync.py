@@ -18,9 +18,9 @@ from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Workspace
 from towpath.core.formats import wide
 from towpath.core.strategy import TransferKind
-from towpath.core.transport import Factored, Matrix
+from towpath.core.transport import Factored, FactoredMatrix
 from towpath.core.unit_plan import BucketPlan
-from towpath.engine.queues import RankTransfer
+from towpath.engine.transfer_queues import RankTransfer
 
 
 class LowRankSync:
@@ -104,7 +104,7 @@ class LowRankSync:
         return memory[:first], memory[first:]
 
 
-def _matrix(region: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+def _matrix(region: torch.Tensor, matrix: FactoredMatrix) -> torch.Tensor:
     return region[matrix.start : matrix.start + matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
 
 

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, Round, plan_matrices, step_actions
 from towpath.core.step_state import ParamVersion, Submit, Task, Wait
 from towpath.core.strategy import TransferKind
-from towpath.core.transfer import Matrix, Transfer
+from towpath.core.transfer import OwnedMatrix, Transfer
 from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
 from towpath.engine.layout import torch_dtype, trainable_places
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.queues import Handle, RankTransfer, TransferRun
+from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun
 from towpath.errors import CheckpointError, StepError
 
 
@@ -79,10 +79,9 @@ class MatrixSteps:
 
         If `iterate` raises, this rank first takes part in the remaining transfers, for which other ranks wait.
 
-        Args:
-            iterate: Called for each round with the matrices that this rank owns. It updates their weights in place.
-            gradients: Whether gradients are sent too. If True, the step covers the parameters that have a gradient. If
-                False, it covers all parameters, as a call of the optimizer's `eval()` does.
+        `iterate`: Called for each round with the matrices that this rank owns. It updates their weights in place.
+        `gradients`: Whether gradients are sent too. If True, the step covers the parameters that have a gradient. If
+        False, it covers all parameters, as a call of the optimizer's `eval()` does.
         """
         if not self._memory:
             self._memory = {
@@ -126,8 +125,7 @@ class MatrixSteps:
 
         Every rank must call this.
 
-        Args:
-            wanted: Whether this rank needs the results. If False, it takes part in the broadcasts and yields nothing.
+        `wanted`: Whether this rank needs the results. If False, it takes part in the broadcasts and yields nothing.
         """
         groups = self._comm.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
@@ -157,13 +155,13 @@ class MatrixSteps:
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
-    def _gradient(self, matrix: Matrix) -> torch.Tensor:
+    def _gradient(self, matrix: OwnedMatrix) -> torch.Tensor:
         gradient = self.parameters[matrix.name].grad
         if not isinstance(gradient, ShardTensor):
             raise StepError(f"{matrix.name}.grad was replaced by a plain tensor; set it to None, or zero it.")
         return gradient.to_local()
 
-    def _weight(self, matrix: Matrix) -> torch.Tensor:
+    def _weight(self, matrix: OwnedMatrix) -> torch.Tensor:
         return self.parameters[matrix.name].to_local().detach()
 
     def _gathered(self, each: Round, buffer_index: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

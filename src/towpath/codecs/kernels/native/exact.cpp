@@ -1,4 +1,4 @@
-// The exact codecs, equal to codecs/exact/reference.py to the bit. Compiled once for each processor level.
+// The exact codecs, equal to codecs/exact/specification.py to the bit. Compiled once for each processor level.
 //
 // A block of 512 elements is worked on in the first cache level, as 8 groups of 64. Codes, widths and quotients are kept
 // as arrays of bytes, so that one instruction takes the same bit of 64 elements. `pext` keeps the bits of the elements

@@ -21,9 +21,9 @@ import torch
 
 from towpath.checkpoint.manifest import Manifest
 from towpath.checkpoint.safe_files import DamagedError
-from towpath.engine.outer import OuterSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
+from towpath.outer.sync import Held, OuterSync
 
 VALUE = "islands"
 _SLOW, _MOMENTUM_NOW, _PENDING = "outer.slow.", "outer.momentum_now.", "outer.pending."
@@ -80,7 +80,7 @@ class IslandContents:
 
     def trained(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those tensors of a model that differ between islands: parameters that train, and buffers."""
-        mine = {id(parameter) for parameter, _ in self.outer.slow_weights()}
+        mine = {id(parameter) for part, _ in self.outer.parts() for parameter, _ in part.held(part.slow)}
         return {n: t for n, t in tensors.items() if id(t) in mine or not isinstance(t, ShardTensor)}
 
     def renamed(self, values: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -100,18 +100,14 @@ class IslandContents:
 
     def tensors(self, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that all islands share, and this rank's part of them. `names`: by identity."""
-        outer = self.outer
-        for now, settled, prefix, now_prefix in (
-            (outer.slow_weights(), outer.settled_weights(), "model.", _SLOW),
-            (outer.momentum(), outer.settled_momentum(), _MOMENTUM, _MOMENTUM_NOW),
-        ):
-            for (parameter, tensor), (_, later) in zip(now, settled, strict=True):
-                name = names[id(parameter)]
-                yield f"{prefix}{name}", later
-                if later.local.data_ptr() != tensor.local.data_ptr():
-                    yield f"{now_prefix}{name}", tensor
-        for parameter, tensor in outer.pending():
-            yield f"{_PENDING}{names[id(parameter)]}", tensor
+        for part, is_pending in self.outer.parts():
+            slow, momentum = part.settled(self.outer.plan, is_pending)
+            found = {"model.": slow, _MOMENTUM: momentum, _SLOW: None if slow is part.slow else part.slow}
+            if is_pending:
+                found |= {_MOMENTUM_NOW: part.momentum, _PENDING: part.difference}
+            for prefix, flat in found.items():
+                for parameter, tensor in part.held(flat) if flat is not None else ():
+                    yield f"{prefix}{names[id(parameter)]}", tensor
 
 
 class IslandRestore:
@@ -129,12 +125,24 @@ class IslandRestore:
             return
         outer, mine = contents.outer, contents.values()
         self._goes_on = all(self._saved[key] == mine[key] for key in _TIMING)
-        outer.resume(*self._progress)  # `pending` yields the sums of what is under way
-        held = [(parameter, tensor, (_MOMENTUM_NOW, _MOMENTUM)) for parameter, tensor in outer.momentum()]
-        held += [(parameter, tensor, (_PENDING,)) for parameter, tensor in outer.pending()]
-        if self._saved["count"] == contents.islands:  # otherwise the weights will be those that were loaded
-            held += [(parameter, tensor, (_SLOW, _SETTLED)) for parameter, tensor in outer.slow_weights()]
-        for parameter, tensor, prefixes in held:
+        under_way: dict[str, int] = self._saved["under_way"] if self._goes_on else {}
+        # The last step whose exchanges were begun and applied, and the step of each exchange that is under way.
+        self._progress = self._saved["done"], {int(fragment): begun for fragment, begun in under_way.items()}
+        outer.resume(*self._progress)  # `parts` then tells which exchanges are under way
+        for part, is_pending in outer.parts():
+            if part.momentum is not None:
+                self._find(part.held(part.momentum), (_MOMENTUM_NOW, _MOMENTUM), manifest, names)
+            if is_pending:
+                self._find(part.held(part.difference), (_PENDING,), manifest, names)
+            if self._saved["count"] == contents.islands:  # otherwise the weights will be those that were loaded
+                self._find(part.held(part.slow), (_SLOW, _SETTLED), manifest, names)
+
+    def _find(
+        self, held: Iterator[Held], prefixes: tuple[str, ...], manifest: Manifest, names: Mapping[int, str]
+    ) -> None:
+        """Add to `targets` what this rank holds, under its name in the checkpoint."""
+        for parameter, tensor in held:
+            # The last prefix is that of values to which the exchanges under way were applied.
             found = [f"{prefix}{names[id(parameter)]}" for prefix in prefixes[0 if self._goes_on else -1 :]]
             name = next((name for name in found if name in manifest.tensors), None)
             if name is None and _MOMENTUM not in prefixes:
@@ -148,14 +156,6 @@ class IslandRestore:
                 )
             else:
                 self.targets[name] = tensor
-
-    @property
-    def _progress(self) -> tuple[int, dict[int, int]]:
-        """The last step whose exchanges were begun and applied, and the step of each exchange that is under way."""
-        assert self._saved is not None
-        if not self._goes_on:
-            return self._saved["done"], {}
-        return self._saved["done"], {int(fragment): begun for fragment, begun in self._saved["under_way"].items()}
 
     def finish(self) -> list[str]:
         """Continue the outer steps with what was loaded. Return notes for the user."""

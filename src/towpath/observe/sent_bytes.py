@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from towpath.core.exact import exact_codec, in_bits
+from towpath.core.lossless import exact_codec, in_bits
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 

@@ -1,4 +1,4 @@
-"""The exact codecs in plain torch, slow and readable. All other back ends equal this reference to the bit.
+"""The exact codecs in plain torch, slow and readable. All other back ends equal it to the bit.
 
 An element becomes a code, which is an integer, and a code has a quotient and `width` low bits:
 

@@ -1,4 +1,4 @@
-"""The exact codecs in C++, for tensors on the CPU. They equal `reference` to the bit, and run on one thread.
+"""The exact codecs in C++, for tensors on the CPU. They equal `specification` to the bit, and run on one thread.
 
 Importing this file fails where the extension was not built.
 """

@@ -153,7 +153,7 @@ def most_in_flight(passes: Sequence[StagePass]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunPass:
     """The operation that computes a pass."""
 
     stage_pass: StagePass
@@ -175,7 +175,7 @@ class Await:
     sends: bool
 
 
-Operation = Run | Post | Await
+Operation = RunPass | Post | Await
 # The operations of each rank of the pipeline, in order.
 Walk = Mapping[int, Sequence[Operation]]
 
@@ -217,7 +217,7 @@ def _walk_gpipe(passes: Sequence[StagePass], found: Messages) -> Iterator[Operat
         for each in passes:
             if (each.kind is PassKind.FORWARD) is forward:
                 yield from _received(found.needed_by(each))
-                yield Run(each)
+                yield RunPass(each)
                 if (message := found.sent_by(each)) is not None:
                     sent.append(message)
                     yield Post(message, sends=True)
@@ -235,7 +235,7 @@ def _walk_1f1b(passes: Sequence[StagePass], found: Messages) -> Iterator[Operati
         following = passes[index + 1] if index + 1 < len(passes) else None
         if index == 0:
             yield from _received(found.needed_by(each))
-        yield Run(each)
+        yield RunPass(each)
         yield from _sent(under_way)
         turns = following is not None and (following.kind is PassKind.FORWARD) is not (each.kind is PassKind.FORWARD)
         message = found.sent_by(each)

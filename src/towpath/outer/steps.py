@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from towpath.core.outer_plan import OuterPlan
 from towpath.core.step_state import Action, ApplyOuter, Submit, Task, Wait
 from towpath.core.strategy import TransferKind
+from towpath.outer.exchanges import OuterPlan
 
 
 class OuterSteps:

@@ -16,12 +16,12 @@ from typing import final
 import torch
 from torch.autograd import profiler
 
-from towpath.core.exact import exact_codec
+from towpath.core.lossless import exact_codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.agree.watchdog import Watchdog
-from towpath.engine.streams.trace import Trace
 from towpath.engine.timing import HostClock, Mark, Timer
+from towpath.observe.trace import Trace
 
 # Named ranges for `torch.profiler`.
 #
@@ -230,7 +230,7 @@ class Record:
     @contextmanager
     def running(self, transfers: Sequence[Transfer], micro_step: int) -> Generator[None]:
         """Run transfers that are one message. Count them unless they raise, and time them if `is_timed`."""
-        activity, timer = self.watchdog.activity, self.timer_of(transfers)
+        activity, timer = self.watchdog.status, self.timer_of(transfers)
         activity.begins(transfers)
         began = timer.mark() if self.is_timed(transfers) else None
         before = self._counts(transfers) if self.trace is not None else None
@@ -308,13 +308,13 @@ class Record:
 
     def begins(self, work: str, unit: str) -> None:
         """Note that the training thread begins `work` of `unit`."""
-        self.watchdog.activity.computes(work, unit)
+        self.watchdog.status.computes(work, unit)
         if self.trace is not None:
             self.trace.enter(work, unit or "root")
 
     def ends(self, work: str, unit: str | None) -> None:
         """Note that the training thread has ended `work` of `unit`; with None, of all units."""
-        self.watchdog.activity.computes("outside the model" if unit in (None, "") else f"after {work}", unit or None)
+        self.watchdog.status.computes("outside the model" if unit in (None, "") else f"after {work}", unit or None)
         if self.trace is not None:
             self.trace.leave(work, None if unit is None else unit or "root")
 
@@ -376,7 +376,7 @@ class TransferWait:
     def enqueued(self, end: torch.cuda.Event) -> None:
         """Note that the transfers were enqueued on a device. The event `end` follows them."""
         if self._transfers:
-            self._record.watchdog.activity.enqueued(end, self._transfers)
+            self._record.watchdog.status.enqueued(end, self._transfers)
 
     def raise_if_stuck(self) -> None:
         """Raise StepError if the wait can never end."""

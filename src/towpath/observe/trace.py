@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from towpath.codecs.kernels import Watch
-from towpath.core.exact import exact_codec
 from towpath.core.formats import Codec
+from towpath.core.lossless import exact_codec
 from towpath.core.strategy import BETWEEN_HOSTS
 from towpath.core.transfer import Transfer
 from towpath.engine.timing import Mark, Timer

@@ -18,9 +18,9 @@ from towpath.core.schedule import sum_by_kind
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.streams.record import Sums, TransferStats
-from towpath.engine.streams.trace import Interval, Trace
 from towpath.errors import StepError
+from towpath.observe.record import Sums, TransferStats
+from towpath.observe.trace import Interval, Trace
 from towpath.topology.groups import Groups
 
 
@@ -240,12 +240,12 @@ def _memory_bytes(engine: Engine) -> dict[str, int]:
     if engine.matrix_steps:
         total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
     total |= sum_by_kind(bucket.memory_bytes() for unit in engine.units for bucket in unit.buckets)
-    return total | ({} if engine.outer is None else engine.outer.memory_bytes())
+    return total | ({} if engine.outer is None else engine.outer.memory_bytes()[0])
 
 
 def _host_memory_bytes(engine: Engine) -> dict[str, int]:
     held = sum_by_kind(bucket.host_memory_bytes() for unit in engine.units for bucket in unit.buckets)
-    return held | ({} if engine.outer is None else engine.outer.host_memory_bytes())
+    return held | ({} if engine.outer is None else engine.outer.memory_bytes()[1])
 
 
 def _buffers_made(engine: Engine) -> int:

@@ -15,7 +15,7 @@ island.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast, final
 
@@ -23,9 +23,6 @@ import torch
 from torch import Tensor
 
 from towpath.collectives.collective import Workspace
-from towpath.core.outer import Outer
-from towpath.core.outer_plan import Fragment, OuterPlan, Part, gathered_in
-from towpath.core.outer_steps import OuterSteps
 from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ApplyOuter, Task
 from towpath.core.strategy import OUTER_KINDS, TransferKind
@@ -36,8 +33,11 @@ from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.gradients import host_memory, slice_within
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.queues import Handle
+from towpath.engine.transfer_queues import Handle
 from towpath.errors import StepError
+from towpath.outer.exchanges import Fragment, FragmentPart, OuterPlan, gathered_in, memory_of
+from towpath.outer.settings import Outer
+from towpath.outer.steps import OuterSteps
 
 # A parameter, and something of the same shape that this rank holds a part of.
 Held = tuple[ShardTensor, ShardTensor]
@@ -64,7 +64,7 @@ class OuterSync:
         """Take the weights of now as the slow weights, unless these have values. The momentum begins at zero."""
         if not self._has_begun:
             self._has_begun = True
-            for part in self._parts:
+            for part, _ in self.parts():
                 part.begin()
 
     def submit(self, task: Task) -> Handle:
@@ -92,8 +92,8 @@ class OuterSync:
             for part in exchange.parts:
                 part.write()
         else:
-            queues = self._comm.queues
-            queues.submit(TransferKind.OUTER_GATHER, exchange.gathers, [exchange.gather]).wait(on_host=True)
+            gathers = [part.run_gather for part in exchange.parts]
+            self._comm.queues.submit(TransferKind.OUTER_GATHER, exchange.gathers, gathers).wait(on_host=True)
         for part in exchange.parts:
             part.written()
 
@@ -131,21 +131,17 @@ class OuterSync:
             ) from error
         for rank, (theirs, begun, awaits) in enumerate(found):
             if theirs != step:
-                raise StepError(
-                    f"rank {self._comm.number}: islands are averaged after step {step} here, and after step {theirs} "
-                    f"on rank {rank}. {advice}"
+                problem = f"after step {step} here, and after step {theirs} on rank {rank}. {advice}"
+            elif begun:
+                problem = f"while rank {rank} accumulates gradients. Call average_islands after optimizer.step()."
+            elif awaits:
+                problem = (
+                    f"while rank {rank} has gradients that no optimizer has used. Call average_islands after "
+                    "optimizer.step(). If loss scaling has skipped that step, call optimizer.zero_grad() first."
                 )
-            if begun:
-                raise StepError(
-                    f"rank {self._comm.number}: islands are averaged while rank {rank} accumulates gradients. Call "
-                    "average_islands after optimizer.step()."
-                )
-            if awaits:
-                raise StepError(
-                    f"rank {self._comm.number}: islands are averaged while rank {rank} has gradients that no optimizer "
-                    "has used. Call average_islands after optimizer.step(). If loss scaling has skipped that step, "
-                    "call optimizer.zero_grad() first."
-                )
+            else:
+                continue
+            raise StepError(f"rank {self._comm.number}: islands are averaged {problem}")
 
     def raise_problems(self) -> None:
         """Raise on all ranks of all islands if a rank found slow weights that differ. Every rank must call it."""
@@ -153,36 +149,15 @@ class OuterSync:
         for what in (what for found in self._comm.job.gather_objects(problems) for what in found):
             raise StepError(f"rank {self._comm.job.rank}: {differing_islands(what)}")
 
-    # Checkpoints ----------------------------------------------------------------------------------------------------
-
-    def slow_weights(self) -> Iterator[Held]:
-        """Yield the slow weights of each parameter: this rank's part of them, as a ShardTensor."""
-        for part in self._parts:
-            yield from part.held(part.slow)
-
-    def momentum(self) -> Iterator[Held]:
-        for part in self._parts:
-            yield from part.held(part.momentum) if part.momentum is not None else ()
-
-    def pending(self) -> Iterator[Held]:
-        """Yield the sum of the differences of each parameter whose exchange is under way. Call `wait` first."""
-        for fragment in self.steps.under_way:
-            for part in self._exchanges[fragment].parts:
-                yield from part.held(part.difference)
-
-    def settled_weights(self) -> Iterator[Held]:
-        """Yield the slow weights in the dtype of the parameters, as if exchanges under way were applied already."""
-        for part, is_pending in self._with_pending():
-            yield from part.held(part.settled(self.plan, is_pending)[0])
-
-    def settled_momentum(self) -> Iterator[Held]:
-        for part, is_pending in self._with_pending():
-            momentum = part.settled(self.plan, is_pending)[1]
-            yield from part.held(momentum) if momentum is not None else ()
-
-    def _with_pending(self) -> Iterator[tuple[PartExchange, bool]]:
+    def parts(self) -> Iterator[tuple[PartExchange, bool]]:
+        """Yield each flat buffer of this rank, and whether its exchange is under way: its result is not applied yet."""
         for number, exchange in enumerate(self._exchanges):
             yield from ((part, number in self.steps.under_way) for part in exchange.parts)
+
+    def feedback(self) -> dict[str, Tensor]:
+        """Return the error feedback of this rank, by name. The tensors are those in use."""
+        numbered = ((f"{n}.{k}", part) for n, each in enumerate(self._exchanges) for k, part in enumerate(each.parts))
+        return {f"{name}.{i}": kept for name, part in numbered for i, kept in enumerate(part.kept)}
 
     def resume(self, done: int, under_way: Mapping[int, int]) -> None:
         """Continue after optimizer step `done`, with these exchanges to apply, each with the step that it belongs to.
@@ -195,45 +170,23 @@ class OuterSync:
         for fragment in under_way:
             self._exchanges[fragment].is_checked()
 
-    def feedback(self) -> dict[str, torch.Tensor]:
-        """Return the error feedback of this rank, by name. The tensors are those in use."""
-        numbered = ((f"{n}.{k}", part) for n, each in enumerate(self._exchanges) for k, part in enumerate(each.parts))
-        return {f"{name}.{i}": kept for name, part in numbered for i, kept in enumerate(part.kept)}
-
     def begin_anew(self, step: int) -> None:
         """Let the slow weights begin as the weights after optimizer step `step`. The momentum stays."""
-        self.wait()
-        self._has_begun, self._problems = False, []
-        self.steps.resume(step, {})
+        self.resume(step, {})
+        self._has_begun = False
 
     def restart(self) -> None:
         """Begin without momentum and error feedback."""
-        for part in self._parts:
+        for part, _ in self.parts():
             for kept in (*part.kept, *((part.momentum,) if part.momentum is not None else ())):
                 kept.zero_()
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank keeps for outer steps on its device, by kind."""
-        parts = self._parts
-        found = {} if self.plan.strategy.optimizer_on_host else self._slow_bytes()
-        return found | {
-            "outer differences": sum(part.difference.nbytes for part in parts),
-            "outer feedback": sum(kept.nbytes for part in parts for kept in part.kept),
-        }
-
-    def host_memory_bytes(self) -> dict[str, int]:
-        """Return the bytes in host memory, by kind, if the optimizer works there."""
-        if not self.plan.strategy.optimizer_on_host:
-            return {}
-        return self._slow_bytes() | {"outer values": sum(part.slow.nbytes for part in self._parts)}
-
-    def _slow_bytes(self) -> dict[str, int]:
-        momentum = sum(part.momentum.nbytes for part in self._parts if part.momentum is not None)
-        return {"slow weights": sum(part.slow.nbytes for part in self._parts), "outer momentum": momentum}
-
-    @property
-    def _parts(self) -> list[PartExchange]:
-        return [part for exchange in self._exchanges for part in exchange.parts]
+    def memory_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the bytes that this rank keeps for outer steps on its device, and in host memory."""
+        parts = [part for part, _ in self.parts()]
+        momentum = sum(part.momentum.nbytes for part in parts if part.momentum is not None)
+        feedback = sum(kept.nbytes for part in parts for kept in part.kept)
+        return memory_of(self.plan, sum(part.slow.nbytes for part in parts), momentum, feedback)
 
 
 @final
@@ -256,7 +209,7 @@ class FragmentExchange:
         for part in self.parts:
             part.take_difference()
         digest = sum((2 * i + 1) * checksum(part.slow) for i, part in enumerate(self.parts))
-        if isinstance(digest, torch.Tensor):
+        if isinstance(digest, Tensor):
             self._digest.copy_(torch.stack([digest, ~digest]))
 
     def run(self, workspace: Workspace) -> None:
@@ -274,13 +227,8 @@ class FragmentExchange:
             self._comm.tell(f"{what}, which needs rank {others}")
             raise StepError(f"rank {mine}: {what}: {str(error).removeprefix(f'rank {mine}: ')}") from error
 
-    def gather(self, workspace: Workspace) -> None:
-        """Send the new weights to the ranks of the island with the same optimizer slice, and write theirs."""
-        for part in self.parts:
-            part.run_gather(workspace)
-
     def is_checked(self) -> None:
-        """Note that the slow weights of all islands are equal, as a checkpoint has only one copy of them."""
+        """Note that the slow weights of all islands are equal, because a checkpoint has only one copy of them."""
         self._digest.copy_(torch.tensor([0, ~0]))
 
     @property
@@ -298,46 +246,48 @@ class PartExchange:
     on the device, because they are sent.
     """
 
-    def __init__(self, part: Part, settings: Outer, units: Sequence[Unit], comm: CommContext) -> None:
+    def __init__(self, part: FragmentPart, settings: Outer, units: Sequence[Unit], comm: CommContext) -> None:
         self._plan, self._rank = part, comm.rank
         self.exchange, self.gather = comm.bind(part.exchange), comm.bind(part.gather)
         self._buckets = [units[each.unit].buckets[each.bucket] for each in part.slices]
         dtype, numel, on_host = torch_dtype(part.dtype), part.elements, self._buckets[0].plan.optimizer_on_host
-        make: Callable[[], torch.Tensor] = (
-            (lambda: host_memory(numel, dtype, comm.device).zero_())
-            if on_host
-            else (lambda: torch.zeros(numel, dtype=dtype, device=comm.device))
-        )
+
+        def make() -> Tensor:
+            if on_host:
+                return host_memory(numel, dtype, comm.device).zero_()
+            return torch.zeros(numel, dtype=dtype, device=comm.device)
+
         self.slow = make()
         self.momentum = make() if settings.momentum else None
         self.difference = torch.zeros(numel, dtype=dtype, device=comm.device)
         # Where new values are computed, next to the slow weights.
         self._values = make() if on_host else self.difference
         self._own = [
-            slice_within(bucket.master.detach(), each.optimizer, each.outer, comm.rank)
-            for bucket, each in zip(self._buckets, part.slices, strict=True)
+            slice_within(bucket.master.detach(), bucket.plan.optimizer, part.partition, comm.rank)
+            for bucket in self._buckets
         ]
-        self._ends = [(each.start, each.start + each.elements) for each in part.slices]
+        self._sizes = [each.elements for each in part.slices]
 
     def begin(self) -> None:
         """Let the slow weights be the weights of now."""
         _copy_all(self._in(self.slow), self._own)
 
-    def _in(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[..., start:end] for start, end in self._ends]
+    def _in(self, flat: Tensor) -> Sequence[Tensor]:
+        """Return the parts of a flat buffer, or of rows of them, that belong to the buckets."""
+        return flat.split(self._sizes, -1)
 
-    def held(self, flat: torch.Tensor) -> Iterator[Held]:
+    def held(self, flat: Tensor) -> Iterator[Held]:
         """Yield each parameter with this rank's elements of it in a flat buffer, as a ShardTensor."""
         for bucket, each in zip(self._buckets, self._plan.slices, strict=True):
             for place in bucket.layout.places:
                 assert isinstance(place.parameter, ShardTensor)
                 spec = place.parameter.shard_spec
-                slot = each.outer.slots[self._rank]
+                slot = self._plan.partition.slots[self._rank]
                 where = replace(spec, cut=each.elements, slot=slot, holders=(spec.replica.rank,))
                 start, end = where.in_cut()
                 yield place.parameter, ShardTensor(flat[each.start + start : each.start + end], where)
 
-    def settled(self, plan: OuterPlan, is_pending: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def settled(self, plan: OuterPlan, is_pending: bool) -> tuple[Tensor, Tensor | None]:
         """Return slow weights, in the dtype of the parameters, and momentum, with the pending result applied if any."""
         own, slow, momentum = torch_dtype(self._plan.own_dtype), self.slow, self.momentum
         if is_pending:
@@ -355,7 +305,7 @@ class PartExchange:
             self.difference.copy_(values, non_blocking=True)
 
     @property
-    def kept(self) -> list[torch.Tensor]:
+    def kept(self) -> list[Tensor]:
         return [kept for bound in self.exchange for kept in bound.collective.state]
 
     def step(self, settings: Outer, islands: int) -> None:
@@ -405,6 +355,6 @@ def _step(slow: Tensor, momentum: Tensor | None, values: Tensor, settings: Outer
     slow.add_(values, alpha=-settings.lr)
 
 
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its target, with as few kernels as possible."""
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

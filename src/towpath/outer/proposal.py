@@ -10,8 +10,7 @@ from dataclasses import replace
 from math import ceil
 
 from towpath.core.formats import Codec
-from towpath.core.outer import Outer, outer_transport
-from towpath.core.transport import Transport
+from towpath.outer.settings import Outer, outer_transport
 from towpath.plan.prediction import Prediction, Ranking
 from towpath.plan.solver import Solver
 
@@ -34,6 +33,10 @@ class OuterPlanner:
 
     def __init__(self, solver: Solver) -> None:
         self._solver = solver
+        # Exchanges are sent in the codec of gradients with the fewest bits that is allowed, or in float32.
+        codecs = [Codec.parse(name) for name in solver.request.gradients if name != "none"]
+        smallest = min((c for c in codecs if not c.stochastic), key=lambda codec: codec.bits, default=None)
+        self._transport = outer_transport("" if smallest is None else str(smallest))
 
     def solve(self) -> Prediction | None:
         """Return the prediction for the shortest period that hides its exchanges, or else for the longest.
@@ -80,14 +83,6 @@ class OuterPlanner:
         if delay > _LONGEST_DELAY * every:
             return outer, False
         return replace(outer, delay=delay, blend=_BLEND), True
-
-    @property
-    def _transport(self) -> Transport:
-        """The transport of exchanges: the codec of gradients with the fewest bits that is allowed, or float32."""
-        codecs = [Codec.parse(name) for name in self._solver.request.gradients if name != "none"]
-        usable = [codec for codec in codecs if not codec.stochastic]
-        smallest = min(usable, key=lambda codec: codec.bits, default=None)
-        return outer_transport("" if smallest is None else str(smallest))
 
     def _predicted(self, outer: Outer, islands: int, inner: Prediction) -> Prediction:
         settled, _ = replace(outer, islands=islands).on(self._solver.cluster.topology)

@@ -1,0 +1,125 @@
+"""What this rank does right now: what it computes, and which transfers it or its device waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+
+from towpath.core.transfer import Transfer
+
+# The number of transfers, submitted to a device last, that are remembered.
+_ENQUEUED = 256
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream of this thread captures a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@final
+class RankStatus:
+    """The current activity of this rank, over all models of one process group.
+
+    `Record` and `FailedPasses` update it. `Watchdog` reads it, and posts it to the other ranks. `progress` is a
+    counter that rises whenever something begins or ends.
+    """
+
+    def __init__(self) -> None:
+        self.progress = 0
+        self.step = 0
+        self._since = time.monotonic()  # the time of the last progress
+        self._seen = 0
+        self._computing = "outside the model"
+        self._under_way: dict[int, str] = {}  # by thread: each thread of a queue runs one transfer at a time
+        self._last = ""
+        self.failure = ""  # the failed pass of this rank, if not all ranks have learned of it
+        self._enqueued: deque[tuple[torch.cuda.Event, str]] = deque(maxlen=_ENQUEUED)  # on the device, in order
+        # The training thread and the reporter both drop what has finished. Without the lock, one could drop an entry
+        # between the other's look at the first entry and its removal.
+        self._enqueued_lock = threading.RLock()
+        self.inside = ""  # the call of the program that this rank is in, and that other ranks must make, too
+
+    def computes(self, work: str, unit: str | None) -> None:
+        """Note what the training thread computes now. `unit`: its unit, if it is work of a unit."""
+        self.progress += 1
+        self._computing = work if unit is None else f"{work} of unit {unit or 'root'!r}"
+
+    def begins(self, transfers: Sequence[Transfer]) -> None:
+        """Note that the calling thread begins these transfers, which are one message."""
+        self.progress += 1
+        self._under_way[threading.get_ident()] = _named(transfers)
+
+    def ends(self) -> None:
+        """Note that the transfers that the calling thread has begun are over, successful or not."""
+        self.progress += 1
+        self._last = self._under_way.pop(threading.get_ident(), self._last)
+
+    def enqueued(self, end: torch.cuda.Event, transfers: Sequence[Transfer]) -> None:
+        """Note that the host has enqueued these transfers on the device. The event `end` follows them."""
+        with self._enqueued_lock:
+            self._drop_finished()
+            self._enqueued.append((end, _named(transfers)))
+
+    def _drop_finished(self) -> None:
+        # A query while this thread captures a CUDA graph would end the capture in an error.
+        if is_capturing():
+            return
+        while self._enqueued and self._enqueued[0][0].query():
+            self._last = self._enqueued.popleft()[1]
+            self.progress += 1
+
+    def on_device(self) -> str:
+        """Return the first enqueued transfer that the device has not finished; '' if there is none."""
+        with self._enqueued_lock:
+            self._drop_finished()
+            return self._enqueued[0][1] if self._enqueued else ""
+
+    @contextmanager
+    def shared(self, call: str) -> Generator[None]:
+        """Run a call that other ranks must make, too, such as a norm, and note `call` meanwhile."""
+        self.progress += 1
+        before, self._computing, self.inside = self._computing, f"in {call}", call
+        try:
+            yield
+        finally:
+            self.progress += 1
+            self._computing, self.inside = before, ""
+
+    def failed(self, what: str) -> None:
+        """Note the error `what` of a forward or backward pass. With '', note that all ranks have learned of it."""
+        self.progress += 1
+        self.failure = what
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank or its device is in a transfer, or in a call that other ranks must make, too."""
+        return bool(self._under_way or self.inside or self.on_device())
+
+    def silent_seconds(self) -> float:
+        """Return for how long nothing has begun or ended. Call it at regular intervals: it looks for progress."""
+        now = time.monotonic()
+        if self.progress != self._seen:
+            self._since, self._seen = now, self.progress  # in this order: another thread may read them in between
+        return now - self._since
+
+    def describe(self) -> str:
+        parts = [f"step {self.step}"]
+        parts += [self.failure] if self.failure else [self._computing]
+        under_way = sorted(self._under_way.copy().values())
+        if on_device := self.on_device():
+            under_way.append(f"{on_device}, on the device")
+        parts.append(f"waits for {', '.join(under_way)}" if under_way else "in no transfer")
+        if self._last:
+            parts.append(f"the last one that ended was {self._last}")
+        return "; ".join(parts)
+
+
+def _named(transfers: Sequence[Transfer]) -> str:
+    first = transfers[0]
+    return f"{first.kind.value} of unit {first.unit or 'root'!r}" if first.unit or first.bucket else first.kind.value
