@@ -111,9 +111,7 @@ def step(row: Row, model: Model, cluster: Cluster, checkpointing: bool = False) 
     elements = model.trainable / made.placement.optimizer.size
     seconds = replace(
         compute_seconds(model, cluster, "bfloat16", TOKENS, checkpointing),
-        optimizer=optimizer_seconds(
-            elements, model.trainable_parameters, request.own, request.optimizer, cluster.hardware
-        ),
+        optimizer=optimizer_seconds(elements, request.own, request.optimizer, cluster.hardware),
     )
     return (_Fsdp2 if row.peer else Replay)(made, plans, cluster.hardware, seconds, 1).run()
 
