@@ -34,12 +34,12 @@ from towpath.errors import ShardError, StepError
 def attach(model: nn.Module, engine: Engine) -> None:
     let_backward_take_parameters()
     kept = kept_modules(model, engine.precision)
-    exact = {id(m) for outermost in kept for m in outermost.modules()}
+    keeping = {id(m) for outermost in kept for m in outermost.modules()}
     lower = torch_dtype(engine.precision.params) if engine.precision.params else None
 
     def enter_by(module: nn.Module, role: type[Any], unit: Unit) -> None:
         add_mixin(module, role)
-        forward = _Forward(engine, unit, module, None if id(module) in exact else lower)
+        forward = _Forward(engine, unit, module, None if id(module) in keeping else lower)
         object.__setattr__(module, "towpath_forward", forward)
 
     for module in kept:

@@ -58,11 +58,11 @@ class RankTransfer:
         Coalesced transfers take a list of regions and one of shards. `OwnersExchange` has its own memory.
         """
         self.check_fit(region, shard)
-        values, messages = workspace.exact_bytes
+        values, messages = workspace.encoded_bytes
         with self._record.running(self.transfers, workspace.micro_step), self.explained():
             self.collective.run(region, shard, workspace)
-            if workspace.exact_bytes != (values, messages):
-                after = workspace.exact_bytes
+            if workspace.encoded_bytes != (values, messages):
+                after = workspace.encoded_bytes
                 self._record.encoded(self.transfer, after[0] - values, after[1] - messages)
 
     def begin(self, region: Any, shard: Any, workspace: Workspace) -> None:

@@ -16,7 +16,6 @@ from typing import final
 import torch
 from torch.autograd import profiler
 
-from towpath.core.lossless import exact_codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.agree.watchdog import Watchdog
@@ -339,8 +338,7 @@ class Record:
         encoded: dict[tuple[str, str], tuple[int, int]] = {}
         for transfer, total in totals:
             exposed[transfer.kind] += total.seconds_exposed
-            if total.exact_values:
-                key = exact_codec(transfer.move.op), transfer.dtype
+            if total.exact_values and (key := transfer.coding) is not None:
                 values, messages = encoded.get(key, (0, 0))
                 encoded[key] = values + total.exact_values, messages + total.exact_messages
         return Sums(

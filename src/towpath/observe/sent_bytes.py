@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from towpath.core.lossless import exact_codec, expected_share, in_bits
+from towpath.core.lossless import in_bits
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 
@@ -38,19 +38,19 @@ class SentBytes:
 
     @property
     def expected_inter_bytes(self) -> int:
-        """The expected part of `inter_bytes` that is sent. It differs if transfers are exact."""
+        """The expected part of `inter_bytes` that is sent. It differs if transfers have codings."""
         return sum(_expected(t, "inter_bytes") for t in self.transfers)
 
     def by_kind(self) -> str:
         """Return a text table with one line for each kind of transfer: calls, and bytes by class of link.
 
-        The bytes of exact transfers are upper bounds. The expected bytes then have columns of their own, and a last
-        line says what is expected of an element.
+        The bytes of transfers with codings are upper bounds. The expected bytes then have columns of their own, and a
+        last line says what is expected of an element.
         """
         links = {"inside nodes": "intra_bytes", "between nodes": "inter_bytes"}
         if any(t.topology.nodes_per_rack for t in self.transfers):
             links["between racks"] = "between_racks_bytes"
-        exact = {(exact_codec(t.move.op), t.dtype): _share(t) for t in self.transfers if t.exact}
+        codings = {coding for t in self.transfers if (coding := t.coding) is not None}
         columns: list[tuple[str, str, bool]] = []  # heading, attribute to sum, whether as expected
         for heading, name in links.items():
             columns.append((heading, name, False))
@@ -62,15 +62,13 @@ class SentBytes:
             sums = (sum(_expected(t, n) if expected else getattr(t, n) for t in mine) for _, n, expected in columns)
             if mine or label == "total":
                 lines.append(f"  {label:<20} {len(mine):>6}" + "".join(f" {nbytes:>16,}" for nbytes in sums))
-        return "\n".join([*lines, *([f"  expected on paper: {in_bits(exact)}"] if exact else [])])
-
-
-def _share(transfer: Transfer) -> float:
-    """Return the expected bytes of a transfer's encoded messages, as a share of their values: 1 unless it is exact."""
-    return expected_share(transfer.move.op, transfer.dtype) if transfer.exact else 1.0
+        told = [f"  expected on paper: {in_bits({coding: coding.share for coding in codings})}"] if codings else []
+        return "\n".join([*lines, *told])
 
 
 def _expected(transfer: Transfer, name: str) -> int:
     """Return the expected part of the bytes that attribute `name` bounds. Inside nodes, sums are sent as they are."""
-    bound = getattr(transfer, name)
-    return bound if name == "intra_bytes" and not transfer.encoded_inside else round(_share(transfer) * bound)
+    bound, coding = getattr(transfer, name), transfer.coding
+    if coding is None or (name == "intra_bytes" and not transfer.encoded_inside):
+        return bound
+    return round(coding.share * bound)

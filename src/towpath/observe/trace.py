@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from towpath.codecs.kernels import Watch
 from towpath.core.formats import Codec
-from towpath.core.lossless import exact_codec
 from towpath.core.strategy import BETWEEN_HOSTS
 from towpath.core.transfer import Transfer
 from towpath.engine.timing import Mark, Timer
@@ -195,6 +194,6 @@ def _args(transfers: Sequence[Transfer]) -> Args:
         "kind": first.kind.value,
         "unit": first.unit or "root",
         "route": first.route,
-        "codec": exact_codec(first.move.op) if first.exact else str(first.transport.codec),
+        "codec": first.encoding,
         "calls": len(transfers),
     }

@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from towpath.core.lossless import exact_codec
 from towpath.core.schedule import JobSchedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
@@ -29,8 +28,7 @@ ExactBytes = dict[tuple[str, str], tuple[int, int]]
 def _exact_bytes(job: JobSchedule) -> ExactBytes:
     found: ExactBytes = {}
     for transfer in job.transfers:
-        if transfer.exact:
-            key = exact_codec(transfer.move.op), transfer.dtype
+        if (key := transfer.coding) is not None:
             between, inside = found.get(key, (0, 0))
             inside += transfer.intra_bytes if transfer.encoded_inside else 0
             found[key] = between + transfer.inter_bytes, inside
