@@ -27,7 +27,7 @@ from towpath.collectives import flat
 from towpath.core.transfer import Transfer
 from towpath.engine import comm
 from towpath.engine.agree.digest import CollectiveLog
-from towpath.engine.queues import Handle, Stream, StreamJob
+from towpath.engine.transfer_queues import Handle, Stream, StreamJob
 from towpath.observe.record import TransferWait
 from towpath.topology import groups
 

@@ -31,7 +31,7 @@ from benchmarks.peers import build, stepper
 from benchmarks.workload import LENGTH, SHORT, SQUARE, Workload
 from towpath.core.steady_step import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
-from towpath.engine.queues import RankTransfer
+from towpath.engine.transfer_queues import RankTransfer
 from towpath.observe.stats import intervals_of_ranks
 from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.tracing import write_intervals

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
+from towpath.engine.parameters.dtensors import replacement_of
 from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
 from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
-from towpath.engine.parameters.tensor_parallel import replacement_of
 from towpath.engine.trial_steps import Common, call_with, coupling, options_of
 from towpath.errors import ShardError, StepError, TowpathError
 from towpath.topology.together import together

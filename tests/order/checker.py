@@ -43,7 +43,7 @@ from towpath.engine.parameters import gradients as optimizer_memory
 from towpath.engine.parameters import shard_spec as encoded_shard
 from towpath.engine.parameters.partial_sums import Partial
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.queues import Handle, Stream, StreamJob
+from towpath.engine.transfer_queues import Handle, Stream, StreamJob
 from towpath.observe.record import TransferWait
 from towpath.outer import sync
 

@@ -32,8 +32,8 @@ from towpath.core.step_state import ParamVersion, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
-from towpath.engine.queues import Handle, StreamJob
 from towpath.engine.saved_activations import DeviceCopies
+from towpath.engine.transfer_queues import Handle, StreamJob
 from towpath.observe.record import TransferWait
 
 SHAPE = towpath.Topology(2, 2)

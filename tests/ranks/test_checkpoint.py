@@ -528,6 +528,32 @@ def test_every_rank_passes_over_what_any_rank_finds_damaged(world: Worlds, tmp_p
         assert "rank-00002-optimizer.safetensors is corrupted" in refusal
 
 
+def test_a_folder_that_rank_0_sees_empty_is_refused_and_so_are_folders_that_differ(
+    world: Worlds, tmp_path: Path
+) -> None:
+    (tmp_path / "1").mkdir()
+    world(4).run(_save_three, tmp_path / "1")
+    for other, same in world(2).run(_load_from_a_folder_of_its_own, tmp_path):
+        assert "rank 0 has 'the folder to load = " in other, other
+        assert "here has no checkpoint on rank 0, and has some on rank 1" in same
+
+
+def _load_from_a_folder_of_its_own(root: Path) -> list[str]:
+    run, found = Run.of("zero3", Topology(1, 2)), list[str]()
+    (root / str(rank())).mkdir(exist_ok=True)
+    before = Path.cwd()
+    os.chdir(root)
+    for where in (str(rank()), "here"):
+        if where == "here":
+            os.chdir(str(rank()))  # as on nodes that do not share it
+            Path("here").symlink_to(".")
+        with pytest.raises(CheckpointError) as refused:
+            checkpoint.load(where, run.state())
+        found.append(str(refused.value))
+    os.chdir(before)
+    return found
+
+
 def _save_three(root: Path) -> None:
     run = Run.of("zero3", SHAPE)
     for step in (1, 2, 3):

@@ -29,7 +29,7 @@ from towpath.core.routes import COLLECTIVES, ROUTES, Form, Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
-from towpath.engine.queues import RankTransfer
+from towpath.engine.transfer_queues import RankTransfer
 from towpath.errors import StepError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups

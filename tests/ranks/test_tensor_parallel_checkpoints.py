@@ -141,7 +141,7 @@ def _drawn(root: Path) -> list[list[float]]:
     for sizes, build in ((1, 2, 2), _one_model), ((2, 1, 2), _pipeline):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
         loaded = checkpoint.load(root, State(build(mesh, "ddp")))
-        assert loaded is not None and "now there are 4 ranks of which 2 share each layer" in " ".join(loaded.notes)
+        assert loaded is not None and "this job of 4 ranks of which 2 share each layer" in " ".join(loaded.notes)
         found.append(Groups().gather_objects(torch.rand(()).item()))
     return found
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from towpath import daemons
 from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES
@@ -25,10 +26,10 @@ from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.engine.agree.neighbor import Neighbor
 from towpath.engine.agree.status import RankStatus
-from towpath.engine.agree.watchdog import Watchdog, _end, _report
+from towpath.engine.agree.watchdog import Watchdog, _report
 from towpath.engine.comm import make_stream
-from towpath.engine.queues import CudaStream, _CudaHandle
 from towpath.engine.threads import ThreadStream
+from towpath.engine.transfer_queues import CudaStream, _CudaHandle
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -175,9 +176,8 @@ def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytes
 def test_the_thread_that_reports_ends_before_the_interpreter_does() -> None:
     """Else it may wait for the store in C++ while Python goes away, which aborts a process that was through."""
     peers, stop = Watchdog(Groups()), threading.Event()
-    reporter = threading.Thread(target=_report, args=(weakref.ref(peers), stop), daemon=True)
-    reporter.start()
-    _end(reporter, stop)
+    reporter = daemons.start_daemon("reporter", partial(_report, weakref.ref(peers), stop), stop.set)
+    daemons._end_daemons()
     assert not reporter.is_alive()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -240,12 +241,17 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def _replace(path: Path) -> None:
+    shutil.copytree(path.parent.with_name("step-000002"), path.parent, dirs_exist_ok=True)
+
+
 DAMAGES = [
     (FILE, _truncate, f"{FILE} is truncated"),
     (FILE, _flip, f"{FILE} is corrupted: "),
     (FILE, Path.unlink, f"{FILE} is missing"),
     ("manifest.json", _truncate, "manifest.json: not a whole manifest"),
     ("manifest.json", Path.unlink, "manifest.json is missing"),
+    ("manifest.json", _replace, "manifest.json: it is of step 2; expected that of step-000003. Rename the folder"),
 ]
 
 
@@ -267,6 +273,8 @@ def test_damage_is_found_by_name_and_the_checkpoint_before_is_used(
     assert differing(run.content(), expected) == []
     with pytest.raises(CheckpointError, match=file):
         checkpoint.load(tmp_path / "step-000003", run.state())
+    exported = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "exported")])
+    assert exported.exit_code == 0 and "step-000003 was passed over: " in exported.stderr
 
 
 def test_an_empty_folder_has_nothing_to_resume_from_and_a_lost_one_is_an_error(tmp_path: Path) -> None:
@@ -310,15 +318,58 @@ def test_arguments_are_checked_before_anything_is_written(tmp_path: Path) -> Non
         opened.save("3")  # pyright: ignore[reportArgumentType]
 
 
-def test_what_no_checkpoint_can_hold_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Unfilled(Position):
-        def state_dict(self) -> dict[str, Any]:
-            return {"mean": torch.empty(3, device="meta")}
+class Fixed:
+    """An extra whose state is given."""
 
-    outcome = checkpoint.save(tmp_path, 1, State(nn.Linear(2, 2), data=Unfilled()))
-    assert outcome.failure == "data.mean is a tensor on the meta device, which has no values to save."
-    assert caplog.messages[-1].endswith("no values to save.")  # nothing goes on while save is waited for
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict
+
+
+_ENDLESS: dict[str, Any] = {}
+_ENDLESS["again"] = _ENDLESS
+
+
+@pytest.mark.parametrize(
+    ("state", "failure"),
+    [
+        (torch.empty(3, device="meta"), "data.mean is a tensor on the meta device, which has no values to save."),
+        (
+            torch.eye(3).to_sparse(),
+            r"data.mean is a sparse_coo tensor, which .* expected a dense tensor. Save to_dense",
+        ),
+        (torch.ones(2, dtype=torch.complex128), r"data.mean is a complex128 tensor, .* torch.view_as_real\(\) of a"),
+        (_ENDLESS, r"data.mean.again.again… has more than 100 levels, or contains itself. Let state_dict\(\) return a"),
+        (1 << 5000, r"data.mean is a number of 5,001 bits, and a checkpoint holds up to 4,096. Let its state_dict\(\)"),
+    ],
+)
+def test_what_no_checkpoint_can_hold_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, state: Any, failure: str
+) -> None:
+    outcome = checkpoint.save(tmp_path, 1, State(nn.Linear(2, 2), data=Fixed({"mean": state})))
+    assert outcome.failure is not None and re.match(failure, outcome.failure)
+    assert caplog.messages[-1].endswith(outcome.failure)  # nothing goes on while save is waited for
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_tensors_of_an_extra_come_back_whatever_they_are_called_and_share(tmp_path: Path, background: bool) -> None:
+    x, z = torch.arange(6.0), torch.tensor([1 + 2j])
+    state = {"a.b": x, "a": {"b": x + 1}, 0: x + 2, "0": x + 3, None: x + 4, "None": x + 5, "0~2": x + 6}
+    state |= {"same": x, "head": x[:3], "tail": x[2:], "conj": z.conj(), "imag": z.conj().imag}
+    model, extra = nn.Linear(2, 2), Fixed(state)
+    with closing(checkpoint.Saver(tmp_path, State(model, data=extra), background=background)) as saver:
+        assert saver.save(1).outcome().ok
+    assert checkpoint.load(tmp_path, State(model, data=extra)) is not None
+    assert extra.state["a"]["b"].tolist() == (x + 1).tolist()
+    assert {key: t.tolist() for key, t in extra.state.items() if key != "a"} == {
+        key: t.tolist() for key, t in state.items() if isinstance(t, Tensor)
+    }
 
 
 def test_old_ones_go_when_a_new_one_is_there(tmp_path: Path) -> None:
@@ -491,7 +542,7 @@ def test_the_command_lists_verifies_and_shows(tmp_path: Path) -> None:
     assert code == 0 and "step-000002" in text and "step-000003" in text
     assert _command("checkpoint", "verify", tmp_path)[0] == 0
     code, text = _command("checkpoint", "show", tmp_path)
-    assert code == 0 and "step-000003: step 3, 1 ranks" in text and "model.blocks.0.qkv.weight" in text
+    assert code == 0 and "step-000003: step 3, 1 rank," in text and "model.blocks.0.qkv.weight" in text
     _flip(tmp_path / "step-000003" / FILE)
     assert _command("checkpoint", "ls", tmp_path)[0] == 0
     code, text = _command("checkpoint", "verify", tmp_path)

@@ -85,10 +85,12 @@ def test_a_lock_of_another_machine_or_one_that_says_nothing_is_removed_only_by_h
     Lock(tmp_path).hold()
 
 
-def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_a_lock_that_is_no_file_is_not_followed_and_named_for_removal(tmp_path: Path, kind: str) -> None:
     (tmp_path / "target").touch()
-    (tmp_path / "lock.json").symlink_to("target")
-    with pytest.raises(RefusedError, match="is a symbolic link"):
+    lock = tmp_path / "lock.json"
+    {"link": lambda: lock.symlink_to("target"), "folder": lock.mkdir, "pipe": lambda: os.mkfifo(lock)}[kind]()
+    with pytest.raises(RefusedError, match=rf"is a .*{kind}.* or remove {lock} if no job writes there\."):
         Lock(tmp_path).hold()
     assert (tmp_path / "target").read_text() == ""
 

@@ -10,7 +10,7 @@ from torch import nn
 import towpath
 from towpath.core.step_state import Task, Wait
 from towpath.core.strategy import TransferKind
-from towpath.engine.queues import Handle
+from towpath.engine.transfer_queues import Handle
 from towpath.errors import StepError
 
 

@@ -30,7 +30,7 @@ def gather(unit: str) -> Transfer:
 
 def record(timer: Any) -> Record:
     activity = SimpleNamespace(begins=lambda _: None, ends=lambda: None, computes=lambda *_: None)
-    return Record(cast(Any, SimpleNamespace(activity=activity, raise_if_diverged=lambda: None)), timer)
+    return Record(cast(Any, SimpleNamespace(status=activity, raise_if_diverged=lambda: None)), timer)
 
 
 @dataclass(eq=False)

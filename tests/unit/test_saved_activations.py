@@ -13,8 +13,8 @@ import torch
 
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.engine import saved_activations
-from towpath.engine.queues import Handle, Stream, StreamJob
 from towpath.engine.saved_activations import DeviceCopies, _Window
+from towpath.engine.transfer_queues import Handle, Stream, StreamJob
 from towpath.errors import StepError
 from towpath.observe.record import TransferWait
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Generator
 from threading import Event
 from typing import Any
@@ -16,7 +18,7 @@ from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.engine import comm
 from towpath.engine.comm import make_stream
-from towpath.engine.queues import Stream, StreamJob, Work
+from towpath.engine.transfer_queues import Stream, StreamJob, Work
 
 DEADLINE_SECONDS = 60.0
 
@@ -126,6 +128,26 @@ def test_the_queue_goes_on_behind_a_job_whose_precondition_failed(stream: Stream
     stream.submit(job(going_on))
     stream.submit(job(lambda _: seen.append("goes on"), begin=begin)).wait()
     assert seen == ["begins", "goes on"]
+
+
+def test_threads_let_go_of_their_last_job_before_the_interpreter_ends() -> None:
+    """A thread that drops a collective while the interpreter is finalized aborts the process."""
+    script = """
+import time, torch
+from tests.workspace import workspace
+from towpath.engine.comm import make_stream
+from towpath.engine.transfer_queues import StreamJob
+
+class Collective:
+    def __del__(self):
+        time.sleep(0.5)
+        print("let go")
+
+stream = make_stream("test", torch.device("cpu"), depth=2)
+stream.submit(StreamJob(workspace(), [lambda _, held=Collective(): None], None)).wait()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert (ended.returncode, ended.stdout) == (0, "let go\n"), ended.stderr
 
 
 def test_transfers_that_the_computation_waits_for_soon_go_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from towpath.checkpoint.manifest import NAME
+from towpath.checkpoint.manifest import NAME, step_of
 from towpath.checkpoint.safe_files import DamagedError, opened, read_object, visible
 from towpath.errors import CheckpointError
 from towpath.files import make_folder, sync_folder
@@ -32,7 +32,6 @@ IN_RUN = "checkpoints"  # where `towpath train` keeps them, in the folder of a r
 LOCK = "lock.json"
 
 _LOG = logger("checkpoint")
-_CHECKPOINT = re.compile(r"step-([0-9]+)")
 _PARTIAL = re.compile(r"step-[0-9]+\.partial-\w+")
 _REPLACED = re.compile(r"(step-[0-9]+)\.replaced-\w+")
 
@@ -65,19 +64,13 @@ def new_partial(root: Path, step: int) -> Generator[Path]:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether `path` has the name of a checkpoint, or contains a manifest."""
-    return _CHECKPOINT.fullmatch(path.name) is not None or os.path.lexists(path / NAME)
-
-
-def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint, or -1 if the name has none."""
-    match = _CHECKPOINT.fullmatch(path.name)
-    return int(match[1]) if match else -1
+    return step_of(path) >= 0 or os.path.lexists(path / NAME)
 
 
 def checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints in `root`, newest first. Links are among them, and reading their manifests fails."""
     try:
-        found = [path for path in root.iterdir() if _CHECKPOINT.fullmatch(path.name) and _is_folder(path)]
+        found = [path for path in root.iterdir() if step_of(path) >= 0 and _is_folder(path)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
@@ -214,14 +207,17 @@ class Lock:
                 if not is_same or not self._is_dead(holder):
                     raise RefusedError(
                         f"{self._root} is in use{_named(holder)}: two jobs would overwrite each other's checkpoints. "
-                        "Expected a folder of this job's own (towpath train: log.folder, or checkpoint.folder). Name "
-                        f"another one, or end that job first. If it cannot be alive, remove {self._path}."
+                        "Expected a folder of this job's own (towpath train: log.folder). Name another one, or "
+                        f"end that job first. If it cannot be alive, remove {self._path}."
                     )
                 mine = self._path.with_name(f"{LOCK}.{uuid.uuid4().hex[:8]}")
                 self._write(mine)
                 mine.replace(self._path)
         except (DamagedError, FileNotFoundError) as error:
-            raise RefusedError(f"{self._root} may be in use: {error} Name a folder of this job's own.") from None
+            raise RefusedError(
+                f"{self._root} may be in use: {error} Name a folder of this job's own, or remove {self._path} if no "
+                "job writes there."
+            ) from None
 
     def _holder(self) -> dict[str, Any]:
         """Return what the lock says. It says nothing if it cannot be read, perhaps because it is being written."""

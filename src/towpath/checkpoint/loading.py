@@ -14,7 +14,7 @@ from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import Restore, State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
-from towpath.topology.together import Together
+from towpath.topology.together import Together, check_same
 
 _LOG = logger("checkpoint")
 
@@ -62,7 +62,19 @@ def load(where: str | Path, state: State) -> Loaded | None:
             folders.refuse_others(path)
         return named, [path] if named else folders.checkpoints(folders.search_folder(path))
 
-    named, paths = control.on_rank_0(candidates)
+    def choose(ranks: list[tuple[str, tuple[bool, list[Path]]]]) -> tuple[bool, list[Path]]:
+        lines = {rank: [f"the folder to load = {theirs}"] for rank, (theirs, _) in enumerate(ranks)}
+        check_same(lines, "Pass the same folder on every rank.", CheckpointError)
+        mine = ranks[0][1]
+        others = [rank for rank, (_, (_, paths)) in enumerate(ranks) if paths]
+        if others and not mine[1]:
+            raise CheckpointError(
+                f"{where} has no checkpoint on rank 0, and has some on rank {others[0]}. Expected one folder that all "
+                "nodes share: name such a folder, or copy the checkpoints into each node's."
+            )
+        return mine
+
+    named, paths = control.combine(lambda: (str(where), candidates()), choose)
     notes: list[str] = []
     for path in paths:
         try:

@@ -37,6 +37,7 @@ NAME = "manifest.json"
 FORMAT = "towpath checkpoint 2"
 _YEAR_10000 = 253_000_000_000  # the last year that Python's dates can have is 9999
 _MOST_CORNERS = 1 << 24  # of boxes: a manifest of MAX_JSON_BYTES has fewer in up to four dimensions
+_CHECKPOINT = re.compile(r"step-([0-9]+)")
 _PART = re.compile(r"(island\.\d+\.|)(.*)", re.DOTALL)  # the values of an island, and those of the job
 _WITHOUT_TENSORS = ("model", "names", "config", "peft")
 
@@ -181,6 +182,12 @@ def _canonical(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint, or -1 if the name has none."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
 def read_manifest(folder: str | Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
@@ -204,10 +211,19 @@ def read_manifest(folder: str | Path) -> Manifest:
         intact = zlib.crc32(_canonical(content)) == whole.get("crc32")
         if intact:
             _check(content, _CONTENT, "content")
-            return _parsed(cast(dict[str, Any], content))
+            return _checked_name(path.parent, _parsed(cast(dict[str, Any], content)))
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path}: {error}") from None
     raise DamagedError(f"{path}: its checksum does not match its content: the file was changed.")
+
+
+def _checked_name(folder: Path, manifest: Manifest) -> Manifest:
+    if step_of(folder) not in (-1, manifest.step):
+        raise ValueError(
+            f"it is of step {manifest.step}; expected that of {folder.name}. Rename the folder, or copy the checkpoint "
+            "anew."
+        )
+    return manifest
 
 
 # What the parts of a manifest look like: a type, a list or a dict of members, or one form for all keys.
@@ -343,33 +359,52 @@ def box_in(held: Mapping[str, torch.Tensor], stored: StoredTensor, box: StoredBo
 
 _TUPLE, _ITEMS, _TENSOR_AT, _BYTES = "(tuple)", "(items)", "(tensor)", "(bytes)"
 _TAGS = (_TUPLE, _ITEMS, _TENSOR_AT, _BYTES)
+_MOST_LEVELS, _MOST_BITS = 100, 4096
 
 
-def to_json(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
-    """Return `value` as JSON, without its tensors. `keep` receives each tensor and the path that refers to it."""
+def to_json(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
+    """Return `value` as JSON. Its tensors are added to `tensors`, by names that begin with `path` and are new there."""
+    if depth > _MOST_LEVELS:
+        first = ".".join(path.split(".")[:4])
+        raise CheckpointError(
+            f"{first}… has more than {_MOST_LEVELS} levels, or contains itself. Let state_dict() return a flat dict."
+        )
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise CheckpointError(
+            f"{path} is a number of {value.bit_length():,} bits, and a checkpoint holds up to {_MOST_BITS:,}. Let its "
+            "state_dict() return bytes."
+        )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            raise CheckpointError(f"{path} is a tensor on the meta device, which has no values to save.")
-        keep(path, value)
-        return {_TENSOR_AT: path}
+        return {_TENSOR_AT: _add_tensor(path, value, tensors)}
     if isinstance(value, bytes):
         return {_BYTES: value.hex()}
     if isinstance(value, (list, tuple)):
-        items = [to_json(v, f"{path}.{i}", keep) for i, v in enumerate(value)]
+        items = [to_json(v, f"{path}.{i}", tensors, depth + 1) for i, v in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, Mapping):
-        pairs = [(k, to_json(v, f"{path}.{k}", keep)) for k, v in value.items()]
+        pairs = [(k, to_json(v, f"{path}.{k}", tensors, depth + 1)) for k, v in value.items()]
         if all(isinstance(k, str) for k, _ in pairs) and not any(k in _TAGS for k, _ in pairs):
             return dict(pairs)
-        return {_ITEMS: [[to_json(k, f"{path} (key)", keep), v] for k, v in pairs]}
+        return {_ITEMS: [[to_json(k, f"{path} (key)", tensors, depth + 1), v] for k, v in pairs]}
     if hasattr(value, "item") and hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0:
         return value.item()  # a NumPy scalar
     raise CheckpointError(
         f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: expected tensors, None, numbers, "
         "strings, bytes, and lists, tuples and dicts of them. Let its state_dict() return such."
     )
+
+
+def _add_tensor(path: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
+    """Add a tensor to `tensors`, and return its name there. It is `path`, or `path~2` if another one is called so."""
+    if tensor.is_meta:
+        raise CheckpointError(f"{path} is a tensor on the meta device, which has no values to save.")
+    # Keys may contain dots, and 0 and "0" look the same: {"a.b": x, "a": {"b": y}}.
+    names = itertools.chain([path], (f"{path}~{number}" for number in itertools.count(2)))
+    name = next(name for name in names if name not in tensors)
+    tensors[name] = tensor
+    return name
 
 
 def from_json(value: Any, tensors: Callable[[str], Any]) -> Any:

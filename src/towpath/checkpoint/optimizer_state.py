@@ -47,7 +47,7 @@ def collect(
     for number, group in enumerate(optimizer.param_groups):
         options = {k: v for k, v in group.items() if k != "params"}
         mine = [name_of(names, p, number) for p in group["params"]]
-        groups.append({"names": mine, "options": to_json(options, f"optimizer.(group {number})", tensors.__setitem__)})
+        groups.append({"names": mine, "options": to_json(options, f"optimizer.(group {number})", tensors)})
         for name, parameter in zip(mine, group["params"], strict=True):
             if parameter not in optimizer.state:
                 continue
@@ -115,7 +115,7 @@ def _state(
         like = [key for key in like if isinstance(state[key], ShardTensor)]
     tensors.update({f"optimizer.{name}.{key}": state[key] for key in like})
     rest = {key: value for key, value in state.items() if key not in like}
-    return {"like": like, "rest": to_json(rest, f"optimizer.{name}", tensors.__setitem__)}
+    return {"like": like, "rest": to_json(rest, f"optimizer.{name}", tensors)}
 
 
 def is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:

@@ -138,11 +138,24 @@ def map_tensors(path: Path) -> dict[str, Tensor]:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> tuple[int, int]:
     """Write a safetensors file, wait until it is on the disk, and return its size and its CRC-32."""
     try:
-        save_file(dict(tensors), path, metadata)
+        save_file(_separate(tensors), path, metadata)
         path.chmod(path.parent.stat().st_mode & 0o666)  # the library lets only the owner read it
     except (SafetensorError, KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be written ({error}).") from error
     return checksum(path, flush=True)
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as safetensors takes them: contiguous, on the CPU, and none with memory of another one."""
+    # Conjugate and negative views keep a bit beside their memory. Tied weights and views of a tensor share memory.
+    separate = {name: t.detach().cpu().resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()}
+    end = 0
+    for name, tensor in sorted(separate.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:
+            separate[name] = tensor.clone()
+        else:
+            end = tensor.data_ptr() + tensor.nbytes
+    return separate
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from towpath.checkpoint.folders import RefusedError, lock_of, release
 from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
 from towpath.checkpoint.storage import Contents, Pieces
+from towpath.daemons import start_daemon
 from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError
 from towpath.logs import logger
@@ -325,9 +326,7 @@ class Saver:
             saving.ended = self._write(step, contents, began)
 
         if self._background:
-            saving.thread = threading.Thread(target=work, name=f"towpath checkpoint {step}", daemon=True)
-            self._saves.thread = saving.thread
-            saving.thread.start()
+            self._saves.thread = saving.thread = start_daemon(f"towpath checkpoint {step}", work)
         else:
             work()
             self._raise_refusal()

@@ -42,6 +42,7 @@ from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 from towpath.outer.saved import VALUE, IslandContents, IslandRestore, islands_of, prefix_of, view_of
+from towpath.topology.cluster import counted
 from towpath.topology.together import described
 
 _TAKEN = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
@@ -87,7 +88,7 @@ class State:
         names: Mapping[str, str] | None = None,
         **extras: Stateful,
     ) -> None:
-        taken = [name for name in extras if name in _TAKEN]
+        taken = [name for name in extras if name.partition(".")[0] in _TAKEN]
         if taken:
             raise CheckpointError(
                 f"{taken[0]!r} is a name of Towpath's own in a checkpoint; call this state otherwise."
@@ -137,15 +138,16 @@ class State:
             tensors, owned, values["optimizer"] = optimizer_state.collect(self.optimizer, model)
             found.update(self._mine(tensors, copies, owned=owned))
         same: dict[str, str] = {}
+        of_extras: dict[str, torch.Tensor] = {}
         for name, extra in self.extras.items():
-            tensors = dict[str, torch.Tensor]()
-            values[name] = to_json(extra.state_dict(), name, tensors.__setitem__)
-            shapes = [f"{t.dtype} {shape_text(tuple(t.shape))}" for t in tensors.values()]
+            before = len(of_extras)
+            values[name] = to_json(extra.state_dict(), name, of_extras)
+            shapes = [f"{t.dtype} {shape_text(tuple(t.shape))}" for t in [*of_extras.values()][before:]]
             text = json.dumps([values[name], *shapes] if shapes else values[name], sort_keys=True)
             same[f"the state of {name!r}"] = (
                 text if len(text) <= _SHOWN else f"a text of CRC-32 {crc32(text.encode()):x}"
             )
-            found.update(self._mine(tensors, self.island_rank == 0))
+        found.update(self._mine(of_extras, self.island_rank == 0))
         if self.config is not None:
             try:  # as in a config.json, which has no tuples, and only strings as keys
                 values["config"] = json.loads(json.dumps(self.config))
@@ -205,6 +207,7 @@ class State:
             owned: The parameters of full states. The owners in the other replicas have the same states.
         """
         for name, tensor in tensors.items():
+            _check_storable(name, tensor)
             parameter, number = owned.get(name), crc32(name.encode())
             sharded = parameter if parameter is not None else tensor if isinstance(tensor, ShardTensor) else None
             if self._is_written_elsewhere(name, sharded is not None):
@@ -227,6 +230,16 @@ class State:
 def _settle(state: weakref.ref[State], *_: object) -> None:
     if (found := state()) is not None:
         found.settle()
+
+
+def _check_storable(name: str, tensor: torch.Tensor) -> None:
+    """Raise CheckpointError for a tensor that a safetensors file cannot hold."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype is torch.complex128:
+        kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
+        raise CheckpointError(
+            f"{name} is a {_short(kind)} tensor, which a checkpoint cannot hold: expected a dense tensor. Save "
+            "to_dense() of a sparse, dequantize() of a quantized, and torch.view_as_real() of a complex128 tensor."
+        )
 
 
 def _is_turn(shard_spec: ShardSpec, number: int) -> bool:
@@ -414,8 +427,8 @@ class Restore:
         elif "rng" in values:
             seed_anew(values["rng"]["seed"], self.manifest.step, state.contents.peers)
             self.notes.append(
-                f"random numbers begin anew, from the saved seed: {_ranks(*self._saved_ranks)} wrote the checkpoint, "
-                f"and now there are {_ranks(*self._ranks)}"
+                f"random numbers begin anew, from the saved seed: the checkpoint is of {_ranks(*self._saved_ranks)}, "
+                f"and this job of {_ranks(*self._ranks)}"
             )
         return self.notes
 
@@ -447,7 +460,7 @@ class Restore:
 
 def _ranks(of_an_island: int, islands: int, peers: int) -> str:
     layout = f" in {islands} islands" if islands > 1 else f" of which {peers} share each layer" if peers > 1 else ""
-    return f"{of_an_island * islands} ranks{layout}"
+    return counted(of_an_island * islands, "rank") + layout
 
 
 def _check_target(manifest: Manifest, name: str, target: torch.Tensor) -> None:
@@ -460,5 +473,5 @@ def _check_target(manifest: Manifest, name: str, target: torch.Tensor) -> None:
         raise CheckpointError(f"{name} is {there} in the checkpoint, which cannot be cast to {here}.")
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _short(kind: torch.dtype | torch.layout) -> str:
+    return str(kind).removeprefix("torch.")

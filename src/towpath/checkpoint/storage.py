@@ -164,7 +164,7 @@ def write_files(stem: Path, contents: Contents | str) -> _Written:
         file = f"{stem.name}{'-optimizer' if _OPTIMIZER.match(name) else ''}.safetensors"
         boxes = {StoredBox(at, tuple(data.shape), file): data for at, data in pieces.boxes.items()}
         tensors[name] = StoredTensor(name, pieces.dtype, tuple(pieces.shape), tuple(boxes))
-        files.setdefault(file, {}).update({box.key(name): data.contiguous().cpu() for box, data in boxes.items()})
+        files.setdefault(file, {}).update({box.key(name): data for box, data in boxes.items()})
     written: dict[str, StoredFile] = {}
     for file, held in files.items():
         with writing(stem.parent / file):

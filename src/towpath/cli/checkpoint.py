@@ -16,6 +16,7 @@ from towpath.cli.terminal import Commands, load_torch
 from towpath.core.formats import shape_text
 from towpath.errors import CheckpointError
 from towpath.progress import size, working
+from towpath.topology.cluster import counted
 
 app = Commands()
 
@@ -110,7 +111,7 @@ def show(folder: Folder) -> None:
     manifest = read_manifest(path)
     out = _console()
     written_by = visible(manifest.written_by)
-    out.print(f"{path.name}: step {manifest.step}, {manifest.world} ranks, {written_by}", style="bold")
+    out.print(f"{path.name}: step {manifest.step}, {counted(manifest.world, 'rank')}, {written_by}", style="bold")
     if manifest.strategy is not None:
         out.print(visible(manifest.strategy.splitlines()[0]).replace("name", "strategy"))
     out.print(f"holds {visible(', '.join(manifest.values))}")
@@ -204,23 +205,28 @@ def export(
     """
     load_torch()
     from towpath import checkpoint as checkpoints
-    from towpath.checkpoint import folders
+    from towpath.checkpoint.safe_files import DamagedError
 
-    source = checkpoint if folders.is_checkpoint(checkpoint) else checkpoints.latest(checkpoint)
-    if source is None:
-        raise CheckpointError(f"{checkpoint}: there is no checkpoint in it that could be exported. Check the path.")
-    with working(f"Exporting {source}"):
-        written = checkpoints.export(
-            source,
-            folder,
-            max_shard_bytes=int(max_shard_gb * 1e9),
-            config=_config(config),
-            dtype=dtype,
-            tokenizer=tokenizer,
-            adapter=adapter,
-            island=island,
-        )
-    _print_files(written)
+    sources = _checkpoints(checkpoint)
+    for source in sources:
+        try:
+            with working(f"Exporting {source}"):
+                written = checkpoints.export(
+                    source,
+                    folder,
+                    max_shard_bytes=int(max_shard_gb * 1e9),
+                    config=_config(config),
+                    dtype=dtype,
+                    tokenizer=tokenizer,
+                    adapter=adapter,
+                    island=island,
+                )
+        except DamagedError as error:
+            if source == sources[-1]:
+                raise
+            print(f"{source.name} was passed over: {error}", file=sys.stderr)
+            continue
+        return _print_files(written)
 
 
 def import_(

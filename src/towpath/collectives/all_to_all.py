@@ -76,9 +76,8 @@ class AllToAllReduceScatter(Collective):
 
     It is used for the routes 'one-hop' and 'two-hop', with or without a codec.
 
-    Args:
-        members: The group, and this rank's position in it. Two hops of collectives use its row and its column.
-        collectives: Exchange the rows of a hop by one all-to-all of the backend. Otherwise send messages.
+    `members`: The group, and this rank's position in it. Two hops of collectives use its row and its column.
+    `collectives`: Exchange the rows of a hop by one all-to-all of the backend. Otherwise send messages.
     """
 
     def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device, collectives: bool = False) -> None:

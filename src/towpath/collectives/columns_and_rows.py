@@ -31,8 +31,7 @@ from towpath.core.routes import Group, Op, Order, columns_first, order_of
 class _OverColumnsAndRows(Collective):
     """A collective over the column and the row of this rank.
 
-    Args:
-        start: Where the bundle starts in the wire buffer. Callers use the elements before it.
+    `start`: Where the bundle starts in the wire buffer. Callers use the elements before it.
     """
 
     def __init__(self, members: GroupRank, start: int = 0) -> None:
@@ -67,6 +66,7 @@ class ColumnRowAllGather(_OverColumnsAndRows):
             bundles = workspace.take(self._start + sum(sizes), regions[0].dtype)[self._start :].split(sizes)
         else:
             bundles = [self._column_of(region) for region in regions]
+        # The column first: the links between nodes carry every slice once. The row then sends inside the node.
         with launched_together(self._column, len(bundles)):
             for bundle, shard in zip(bundles, shards, strict=True):
                 all_gather_single(bundle, shard, self._column)
@@ -91,12 +91,14 @@ class RowColumnReduceScatter(_OverColumnsAndRows):
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Sum the regions of all members, and write this member's slice of the sum to `shard`."""
         if self._rows_are_contiguous:
+            # The sums over the row are apart in the region, one for each node. The column needs them contiguous.
             size = self._nodes * len(shard)
             bundle = workspace.take(self._start + size, region.dtype)[self._start :]
             calls = [(mine, self._row_of(region, j)) for j, mine in enumerate(bundle.chunk(self._nodes))]
         else:
             bundle = self._column_of(region)
             calls = [(bundle, region)]
+        # The row first: only sums over a node's members cross nodes.
         with launched_together(self._row, len(calls)):
             for mine, summed in calls:
                 reduce_scatter_single(mine, summed, self._row)
@@ -109,9 +111,8 @@ class Reordered(Collective):
 
     The slices are copied to a wire buffer in another order, or from there. `inner` works on that buffer.
 
-    Args:
-        slots: The slice of the copy that each member holds.
-        start: Where the copy starts in the wire buffer. Callers use the elements before it.
+    `slots`: The slice of the copy that each member holds. `start`: Where the copy starts in the wire buffer. Callers
+    use the elements before it.
     """
 
     def __init__(
@@ -160,8 +161,7 @@ def _transposed(rows: int, columns: int) -> list[int]:
 def grouped(op: Op, route: str, members: GroupRank, elements: int, device: torch.device, start: int = 0) -> Collective:
     """Return a gather or reduce-scatter as calls of the backend, if all slices have the same length.
 
-    Args:
-        start: The elements of the wire buffer that the caller uses itself.
+    `start`: The elements of the wire buffer that the caller uses itself.
     """
     if not is_direct(route, members):
         slots = tuple(range(len(members.group.ranks))) if route == "flat" else columns_first(members.grid)

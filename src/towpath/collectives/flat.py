@@ -43,6 +43,7 @@ def reduce_scatter_single(shard: torch.Tensor, region: torch.Tensor, group: dist
 
 def launched_together(group: dist.ProcessGroup, calls: int) -> AbstractContextManager[object]:
     """Return a context in which `calls` calls of one kind become one launch of `group`. gloo makes them one by one."""
+    # Private, and what torch.distributed itself offers for this. FSDP2 copies all tensors to one buffer instead.
     if calls == 1 or group.name() == "gloo":
         return nullcontext()
     return dist.distributed_c10d._coalescing_manager(group)  # pyright: ignore[reportPrivateUsage]
@@ -108,6 +109,7 @@ class ReduceThenGather(Collective):
         return (*self.reduce.seeds, *self.gather.seeds)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        # In place: the slice of the sum is where the all-gather reads it.
         mine = region[self.own]
         self.reduce.run(region, mine, workspace)
         self.gather.run(region, mine, workspace)
@@ -150,11 +152,13 @@ class EncodedAllGather(Collective):
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Encode this member's slice, and begin to gather."""
+        # The wire buffer belongs to this job until its end, so the encoded slice may wait there for `run`.
         messages = self._begun = self._encoded(shard, workspace)
         self._inner.begin(messages, messages[self._mine], workspace)
 
     def _encoded(self, shard: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         messages = workspace.take(self._bytes, torch.uint8)
+        # Slices that rest encoded are sent as they are. They were rounded when they were written.
         if self._rests:
             messages[self._mine][: shard.numel()].copy_(shard)
         else:
@@ -168,6 +172,7 @@ class EncodedAllGather(Collective):
         """Gather all slices, and decode them into the region."""
         messages, self._begun = self._encoded(shard, workspace) if self._begun is None else self._begun, None
         self._inner.run(messages, messages[self._mine], workspace)
+        # Decoded from the messages on every member, its own slice too: all ranks compute with the same rounded weights.
         watched(self._kernels, workspace.watch).decode_pieces(self._slices, messages, region)
 
 

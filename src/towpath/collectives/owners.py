@@ -69,6 +69,7 @@ class OwnersExchange(Collective):
         ]
         what = self._transfer.kind.value
         posted = post(messages, self._members, what, workspace, 0) if messages else None
+        # While the messages travel, the owner copies its own piece of each matrix.
         slot = self._members.slot
         for number, whole in wholes.items():
             start, end = self._matrices[number].bounds(slot)

@@ -148,9 +148,8 @@ class PointToPoint(Collective):
 
     In each step it waits for the messages that are due, adds what they bring to a sum, and posts the step's messages.
 
-    Args:
-        cells_of: The bytes of a cell, if the region consists of cells with encoded messages, one for each part
-            of a slice. Only the part of a cell that the message fills is sent.
+    `cells_of`: The bytes of a cell, if the region consists of cells with encoded messages, one for each part of
+    a slice. Only the part of a cell that the message fills is sent.
     """
 
     def __init__(self, transfer: Transfer, members: GroupRank, cells_of: int = 0) -> None:
@@ -160,6 +159,7 @@ class PointToPoint(Collective):
         parts = transfer.elements // (count * cells_of) if cells_of else transfer.parts
         self._what = f"{self._op.value} by {transfer.route}"
         self._own = slice(*transfer.bounds(members.slot))
+        # Every member derives the same list of messages, and keeps its own ends.
         messages = sends(self._op, transfer.route, members.group, members.nodes, parts)
         plan = [s for s in messages if members.position in (s.source, s.target)]
         self._cell = cell_elements(transfer.elements, count, parts, self._grain)
@@ -168,6 +168,7 @@ class PointToPoint(Collective):
         self._first = [b for b in self._batches if b.step == self._batches[0].step]
         node = members.nodes[members.position]
         peers = [{members.nodes[message.peer] for message in batch.messages} for batch in self._batches]
+        # After this batch the links between nodes are free for the next transfer. Inside one node, after the last one.
         last = [i for i, nodes in enumerate(peers) if nodes != {node}][-1:]
         self._last_crossing = last[0] if last else len(self._batches) - 1
         self._begun: list[tuple[_Batch, Posted]] | None = None
@@ -212,6 +213,7 @@ class PointToPoint(Collective):
         """Execute all steps. `begin` may have posted the first one already."""
         if self._begun is None:
             self.begin(region, shard, workspace)
+        # Taken out before anything can fail: the next run must not wait for messages of this one.
         under_way, self._begun = self._begun or [], None
         begun = len(under_way)
         wire = workspace.take(self._cells * self._cell, region.dtype) if self._cells else region

@@ -41,9 +41,9 @@ def form_for(backend: str) -> Form:
 def select(transfer: Transfer, members: GroupRank, device: torch.device, start: int = 0) -> Collective:
     """Return the collective that executes `transfer` on this rank.
 
-    Args:
-        start: The elements of the wire buffer that the caller uses itself.
+    `start`: The elements of the wire buffer that the caller uses itself.
     """
+    # Bitmaps and sizes. Their maximum is the union, or the largest.
     if transfer.kind in BY_MAXIMUM:
         return FlatAllReduce(members, dist.ReduceOp.MAX)
     op, route, codec = transfer.move.op, transfer.route, transfer.transport.encoding
@@ -71,6 +71,7 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
         reduce = grouped(Op.REDUCE_SCATTER, route, members, transfer.elements, device)
     if op is Op.REDUCE_SCATTER:
         return reduce
+    # An all-reduce of another route is a reduce-scatter and an all-gather, each over the route.
     gather = replace(transfer, move=replace(transfer.move, op=Op.ALL_GATHER))
     own = slice(*transfer.bounds(members.slot))
     return ReduceThenGather(own, reduce, select(gather, members, device))
@@ -81,9 +82,8 @@ def group_rank(
 ) -> GroupRank:
     """Return the group of `transfer` that `rank` belongs to, with the process groups that execute the transfer.
 
-    Args:
-        group_of: A function that returns this rank's process group of some sets of ranks, which have every rank once.
-            Its second argument says which part of the transfer's groups they are: '', ' in nodes' or ' between nodes'.
+    `group_of`: A function that returns this rank's process group of some sets of ranks, which have every rank once. Its
+    second argument says which part of the transfer's groups they are: '', ' in nodes' or ' between nodes'.
     """
     group = transfer.move.group_of(rank)
     nodes = tuple(map(transfer.topology.node_of, group.ranks))
@@ -130,6 +130,7 @@ class CoalescedAllGather(Collective):
 
     def run(self, region: Sequence[torch.Tensor], shard: Sequence[torch.Tensor], workspace: Workspace) -> None:
         """Gather `shard[i]` of every member into `region[i]`, for all regions together."""
+        # As bytes, so that buckets of several dtypes go as one.
         octets = [each.view(torch.uint8) for each in region]
         mine = [each.view(torch.uint8) for each in shard]
         if self._direct:

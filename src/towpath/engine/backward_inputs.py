@@ -40,6 +40,7 @@ class _BackwardInputs(torch._C._ImperativeEngine):  # pyright: ignore
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> tuple[torch.Tensor, ...]:
+        # The signature is that of PyTorch's own engine, which `torch.autograd` calls with positional arguments only.
         run: Any = super().run_backward  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         others = (keep_graph, create_graph)
         if not inputs:
@@ -49,6 +50,7 @@ class _BackwardInputs(torch._C._ImperativeEngine):  # pyright: ignore
             named = (*inputs, *views)
             if accumulate_grad or not views:
                 return run(tensors, gradients, *others, named, allow_unreachable, accumulate_grad)
+            # A view may have no gradient where the ShardTensor itself has one, so PyTorch must not refuse that.
             found = run(tensors, gradients, *others, named, True, accumulate_grad)
         return _of_tensors(inputs, found, allow_unreachable)
 
@@ -71,6 +73,8 @@ def _of_tensors(inputs: Sequence[Any], found: Sequence[Any], may_be_none: bool) 
 
 def let_backward_take_parameters() -> None:
     """Let `backward(inputs=...)` name sharded parameters, everywhere in this process."""
+    # `Variable._execution_engine` is private. Every `backward()` and `grad()` of torch.autograd looks it up there, and
+    # PyTorch has no public hook that sees `inputs=`.
     if not isinstance(Variable._execution_engine, _BackwardInputs):  # pyright: ignore
         Variable._execution_engine = _BackwardInputs()  # pyright: ignore
 
@@ -89,6 +93,7 @@ def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
             engine.comm.program.ends_at([place.names[0] for place, _ in wanted])
             shown = {id(leaf.unsharded): leaf for unit in engine.leaves for leaf in unit.shown.leaf_parameters}
             views += [p for _, view in wanted for p in (view, shown.get(id(view))) if p is not None]
+    # A backward pass may start another one inside, as reentrant checkpoints do. So the former value is restored.
     before, reached = _reached, dict[Unit, bool]()
     _reached = reached
     try:
@@ -118,6 +123,7 @@ def expect_gradients(unit: Unit, passed: ForwardPass, inputs: Sequence[Node]) ->
 
 def _will_run(node: Node) -> bool:
     """Return whether the running backward pass will execute this node of the graph."""
+    # Private, and the only way to learn what the running pass leaves out. DDP and PyTorch's multi-grad hooks use it.
     try:
         return torch._C._will_engine_execute_node(node)  # pyright: ignore
     except RuntimeError:  # PyTorch has no answer for a leaf in torch.autograd.grad()

@@ -23,10 +23,12 @@ from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.engine.agree.digest import CollectiveLog
+from towpath.engine.aliases import check_memory, find_kept
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
-from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept, is_saved
+from towpath.engine.layout import ParameterPlace, UnitLayout, device_of, is_saved
 from towpath.engine.parameters.bucket import Bucket
+from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.initialise import (
     FromModel,
     FromValues,
@@ -37,7 +39,6 @@ from towpath.engine.parameters.initialise import (
     move_all_but_parameters,
 )
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.trial_steps import watch_optimizers
@@ -70,7 +71,7 @@ def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Gr
     for place in places:
         for module, _ in place.owners:
             if isinstance(module, nn.RNNBase):
-                # The module would notice new weights by these weak references. `Unit.show` sets its weights instead.
+                # The module would notice new weights by these references. `ModuleParameters.swap` sets its weights.
                 module._flat_weight_refs = [None] * len(module._flat_weights_names)  # pyright: ignore
             for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
                 if isinstance(hook, WeightNorm):  # Every forward pass computes the weight anew.
@@ -147,9 +148,8 @@ def build(
 
     Every rank must call it with the same arguments. It installs no hooks: `attach` does.
 
-    Args:
-        groups: The data-parallel ranks of this rank's island.
-        job: The data-parallel ranks of all islands. By default, there is one island.
+    `groups`: The data-parallel ranks of this rank's island. `job`: The data-parallel ranks of all islands. By default,
+    there is one island.
     """
     job = job or groups
     number: int = next(groups.shared("models made", count))

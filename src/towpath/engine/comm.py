@@ -28,9 +28,9 @@ from towpath.core.unit_plan import UnitPlan
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.program import Program
 from towpath.engine.agree.watchdog import Watchdog
-from towpath.engine.queues import CudaStream, Queues, RankTransfer, Stream
 from towpath.engine.threads import ThreadStream
 from towpath.engine.timing import timer_for
+from towpath.engine.transfer_queues import CudaStream, Queues, RankTransfer, Stream
 from towpath.logs import logger
 from towpath.observe.record import Record
 from towpath.topology.cluster import Topology
@@ -93,11 +93,6 @@ class Streams(dict[str, Stream]):
         self[name] = make_stream(name, self._device, MAX_IN_FLIGHT[name])
         return self[name]
 
-    def finish(self) -> None:
-        """Return once the caller may use the results of all jobs. Do not raise if a job failed."""
-        for stream in self.values():
-            stream.finish()
-
 
 def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
     """Wait at the program's end for jobs that are under way, because their threads cannot be stopped.
@@ -112,7 +107,8 @@ def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
     left = streams()
     if left is not None:
         with contextlib.suppress(Exception):
-            left.finish()
+            for stream in left.values():
+                stream.finish()
 
 
 # How many thread blocks a kernel of NCCL may use in a group that crosses nodes, or that exchanges all-to-all inside a
@@ -152,6 +148,8 @@ class CommContext:
         if device.type == "cuda":
             self._everyone.watch_processes()
         self.program = Program(log, self.watchdog)
+        # The streams belong to the process group and not to the model: its transfers and those of another model over
+        # the same group then have one order on all ranks.
         self.queues = Queues(Streams.of(groups, device), device, self.record, log)
         self.form = form_for(self._backend)
         self._lanes = Lanes()
@@ -164,6 +162,7 @@ class CommContext:
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""
+        # Making a process group is itself a collective. So all ranks bind all transfers, in one order.
         bound: list[RankTransfer] = []
         for transfer in transfers:
             members = self._members(transfer)
@@ -228,5 +227,6 @@ class CommContext:
         return self.groups.of(ranks, lane, self._backend, limit)
 
     def _of_job(self, ranks: Ranks, purpose: str) -> dist.ProcessGroup:
+        # Exchanges between islands always cross nodes.
         limit = MAX_CTAS if self._backend == "nccl" and "NCCL_MAX_CTAS" not in os.environ else None
         return self.job.of(ranks, purpose, self._backend, limit)

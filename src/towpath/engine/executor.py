@@ -51,9 +51,9 @@ from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.param_syncs import ParamSyncs
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.queues import Handle, RankTransfer, TransferRun, Work
 from towpath.engine.registrations import registrations
 from towpath.engine.timing import eager, on_host
+from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun, Work
 from towpath.errors import ShardError, StepError
 from towpath.outer.sync import OuterSync
 
@@ -156,10 +156,12 @@ class Engine:
                 # The tasks before it are dropped, because each would otherwise keep all earlier ones alive.
                 task.handle, task.after = self._submit(task), ()
             case Wait(task, on_host):
+                # A task without a handle had nothing to send. On a GPU only the current stream waits, unless `on_host`.
                 if task.handle is not None:
                     cast(Handle, task.handle).wait(on_host)
             case SwapParameters(index, whole):
                 self.units[index].shown.swap(whole)
+                # Modules of the root may read a leaf's parameter, as in F.linear(h, head.weight).
                 for leaf in self.leaves if index == self.root.index else ():
                     leaf.shown.show_leaf(whole)
             case InvalidateViews(index, invalid):
@@ -191,6 +193,7 @@ class Engine:
             return self.outer.submit(task)
         unit = self.units[task.unit]
         after = [cast(Handle, t.handle) for t in task.after if t.handle is not None]
+        # Gradients are held until another unit's arrive. What is reduced now must be in the slot first.
         if unit is self._arriving and task.kind in (TransferKind.REDUCE, TransferKind.GRAD_SYNC):
             self._gradients_arrive_for(None)
         match task.kind:
@@ -218,6 +221,7 @@ class Engine:
         """Submit the reductions of this micro-step's gradients, whose results are added to the G shards."""
         kind, reduced = TransferKind.REDUCE, unit.reduced
         gradients = [each for _, each in reduced]
+        # A parameter that this rank did not use adds zero to the sum. All ranks send the same bytes.
         for each in gradients:
             each.fill_missing()
         works: list[Work] = [
@@ -230,6 +234,7 @@ class Engine:
     def _param_sync(self, unit: Unit) -> Handle | None:
         """Submit the parameter sync of the buckets written since the last one. Return None if nothing is sent."""
         kind, dirty = TransferKind.PARAM_SYNC, [b for b in unit.buckets if b.dirty]
+        # Counted as sent before it is: a write from now on belongs to the next sync.
         for bucket in dirty:
             bucket.synced_count = bucket.version.count
         sending = [b for b in dirty if b.plan.has_param_sync]
@@ -243,6 +248,8 @@ class Engine:
 
     def _grad_sync(self, unit: Unit, after: Sequence[Handle]) -> Handle | None:
         """Submit the sync that turns sums into means, in the last micro-step. Return None if there is nothing to do."""
+        # Gradients that are not reduced in each micro-step were added to the sums as they came. Those that did not come
+        # on this rank add zero, because other ranks may have them.
         for bucket in unit.trainable:
             if not bucket.gradients.reduces:
                 bucket.gradients.fill_missing()

@@ -26,6 +26,7 @@ _PARTS = (
     "towpath.full_parameters(model, [part]):` for a part of it."
 )
 
+# The methods of FSDP2's modules. A sharded model has none of them, and says what to do instead.
 COUNTERPARTS = {
     "reset_iter_state": "Leave the call out: once every rank has caught the exception, training goes on.",
     "reshard": _PARTS,
@@ -57,6 +58,7 @@ COUNTERPARTS = {
 
 _UNITS = "units=[Block], where the blocks are not children of a ModuleList"
 
+# The keyword arguments of FSDP and of FSDP2's `fully_shard`, and what `shard()` has for them.
 ARGUMENTS = {
     "auto_wrap_policy": _UNITS,
     "backward_prefetch": "nothing: units are always prefetched",

@@ -34,12 +34,13 @@ from towpath.errors import ShardError, StepError
 def attach(model: nn.Module, engine: Engine) -> None:
     let_backward_take_parameters()
     kept = kept_modules(model, engine.precision)
-    keeping = {id(m) for outermost in kept for m in outermost.modules()}
+    own_dtype = {id(m) for outermost in kept for m in outermost.modules()}
     lower = torch_dtype(engine.precision.params) if engine.precision.params else None
 
     def enter_by(module: nn.Module, role: type[Any], unit: Unit) -> None:
         add_mixin(module, role)
-        forward = _Forward(engine, unit, module, None if id(module) in keeping else lower)
+        forward = _Forward(engine, unit, module, None if id(module) in own_dtype else lower)
+        # Past nn.Module.__setattr__, which a user's class may override.
         object.__setattr__(module, "towpath_forward", forward)
 
     for module in kept:
@@ -53,6 +54,8 @@ def attach(model: nn.Module, engine: Engine) -> None:
             unit.shown.be_a_leaf(unit.modules[0])
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
+                # This hook runs after autograd has added the gradient to `view.grad`: once in a backward pass, however
+                # often the unit uses the parameter.
                 arrived = _arrival(engine, unit, bucket, index)
                 view.register_post_accumulate_grad_hook(arrived)
                 for shown in (p for p in unit.shown.leaf_parameters if p.unsharded is view):
@@ -228,7 +231,7 @@ class _Forward:
         try:
             passed, entries, args, kwargs = self._before(args, kwargs)
             output = call(*args, **kwargs)
-            graph_follows = self._hook_outputs(passed, entries, output)
+            graph_follows = self._after(passed, entries, output)
             return output
         except BaseException as error:
             self._engine.forward_failed(self.unit, error)
@@ -239,6 +242,7 @@ class _Forward:
 
     @eager
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ForwardPass | None, list[Node], Any, Any]:
+        """Unshard the unit, and hook the inputs. Return the pass that a backward will name, and the inputs to use."""
         # A backward pass may follow a forward without a graph: a reentrant checkpoint runs its forward so.
         module = self._module()
         comes_back = torch.is_grad_enabled() or (module is not None and module.training)
@@ -251,16 +255,28 @@ class _Forward:
             return passed, *self._enter(passed, args, kwargs)
 
     @eager
-    def _hook_outputs(self, passed: ForwardPass | None, entries: Sequence[Node], output: Any) -> bool:
+    def _after(self, passed: ForwardPass | None, entries: Sequence[Node], output: Any) -> bool:
+        """Register hooks for the gradients of the outputs, and return whether any output can get one."""
         with self._engine.host:
             self._engine.check_forward(self.unit, _tensors(output))
-            return passed is not None and self._watch(passed, entries, output)
+            if passed is None:
+                return False
+            # A leaf, such as a parameter that is returned, would keep the hook for all later passes. An output that
+            # was an input does not begin the unit's backward.
+            made = [t for t in _tensors(output) if t.requires_grad and not t.is_leaf]
+            outputs = [t for t in made if id(t) not in passed.entered]
+            passed.entered.clear()
+            # Plain tensor hooks: those of register_multi_grad_hook keep a graph alive that no backward pass walks.
+            for tensor in outputs:
+                tensor.register_hook(partial(self._engine.output_gradient_arrives, passed, entries))
+            if not outputs:
+                self._engine.machine.graph_dropped(passed)
+            return bool(outputs)
 
     def _enter(self, passed: ForwardPass | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
-        """Cast the inputs to the compute dtype, and register hooks for their gradients if the forward makes a graph.
+        """Cast the inputs, and register hooks for their gradients if the forward makes a graph.
 
-        Returns:
-            The graph nodes that compute these gradients, the positional arguments and the keyword arguments.
+        Return the graph nodes that compute these gradients, then the arguments.
         """
         # `passed` must not keep the nodes. Hooks of these nodes hold `passed`, and such a cycle would never be freed.
         watched: list[torch.Tensor] = []
@@ -272,6 +288,8 @@ class _Forward:
             passed.entered = [id(t) for t in (*watched, *inside)]
             watched = watched or inside
             passed.inputs = len(watched)
+            # The gradient of an input is complete once the backward of everything in the unit that uses the input has
+            # run. So after the last of these hooks, the weights are no longer read, and their slot is free.
             for tensor in watched:
                 tensor.register_hook(partial(self._engine.input_gradient_done, passed))
         return [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in watched], args, kwargs
@@ -303,19 +321,6 @@ class _Forward:
         watched.append(tensor.view_as(tensor))
         return watched[-1]
 
-    def _watch(self, passed: ForwardPass, entries: Sequence[Node], output: Any) -> bool:
-        """Register hooks for the gradients of the outputs, and return whether any output can get one."""
-        # A leaf, such as a parameter that is returned, would keep the hook for all later passes.
-        made = [t for t in _tensors(output) if t.requires_grad and not t.is_leaf]
-        outputs = [t for t in made if id(t) not in passed.entered]
-        passed.entered.clear()
-        # Plain tensor hooks: those of register_multi_grad_hook keep a graph alive that no backward pass walks.
-        for tensor in outputs:
-            tensor.register_hook(partial(self._engine.output_gradient_arrives, passed, entries))
-        if not outputs:
-            self._engine.machine.graph_dropped(passed)
-        return bool(outputs)
-
 
 def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
     """Return the hook that gives the engine the accumulated gradient of one parameter."""
@@ -328,6 +333,7 @@ def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable
         engine, unit, bucket = its_engine(), its_unit(), its_bucket()
         if engine is None or unit is None or bucket is None:
             return  # the model was freed, and only its graph is left
+        # Taken at once: the view would keep the full gradient alive until the next backward pass adds to it.
         grad, view.grad = view.grad, None
         assert grad is not None
         engine.gradient(unit, bucket, index, grad)

@@ -26,6 +26,7 @@ def keep_dtype(module: nn.Module) -> None:
     """Let a module compute in its own dtype. Inputs are cast to it, and outputs are cast back."""
     own = next((t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.float32)
     add_mixin(module, OwnDtypeModule)
+    # Past nn.Module.__setattr__, which a user's class may override.
     object.__setattr__(module, "towpath_dtype", own)
 
 
@@ -35,7 +36,7 @@ class OwnDtypeModule(nn.Module):
     towpath_dtype: torch.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        met: list[torch.dtype] = []
+        met: list[torch.dtype] = []  # of the inputs; the outputs get the first one
 
         def enter(tensor: torch.Tensor) -> torch.Tensor:
             met.append(tensor.dtype)

@@ -27,7 +27,7 @@ from torch import nn
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters import gradients
-from towpath.engine.queues import CudaStream, Handle, Stream, StreamJob
+from towpath.engine.transfer_queues import CudaStream, Handle, Stream, StreamJob
 from towpath.errors import StepError
 
 # Smaller tensors stay on the device, because copying them costs more time than their memory is worth.

@@ -11,7 +11,8 @@ from typing import cast, final
 
 import torch
 
-from towpath.engine.queues import Handle, Stream, StreamJob
+from towpath.daemons import start_daemon
+from towpath.engine.transfer_queues import Handle, Stream, StreamJob
 from towpath.observe.record import TransferWait
 
 # How often a thread that waits for a job checks whether the job can still end.
@@ -31,13 +32,14 @@ class ThreadStream(Stream):
         self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
         for number in range(depth):
             # Daemon threads, so that the program can end even if a peer never answers (`leave`).
-            threading.Thread(target=_work, args=(self._jobs,), name=f"towpath-{name}_{number}", daemon=True).start()
+            start_daemon(f"towpath-{name}_{number}", partial(_work, self._jobs), partial(self._jobs.put, None))
         self._lock = threading.Lock()
         self._last = _Progress()
         self._last.end()
 
     def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
-        with self._lock:  # each job follows the one that was queued before it
+        # Two models may submit to one stream. The chain of `_Progress` and the queue must have the same order.
+        with self._lock:
             before, self._last = self._last, _Progress()
             job.workspace.links_free = self._last.links_free.open
             future: Future[None] = Future()
@@ -46,6 +48,7 @@ class ThreadStream(Stream):
 
     def finish(self) -> None:
         """Wait until the last job has ended, successful or not."""
+        # Jobs end in their order, because each of them waits for the one before it.
         self._last.ended.wait()
 
     def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
@@ -81,6 +84,7 @@ def _run(job: StreamJob, after: Sequence[_ThreadHandle], before: _Progress, mine
     # on its own thread, while this one still works inside the node. The rest of the next job waits for `ended`.
     try:
         with torch.no_grad():
+            # The computation needs no event here: on a CPU it has written its results before it submits a job.
             for handle in after:
                 handle.join()
             if job.begin is not None:

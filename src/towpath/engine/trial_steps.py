@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_flatten
 
 from towpath.engine.agree.program import Program
 from towpath.engine.executor import Engine
+from towpath.engine.parameters.dtensors import replacement_of
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with, running_step
-from towpath.engine.parameters.tensor_parallel import replacement_of
 from towpath.engine.timing import eager
 from towpath.errors import ShardError
 from towpath.logs import logger
@@ -100,10 +100,9 @@ def call_with(
 ) -> Common:
     """Call a method of an optimizer while it has only some of its parameters, and the options of `before`.
 
-    Args:
-        optimizer: The optimizer. Its groups and states are the same afterwards.
-        stand_ins: The parameters to step, by the id of the parameter that each replaces. All others are left out.
-        states: The states of the stand-ins, updated in place.
+    `optimizer`: The optimizer. Its groups and states are the same afterwards. `stand_ins`: The parameters to step, by
+    the id of the parameter that each replaces. All others are left out. `states`: The states of the stand-ins, updated
+    in place.
 
     Returns:
         The options and attributes that the call ended with.
@@ -270,8 +269,7 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
 
     The parameters keep their dtypes and numbers of dimensions.
 
-    Args:
-        held_as: Makes the parameter's data from the small tensor, such as a ShardTensor.
+    `held_as`: Makes the parameter's data from the small tensor, such as a ShardTensor.
     """
     random_numbers = torch.Generator().manual_seed(0)
     made: Any = type(optimizer).__new__(type(optimizer))
@@ -400,8 +398,7 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
     An optimizer that has stepped before `shard` is recognized by states as large as a full parameter. All others are
     right for a slice, too, such as the number of steps. An optimizer with such states alone may go on.
 
-    Args:
-        check: Whether to check its states. Default: True. Pass False if they will be replaced.
+    `check`: Whether to check its states. Default: True. Pass False if they will be replaced.
     """
     seen = _models, len(optimizer.param_groups)
     if _adopted.get(optimizer) == seen:

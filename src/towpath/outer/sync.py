@@ -33,7 +33,7 @@ from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.gradients import host_memory, slice_within
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.queues import Handle
+from towpath.engine.transfer_queues import Handle
 from towpath.errors import StepError
 from towpath.outer.exchanges import Fragment, FragmentPart, OuterPlan, gathered_in, memory_of
 from towpath.outer.settings import Outer

@@ -22,7 +22,7 @@ from towpath.core.passes import Compression
 from towpath.core.schedule import transport_for
 from towpath.core.transport import matrix_of
 from towpath.engine.layout import torch_dtype
-from towpath.engine.parameters.tensor_parallel import local_part, parallel_of
+from towpath.engine.parameters.dtensors import local_part, parallel_of
 from towpath.errors import ShardError, StepError
 from towpath.topology.groups import Groups
 from towpath.topology.together import together

@@ -61,6 +61,8 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics")
 # Of all other placements and routes, so many are simulated for each batching, those of the least bounds. More of them
 # would take a plan longer than about 1.5 times as long.
 MOST_OTHERS = 2
+# The number of placements, sorted by their bounds, of which it is found out whether they fit into memory.
+_MOST_TRIED = 32
 # If a step has many micro-batches, these multiples of the pipeline's ranks are replayed. The rest is extrapolated.
 _REPLAYED = 2, 3
 
@@ -207,8 +209,9 @@ class Pipelines:
         solver = self._solver_of_stage(layout)
         placements = legal_placements(solver.cluster.topology, copies=True)
         candidates = [Candidate(placement, "none", "none", batching) for placement in placements]
+        fitting = [candidate for candidate in candidates if solver.peak_bytes(candidate) <= self.request.memory]
         found = 0
-        for candidate in sorted(candidates, key=solver.bound):
+        for candidate in heapq.nsmallest(_MOST_TRIED, fitting, key=solver.bound):
             made = solver.candidates.strategy(candidate)
             if sum(self._memory(replace(layout, strategy=made), batching).values()) > self.request.memory:
                 continue

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
+from towpath.daemons import start_daemon
 from towpath.errors import ConfigError
 
 Answer = TypeVar("Answer")
@@ -162,8 +162,7 @@ class StatusStore:
             with contextlib.suppress(RuntimeError, OSError, ValueError):
                 answers.append(work(self._store()))
 
-        asking = threading.Thread(target=ask, name="towpath-status-store", daemon=True)
-        asking.start()
+        asking = start_daemon("towpath-status-store", ask)
         asking.join(_REACH_SECONDS)
         return answers[0] if answers else otherwise
 

@@ -107,6 +107,10 @@ class Difference:
         """The kinds of the entries that differ: one or two, since a rank may lack its entry."""
         return {entry.kind for entry in self.entries if entry is not None}
 
+    def entry_of(self, kind: LoggedCall) -> tuple[int, Entry]:
+        """Return the first entry of this kind, and its rank."""
+        return next((r, e) for r, e in zip(self.ranks, self.entries, strict=True) if e is not None and e.kind is kind)
+
     def __str__(self) -> str:
         if self.dropped:
             return f"rank {self.ranks[0]} and rank {self.ranks[1]} differ among the first {self.number} of the step"
@@ -295,13 +299,10 @@ def differing_islands(what: str) -> str:
 
 def divergence_message(rank: int, found: Difference) -> str:
     if LoggedCall.UNDECODED in found.kinds:
-        who, what = next(
-            (r, e) for r, e in zip(found.ranks, found.entries, strict=True) if e and e.kind is LoggedCall.UNDECODED
-        )
+        who, what = found.entry_of(LoggedCall.UNDECODED)
         return f"rank {rank}: rank {who} could not decode {what}: {dict(what.details[0])['problem']}"
     if LoggedCall.SLOW_WEIGHTS in found.kinds:
-        entries = [entry for entry in found.entries if entry is not None]
-        return f"rank {rank}: {differing_islands(next(e.what for e in entries if e.kind is LoggedCall.SLOW_WEIGHTS))}"
+        return f"rank {rank}: {differing_islands(found.entry_of(LoggedCall.SLOW_WEIGHTS)[1].what)}"
     if found.kinds & {LoggedCall.STEP, LoggedCall.PROGRAM}:
         return (
             f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "

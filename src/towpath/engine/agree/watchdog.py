@@ -11,16 +11,17 @@ then continues, and gets the error at its next transfer.
 
 from __future__ import annotations
 
-import atexit
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from typing import final
 
 from towpath.core.scopes import LoggedCall, Scope
+from towpath.daemons import start_daemon
 from towpath.engine.agree.digest import CollectiveLog, StepLog, difference, divergence_message
 from towpath.engine.agree.neighbor import Neighbor
 from towpath.engine.agree.status import RankStatus
@@ -68,16 +69,13 @@ class Watchdog:
         self._neighbor: Neighbor | None = None  # made by `watch_processes`
         self._islands: list[Watchdog] = []  # those of this rank's islands, if this one is of the whole job
         self.patience_seconds = groups.timeout_seconds
+        self.pause_seconds = min(_SILENT_SECONDS, self.patience_seconds / 4) / 2  # between two looks of the thread
         # A launcher may keep its store over restarts. A new name hides what the ranks of an earlier start left there.
         new_name: str = groups.broadcast_object(uuid.uuid4().hex)
         self.store = StatusStore(f"{groups.name}/{new_name}", groups.rank, groups.world)
         if self.world > 1:
             stop = threading.Event()
-            reporter = threading.Thread(
-                target=_report, args=(weakref.ref(self), stop), name="towpath-stall-reporter", daemon=True
-            )
-            reporter.start()
-            atexit.register(_end, reporter, stop)
+            start_daemon("towpath-stall-reporter", partial(_report, weakref.ref(self), stop), stop.set)
 
     @staticmethod
     def of(groups: Groups) -> Watchdog:
@@ -131,11 +129,6 @@ class Watchdog:
         return f"This rank: {self.status.describe()}. What its peers last said of themselves:{said}"
 
     # What ranks post ------------------------------------------------------------------------------------------------
-
-    @property
-    def pause_seconds(self) -> float:
-        """Seconds between two looks of the background thread."""
-        return min(_SILENT_SECONDS, self.patience_seconds / 4) / 2
 
     @property
     def warn_seconds(self) -> float:
@@ -237,12 +230,6 @@ class Watchdog:
         if self.status.on_device():
             _LOG.error(self.diverged)
             self._groups.abort(*(island._groups for island in self._islands))
-
-
-def _end(reporter: threading.Thread, stop: threading.Event) -> None:
-    """Stop the reporter before the interpreter ends: a thread that waits in C++ then would abort the process."""
-    stop.set()
-    reporter.join(timeout=2 * _SILENT_SECONDS)
 
 
 def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:

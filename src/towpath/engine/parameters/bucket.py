@@ -30,8 +30,10 @@ from towpath.core.placement import Partition
 from towpath.core.step_state import ParamVersion, Slot, Slots
 from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import BucketPlan
+from towpath.engine.aliases import exchanged
 from towpath.engine.comm import CommContext
-from towpath.engine.layout import BucketLayout, ParameterPlace, exchanged, torch_dtype
+from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype
+from towpath.engine.parameters.dtensors import TensorParallelMesh, lead_to
 from towpath.engine.parameters.gradients import (
     OptimizerMemory,
     gradients_of,
@@ -45,8 +47,7 @@ from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import EncodedShard, ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, lead_to
-from towpath.engine.queues import RankTransfer, Work
+from towpath.engine.transfer_queues import RankTransfer, Work
 from towpath.errors import ShardError
 
 # Autograd keeps views of the weights that a forward gathered. A unit's backward gather must therefore write to the
@@ -190,6 +191,7 @@ class Bucket:
         trains = place.parameter.requires_grad
         if place.parallel is None:
             return UnshardedParameter(self._empty(0, dtype), trains)
+        # A DTensor checks its local part against its own shape, so an empty one will not do.
         nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory, until `assign_slot` assigns some
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
@@ -218,6 +220,8 @@ class Bucket:
         shard = nn.Parameter(ShardTensor(held, where, self.version), parameter.requires_grad)
         shard.version = self.version  # pyright: ignore[reportAttributeAccessIssue]
         if place.parallel is None:
+            # The optimizer's parameter groups and the user's variables hold the object. It stays, and gets the class,
+            # shape and memory of the ShardTensor.
             torch.utils.swap_tensors(parameter, shard)
         else:
             place.parameter = shard
@@ -249,6 +253,7 @@ class Bucket:
     def param_sync(self, workspace: Workspace) -> None:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
         region = self._region(workspace)
+        # Differences are to the old values, which are in host memory here.
         if self._is_copied and self.plan.syncs_differences:
             region.copy_(self.shard, non_blocking=True)
         new = self._own_slice(region) if self.plan.agrees_on_sizes else self._updated(region, workspace)
@@ -318,11 +323,13 @@ class Bucket:
         self.resting.decode(self.full)
 
     def _copy_to_slot(self, source: torch.Tensor, _: Workspace) -> None:
+        # Every rank has all of it, but the modules' views are in the slot.
         if source.data_ptr() != self.full.data_ptr():
             self.full.copy_(source)
 
     def save_backward_copy(self, _: Workspace | None = None) -> None:
         """Save this rank's part of the unsharded weights for the backward gather, if the strategy has such a copy."""
+        # In the gather's own job: later units may take the slot as soon as the forward has ended.
         if self.copy is not None and self.plan.backward_copy is not None:
             self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
 

@@ -70,8 +70,7 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
 def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Unit] | None = None) -> None:
     """Undo `unshard`, and take over the writes to the unsharded parameters.
 
-    Args:
-        modifier_rank: The rank whose writes all ranks take over. By default, all ranks must have written the same.
+    `modifier_rank`: The rank whose writes all ranks take over. By default, all ranks must have written the same.
 
     Raises:
         StepError: Ranks wrote different values. The writes are not taken over.

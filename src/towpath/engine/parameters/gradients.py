@@ -22,7 +22,7 @@ from towpath.core.unit_plan import BucketPlan
 from towpath.engine.layout import ParameterPlace, torch_dtype
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.queues import RankTransfer
+from towpath.engine.transfer_queues import RankTransfer
 from towpath.errors import StepError
 
 
@@ -169,6 +169,7 @@ class BucketGradients(ABC):
         if index in self._held:  # with reentrant checkpoints a parameter gets several gradients in one micro-step
             self.store()
         self._held[index] = gradient
+        # Nothing waits here: autograd's hook runs on the thread that enqueues the backward pass.
         if gradient.is_cuda:
             self._streams.add(torch.cuda.current_stream(gradient.device))
         self._arrived_now.add(index)
@@ -350,6 +351,7 @@ def _is_alone_in_its_memory(gradient: torch.Tensor) -> bool:
     it, would then change the other.
     """
     storage = gradient.untyped_storage()
+    # Private. Views that only autograd holds have no Python object, and this count includes them.
     users = torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
     return storage.nbytes() == gradient.nbytes and users <= 2  # the gradient, and `storage`
 
@@ -435,6 +437,7 @@ class FlatGradients(BucketGradients):
             ends = [*(p.offset for p in self._places[1:]), self.plan.numel]
             spans = [(p.offset + p.numel, end) for p, end in zip(self._places, ends, strict=True)]
             self._padding = [buffer[start:end] for start, end in spans if start < end]
+        # A slot held another unit's gradients before. What is between the parameters is reduced with them.
         if self._padding and not self._arrived:
             torch._foreach_zero_(self._padding)  # pyright: ignore
 
@@ -502,6 +505,8 @@ class FlatGradients(BucketGradients):
         if after != 1 and self.low_rank is None:
             mine.div_(after)
         if not self.plan.grad_is_view:
+            # `.grad` has the parameters' dtype, or is in host memory. The copy to the host runs in the order of this
+            # queue, and the boundary waits for it on the host.
             if self._mean is None:
                 self._mean = self._optimizer.like(mine)
             self._mean.copy_(mine, non_blocking=True)

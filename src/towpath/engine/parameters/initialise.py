@@ -18,7 +18,7 @@ from torch import nn
 from towpath.core.placement import Partition
 from towpath.core.unit_plan import BucketPlan
 from towpath.engine.layout import BucketLayout, ParameterPlace, is_saved, torch_dtype
-from towpath.engine.parameters.tensor_parallel import TensorParallelMesh, local_part
+from towpath.engine.parameters.dtensors import TensorParallelMesh, local_part
 from towpath.errors import ShardError, TowpathError
 from towpath.topology.groups import Groups
 

@@ -20,7 +20,7 @@ from towpath.core.formats import wide
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Factored, FactoredMatrix
 from towpath.core.unit_plan import BucketPlan
-from towpath.engine.queues import RankTransfer
+from towpath.engine.transfer_queues import RankTransfer
 
 
 class LowRankSync:

@@ -24,7 +24,7 @@ from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
 from towpath.engine.layout import torch_dtype, trainable_places
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.queues import Handle, RankTransfer, TransferRun
+from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun
 from towpath.errors import CheckpointError, StepError
 
 
@@ -80,10 +80,9 @@ class MatrixSteps:
 
         If `iterate` raises, this rank first takes part in the remaining transfers, for which other ranks wait.
 
-        Args:
-            iterate: Called for each round with the matrices that this rank owns. It updates their weights in place.
-            gradients: Whether gradients are sent too. If True, the step covers the parameters that have a gradient. If
-                False, it covers all parameters, as a call of the optimizer's `eval()` does.
+        `iterate`: Called for each round with the matrices that this rank owns. It updates their weights in place.
+        `gradients`: Whether gradients are sent too. If True, the step covers the parameters that have a gradient. If
+        False, it covers all parameters, as a call of the optimizer's `eval()` does.
         """
         if not self._memory:
             self._memory = {
@@ -127,8 +126,7 @@ class MatrixSteps:
 
         Every rank must call this.
 
-        Args:
-            wanted: Whether this rank needs the results. If False, it takes part in the broadcasts and yields nothing.
+        `wanted`: Whether this rank needs the results. If False, it takes part in the broadcasts and yields nothing.
         """
         groups = self._comm.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}

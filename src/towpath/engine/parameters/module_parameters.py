@@ -12,7 +12,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from towpath.engine.layout import Holder, exchanged
+from towpath.engine.aliases import exchanged
+from towpath.engine.layout import Holder
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.leaf_parameter import LeafParameter
 from towpath.engine.parameters.shard_tensor import in_backward
@@ -34,6 +35,7 @@ class ModuleParameters:
         self._frozen = {id(view) for bucket in buckets if not bucket.trainable for view in bucket.views}
         self._is_gathered = any(not bucket.always_whole for bucket in buckets)
         self._entries = [
+            # Written past nn.Module.__setattr__, which would call the registration hooks for each (`registrations.py`).
             (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
             for place, view in pairs
             for module, attribute in place.owners
@@ -173,6 +175,7 @@ class ModuleParameters:
 
     def raise_versions(self, by: int) -> None:
         self._versions = [view._version + by for view in self.views]
+        # Private. `torch.autograd._unsafe_preserve_version_counter`, with which FSDP2 hides its all-gathers, uses it.
         torch._C._autograd._unsafe_set_version_counter(self.views, tuple(self._versions))  # pyright: ignore
 
 

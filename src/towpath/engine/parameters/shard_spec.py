@@ -17,8 +17,8 @@ from towpath.codecs.kernels import kernels_for
 from towpath.collectives.flat import all_gather_single
 from towpath.core.formats import SCALE_BYTES, Codec
 from towpath.core.units import overlap
+from towpath.engine.parameters.dtensors import Parallel
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.tensor_parallel import Parallel
 
 if TYPE_CHECKING:
     from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -152,22 +152,11 @@ class EncodedShard:
 class EncodedSlice:
     """The part of an `EncodedShard` for one parameter, which its ShardTensor holds in place of a tensor."""
 
-    __slots__ = ("_end", "_shard", "_start")
+    __slots__ = ("_end", "_shard", "_start", "codec", "device", "dtype")
 
     def __init__(self, shard: EncodedShard, start: int, end: int) -> None:
         self._shard, self._start, self._end = shard, start, end
-
-    @property
-    def codec(self) -> Codec:
-        return self._shard.codec
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._shard.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._shard.device
+        self.codec, self.dtype, self.device = shard.codec, shard.dtype, shard.device
 
     def read(self) -> torch.Tensor:
         """Decode and return the elements. The result is a copy, so writes to it have no effect."""
@@ -188,11 +177,9 @@ def whole_tensors(
 
     All ranks must pass the same batches, in the same order.
 
-    Args:
-        batches: ShardTensors. Those of one batch have one dtype and are sharded over the same ranks.
-        device: Where the full tensors are made. By default, on the device of each ShardTensor. Use the CPU to save
-            device memory.
-        wanted: Whether this rank needs the results. If False, it takes part in the all-gather and yields empty lists.
+    `batches`: ShardTensors. Those of one batch have one dtype and are sharded over the same ranks. `device`: Where the
+    full tensors are made. By default, on the device of each ShardTensor. Use the CPU to save device memory. `wanted`:
+    Whether this rank needs the results. If False, it takes part in the all-gather and yields empty lists.
 
     One buffer serves all batches. It takes about as much memory as the full tensors of the largest batch.
     """

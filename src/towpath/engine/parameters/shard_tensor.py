@@ -19,9 +19,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as known_to_clip
 from towpath.core.formats import Codec
 from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
+from towpath.engine.parameters.dtensors import Box, boxes_in_whole
 from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, Partial
 from towpath.engine.parameters.shard_spec import EncodedSlice, ShardSpec, whole_tensors
-from towpath.engine.parameters.tensor_parallel import Box, boxes_in_whole
 from towpath.errors import ShardError
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class ShardTensor(torch.Tensor):
     # The protocol of torch.distributed.checkpoint for tensor classes: this rank's slice, as boxes of the full shape ---
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        from towpath.engine.parameters.tensor_parallel import write_items  # loads what only checkpoints need
+        from towpath.engine.parameters.dtensors import write_items  # loads what only checkpoints need
 
         return write_items(fqn, self.local, self.shape, self.boxes() if self.shard_spec.is_saved else [])
 
@@ -226,13 +226,13 @@ class ShardTensor(torch.Tensor):
             )
         if self.version is not None:
             self.version.replaced()
-        from towpath.engine.parameters.tensor_parallel import chunks_of
+        from towpath.engine.parameters.dtensors import chunks_of
 
         return chunks_of(self.boxes())
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the box that starts at the offsets of `index`, as a view of this rank's slice."""
-        from towpath.engine.parameters.tensor_parallel import box_at
+        from towpath.engine.parameters.dtensors import box_at
 
         return box_at(index, self.local.detach(), self.boxes())
 
@@ -403,7 +403,7 @@ def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTenso
 
 def _for_other_process(tensor: ShardTensor) -> tuple[Any, ...]:
     """Return how multiprocessing sends a ShardTensor. `ShardTensor.__reduce_ex__` refuses pickle itself."""
-    from towpath.engine.parameters.tensor_parallel import SentShard  # loads what only checkpoints need
+    from towpath.engine.parameters.dtensors import SentShard  # loads what only checkpoints need
 
     boxes = tensor.boxes() if tensor.shard_spec.is_saved else []
     return SentShard, (tensor.shape, tensor.local.detach(), boxes)

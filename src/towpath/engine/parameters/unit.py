@@ -18,7 +18,7 @@ from towpath.engine.layout import UnitLayout
 from towpath.engine.parameters.bucket import Bucket, Buffers
 from towpath.engine.parameters.gradients import FlatGradients
 from towpath.engine.parameters.module_parameters import ModuleParameters
-from towpath.engine.queues import RankTransfer
+from towpath.engine.transfer_queues import RankTransfer
 from towpath.errors import StepError
 
 
@@ -61,6 +61,7 @@ class Unit:
     def _coalesce(self, comm: CommContext) -> None:
         self.coalesced.clear()
         for kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.REDUCE):
+            # Small buckets, whose time is mostly latency. One launch, or one message, pays it once (MiCS, section 4).
             if together := [self.buckets[i] for i in self.plan.together(kind)]:
                 bound = [each for bucket in together for each in bucket.transfers[kind]]
                 self.coalesced[kind] = together, comm.coalesce(bound)
@@ -76,6 +77,7 @@ class Unit:
         found = ((bucket, bucket.gradients) for bucket in self.trainable)
         return [(b, gradients) for b, gradients in found if isinstance(gradients, FlatGradients) and gradients.reduces]
 
+    # Evaluation may move a unit to another slot, and training must go on with it.
     @torch.inference_mode(False)
     def assign_slot(self, memory: Buffers) -> None:
         """Keep the unsharded weights in `memory` from now on, which is that of the unit's slot."""

@@ -57,10 +57,12 @@ class RankTransfer:
 
         Coalesced transfers take a list of regions and one of shards. `OwnersExchange` has its own memory.
         """
+        # Before anything is sent: a message of another size would be read as part of the next one.
         self.check_fit(region, shard)
         values, messages = workspace.encoded_bytes
         with self._record.running(self.transfers, workspace.micro_step), self.explained():
             self.collective.run(region, shard, workspace)
+            # The plan knows only the most that a transfer with a coding may send. What it did send is known here.
             if workspace.encoded_bytes != (values, messages):
                 after = workspace.encoded_bytes
                 self._record.encoded(self.transfer, after[0] - values, after[1] - messages)
@@ -72,7 +74,7 @@ class RankTransfer:
             self.collective.begin(region, shard, workspace)
 
     def check_fit(self, region: Any, shard: Any) -> None:
-        """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes."""
+        """Raise `StepError` if the memory is not what the transfer was made for."""
         each = [(region, shard)] if len(self.transfers) == 1 else zip(region, shard, strict=True)
         for transfer, expected, tensors in zip(self.transfers, self._expected, each, strict=True):
             for name, tensor, (elements, dtype) in zip(("region", "shard"), tensors, expected, strict=False):
@@ -154,8 +156,7 @@ class Handle(ABC):
     def wait(self, on_host: bool = False) -> None:
         """Return once the job's results may be used by what the caller computes next. Record the time of the wait.
 
-        Args:
-            on_host: Whether the host waits, too. Otherwise only the current CUDA stream waits on a GPU.
+        `on_host`: Whether the host waits, too. Otherwise only the current CUDA stream waits on a GPU.
         """
 
 
@@ -178,8 +179,7 @@ class Stream(ABC):
     def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         """Queue a job, which starts after earlier jobs with its buffer index, and after what was computed so far.
 
-        Args:
-            waiting: The object to which waits for the job are reported.
+        `waiting`: The object to which waits for the job are reported.
         """
 
     @abstractmethod
@@ -207,16 +207,18 @@ class CudaStream(Stream):
     def submit(self, job: StreamJob, after: Sequence[Handle] = (), waiting: TransferWait | None = None) -> Handle:
         """Enqueue `job` on the CUDA stream of its buffer index."""
         # The new work follows everything that the computation has enqueued so far, and the results of `after`. The
-        # host waits for neither. The event marks the end of the job, for the computation and for later jobs.
+        # host waits for neither. So a gather may not overwrite a slot that is still being read, and a reduction finds
+        # the gradients complete. The event marks the end of the job, for the computation and for later jobs.
         stream = self._streams[job.workspace.buffer_index]
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream), torch.no_grad():
             for handle in after:
                 assert isinstance(handle, _CudaHandle)
                 handle.join()
+            # PyTorch orders a collective with the current stream, whichever stream the backend itself uses.
             for work in job.works:
                 work(job.workspace)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # without timing, which would cost the host some microseconds more
         event.record(stream)
         if waiting is not None:
             waiting.enqueued(event)
@@ -228,7 +230,7 @@ class CudaStream(Stream):
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
-        """Tell the caching allocator that a CUDA stream uses `buffer`, so that its memory is not reused."""
+        """Keep the caching allocator from reusing the memory of `buffer` before this stream is through with it."""
         buffer.record_stream(self._streams[buffer_index])
 
 
@@ -266,7 +268,7 @@ class _CudaHandle(Handle):
 class Queues:
     """The queues of transfers of one model on one rank. Every rank must submit the same transfers in the same order.
 
-    It holds the wire buffers of each queue. Units submit their transfers here, and get a handle to wait for them.
+    It holds the wire buffers of each queue. The executor submits jobs here, and gets a handle to wait for each.
     """
 
     def __init__(self, streams: Mapping[str, Stream], device: torch.device, record: Record, log: CollectiveLog) -> None:
@@ -296,17 +298,18 @@ class Queues:
     ) -> Handle:
         """Submit a job to the queue of `kind`. `transfers` are those that its works run, in their order.
 
-        Args:
-            begin: The first part of the first transfer. It may run as soon as the job before has released the links.
+        `begin`: The first part of the first transfer. It may run as soon as the job before has released the links.
         """
         record = self._record
-        record.watchdog.raise_if_diverged()
+        record.watchdog.raise_if_diverged()  # a transfer that the peers will never join would hang
         submitted = [transfer for bound in transfers for transfer in bound.transfers]
         record.submitted(submitted, self.micro_step)
         if submitted:
+            # Ranks compare this log at the boundary: whatever order their hooks ran in, the transfers must be the same.
             self._log.note(kind, submitted[0].unit)
             record.watchdog.log = self._log
         stream = self._streams[QUEUES[kind]]
+        # Jobs of a queue that may overlap get different buffers and tags. All ranks count alike.
         index = stream.next_buffer_index()
         watch = None if record.trace is None else record.trace.watch_codecs(self.micro_step)
         buffers = self._buffers_for(kind, stream)[index]
@@ -333,7 +336,7 @@ class Queues:
         return self._buffers[name]
 
     def finish(self) -> None:
-        """Return once the caller may use the results of all submitted jobs."""
+        """Return once the caller may use the results of all submitted jobs. Do not raise if one failed."""
         for stream in self._streams.values():
             stream.finish()
 
