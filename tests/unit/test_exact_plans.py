@@ -113,7 +113,7 @@ def test_stages_send_their_gradients_exactly_where_that_is_faster() -> None:
 def test_measured_shares_replace_those_on_paper() -> None:
     cluster = on_gloo(1.0)
     shares = (((DIFFERENCES, "bfloat16"), 0.25), ((VALUES, "bfloat16"), 0.75))
-    measured = solver(cluster.with_exact_shares(shares))
+    measured = solver(cluster.with_encoded_shares(shares))
     hardware = measured.cluster.hardware
     assert hardware.share_of(Coding(DIFFERENCES, "bfloat16")) == 0.25
     assert hardware.share_of(Coding(VALUES, "float32")) == 27.4 / 32

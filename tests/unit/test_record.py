@@ -165,8 +165,8 @@ def test_bytes_of_exact_messages_are_those_that_were_sent() -> None:
     assert [args["bytes"] for args in sent] == [sync.inter_bytes // 4]
     assert [args["codec"] for args in sent] == ["exact differences"]
     assert counted.totals()[0].inter_bytes == counted.sums().inter_bytes == sync.inter_bytes * 2 * 150 // 400
-    assert counted.sums().exact_shares == {("exact differences", "float32"): 150 / 400}
-    assert counted.sums().since(counted.sums()).exact_shares == {}
+    assert counted.sums().encoded_shares == {("exact differences", "float32"): 150 / 400}
+    assert counted.sums().since(counted.sums()).encoded_shares == {}
 
 
 def test_wire_buffers_are_made_once_and_only_as_large_as_is_needed() -> None:

@@ -81,13 +81,13 @@ class TransferStats:
 class Sums:
     """The sums over all transfers since the start. Bytes are those of all ranks together, seconds are this rank's.
 
-    `exact_bytes` are those that this rank saw encoded, by exact codec and dtype: of values, and of their messages.
+    `coded_bytes` are those that this rank saw encoded, by coding: of values, and of their messages.
     """
 
     calls: int = 0
     intra_bytes: int = 0
     inter_bytes: int = 0
-    exact_bytes: Mapping[tuple[str, str], tuple[int, int]] = field(
+    coded_bytes: Mapping[tuple[str, str], tuple[int, int]] = field(
         default_factory=dict[tuple[str, str], tuple[int, int]]
     )
     exposed_seconds: Mapping[TransferKind, float] = field(default_factory=dict[TransferKind, float])
@@ -98,17 +98,17 @@ class Sums:
         return sum(self.exposed_seconds.values())
 
     @property
-    def exact_shares(self) -> dict[tuple[str, str], float]:
-        """The bytes of exact messages as a share of their values, by codec and dtype."""
-        return {key: messages / values for key, (values, messages) in self.exact_bytes.items() if values}
+    def encoded_shares(self) -> dict[tuple[str, str], float]:
+        """The bytes of messages as a share of their values, by coding."""
+        return {key: messages / values for key, (values, messages) in self.coded_bytes.items() if values}
 
     def plus(self, other: Sums, sign: int = 1) -> Sums:
         """Return the sum of both, or the difference with `sign=-1`."""
         none = (0, 0)
         encoded = {
             key: (mine[0] + sign * theirs[0], mine[1] + sign * theirs[1])
-            for key in {**self.exact_bytes, **other.exact_bytes}
-            for mine, theirs in [(self.exact_bytes.get(key, none), other.exact_bytes.get(key, none))]
+            for key in {**self.coded_bytes, **other.coded_bytes}
+            for mine, theirs in [(self.coded_bytes.get(key, none), other.coded_bytes.get(key, none))]
         }
         kinds = (*self.exposed_seconds, *other.exposed_seconds)
         mine, theirs = self.exposed_seconds, other.exposed_seconds
@@ -116,7 +116,7 @@ class Sums:
             calls=self.calls + sign * other.calls,
             intra_bytes=self.intra_bytes + sign * other.intra_bytes,
             inter_bytes=self.inter_bytes + sign * other.inter_bytes,
-            exact_bytes=encoded,
+            coded_bytes=encoded,
             exposed_seconds={k: mine.get(k, 0.0) + sign * theirs.get(k, 0.0) for k in kinds},
             host_seconds=self.host_seconds + sign * other.host_seconds,
         )
@@ -141,7 +141,7 @@ class _Span:
 
 @dataclass(slots=True)
 class _Total:
-    """The running totals of one transfer. Each call sends at most these bytes, and less if the transfer is exact."""
+    """The running totals of one transfer. Each call sends at most these bytes, and less with a coding."""
 
     intra_bytes_each: int
     inter_bytes_each: int
@@ -149,8 +149,8 @@ class _Total:
     calls: int = 0
     seconds_in_flight: float = 0.0
     seconds_exposed: float = 0.0
-    exact_values: int = 0
-    exact_messages: int = 0
+    coded_values: int = 0
+    coded_messages: int = 0
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -158,11 +158,11 @@ class _Total:
         return self.sent_since(0, 0, 0)
 
     def sent_since(self, calls: int, values: int, messages: int) -> tuple[int, int]:
-        """Return the bytes sent between nodes, and inside nodes, since there were so many calls and exact bytes.
+        """Return the bytes sent between nodes, and inside nodes, since there were so many calls and coded bytes.
 
-        An exact transfer is scaled by what this rank has seen of it.
+        A transfer with a coding is scaled by what this rank has seen of it.
         """
-        values, messages = self.exact_values - values, self.exact_messages - messages
+        values, messages = self.coded_values - values, self.coded_messages - messages
         share = messages / values if values else 1.0
         inter, intra = ((self.calls - calls) * each for each in (self.inter_bytes_each, self.intra_bytes_each))
         return round(share * inter), round(share * intra) if self.encoded_inside else intra
@@ -251,16 +251,16 @@ class Record:
             self.trace.transferred(transfers, began, ended, micro_step, (inter, intra))
 
     def _counts(self, transfers: Sequence[Transfer]) -> list[tuple[int, int, int]]:
-        """Return the calls of each transfer so far, and the bytes of its exact values and messages."""
+        """Return the calls of each transfer so far, and the bytes of its coded values and their messages."""
         with self._lock:
-            return [(t.calls, t.exact_values, t.exact_messages) for t in map(self._total, transfers)]
+            return [(t.calls, t.coded_values, t.coded_messages) for t in map(self._total, transfers)]
 
     def encoded(self, transfer: Transfer, values: int, messages: int) -> None:
-        """Note that an exact transfer encoded `values` bytes of values in `messages` bytes of messages."""
+        """Note that a transfer encoded `values` bytes of values in `messages` bytes of messages."""
         with self._lock:
             total = self._total(transfer)
-            total.exact_values += values
-            total.exact_messages += messages
+            total.coded_values += values
+            total.coded_messages += messages
 
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
         """Note that the computation waited for these transfers between two marks."""
@@ -338,14 +338,14 @@ class Record:
         encoded: dict[tuple[str, str], tuple[int, int]] = {}
         for transfer, total in totals:
             exposed[transfer.kind] += total.seconds_exposed
-            if total.exact_values and (key := transfer.coding) is not None:
+            if total.coded_values and (key := transfer.coding) is not None:
                 values, messages = encoded.get(key, (0, 0))
-                encoded[key] = values + total.exact_values, messages + total.exact_messages
+                encoded[key] = values + total.coded_values, messages + total.coded_messages
         return Sums(
             calls=sum(t.calls for _, t in totals),
             intra_bytes=sum(t.sent[1] for _, t in totals),
             inter_bytes=sum(t.sent[0] for _, t in totals),
-            exact_bytes=encoded,
+            coded_bytes=encoded,
             exposed_seconds=dict(exposed),
             host_seconds=self.host.seconds,
         )

@@ -21,12 +21,12 @@ from towpath.observe.stats import Stats, Sums, Trace, TransferStats, stats, sums
 from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
-# By exact codec and dtype: the upper bound of the bytes that are encoded between nodes, and inside nodes.
-ExactBytes = dict[tuple[str, str], tuple[int, int]]
+# By coding: the upper bound of the bytes that are encoded between nodes, and inside nodes.
+CodedBytes = dict[tuple[str, str], tuple[int, int]]
 
 
-def _exact_bytes(job: JobSchedule) -> ExactBytes:
-    found: ExactBytes = {}
+def _coded_bytes(job: JobSchedule) -> CodedBytes:
+    found: CodedBytes = {}
     for transfer in job.transfers:
         if (key := transfer.coding) is not None:
             between, inside = found.get(key, (0, 0))
@@ -55,7 +55,7 @@ class StepCounter:
         self.steps = 0  # how many optimizer steps were made
         # How many steps there were of each schedule: of the first step that has it, with no or one step inside no_sync.
         self._counts = Counter[tuple[int, int]]()
-        self._planned: dict[tuple[int, int], tuple[Counter[Transfer], Sums, ExactBytes]] = {}
+        self._planned: dict[tuple[int, int], tuple[Counter[Transfer], Sums, CodedBytes]] = {}
         # For neighbors: in the bubble, and for what links take. On a GPU, the host's seconds, which are not the GPU's.
         self.seconds_waited = 0.0
 
@@ -70,8 +70,8 @@ class StepCounter:
         self._counts[first, 0] += 1 - accumulated
         self._counts[first, 1] += accumulated
 
-    def _counted(self) -> Iterator[tuple[int, Counter[Transfer], Sums, ExactBytes]]:
-        """Yield how often each schedule was executed, its messages, its totals, and its exact transfers.
+    def _counted(self) -> Iterator[tuple[int, Counter[Transfer], Sums, CodedBytes]]:
+        """Yield how often each schedule was executed, its messages, its totals, and its coded transfers.
 
         Every rank must call it.
         """
@@ -80,7 +80,7 @@ class StepCounter:
                 job = self._plan(*key)
                 sent = Counter(replace(t, micro_step=0) for t in job.transfers if t.kind in _MESSAGES)
                 total = Sums(calls=sent.total(), intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
-                self._planned[key] = sent, total, _exact_bytes(job)
+                self._planned[key] = sent, total, _coded_bytes(job)
             if count:
                 yield count, *self._planned[key]
 
@@ -130,11 +130,11 @@ class StepCounter:
         own = Sums()
         for module in self._modules():
             own = own.plus(sums(module))
-        calls, intra, inter, shares = own.calls, 0.0, 0.0, own.exact_shares
-        for count, _, total, exact in self._counted():
+        calls, intra, inter, shares = own.calls, 0.0, 0.0, own.encoded_shares
+        for count, _, total, coded in self._counted():
             calls += count * total.calls
             intra, inter = intra + count * total.intra_bytes, inter + count * total.inter_bytes
-            for key, (between, inside) in exact.items():  # without what was saved
+            for key, (between, inside) in coded.items():  # without what was saved
                 saved = count * (1.0 - shares.get(key, 1.0))
                 intra, inter = intra - saved * inside, inter - saved * between
         exposed = {**own.exposed_seconds, TransferKind.ACTIVATION: self.seconds_waited}

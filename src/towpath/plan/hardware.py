@@ -159,7 +159,7 @@ class Hardware:
     measured: MeasuredCollectives | None = None
     # The bytes of exact messages as a share of their values, as a run of the same model has measured them. Default: as
     # expected on paper.
-    exact_shares: Shares = ()
+    encoded_shares: Shares = ()
 
     @property
     def form(self) -> Form:
@@ -202,7 +202,7 @@ class Hardware:
 
     def share_of(self, coding: Coding) -> float:
         """Return the bytes of encoded messages as a share of their values: as measured, or else as expected."""
-        return dict(self.exact_shares).get(coding, coding.share)
+        return dict(self.encoded_shares).get(coding, coding.share)
 
     def processor(self, seconds: float) -> float:
         """Return the processor need of `seconds` of work by one rank, if all ranks that share it do the same."""

@@ -218,7 +218,7 @@ class SimulatedEngine:
         transfers = [t for index in units for t in self.plans[index].steady_transfers(TransferKind.PARAM_SYNC)]
         agreeing = [t for t in transfers if t.agrees_on_sizes]
         yield from self.launch(len(agreeing) * MESSAGE_ENCODING + _TASK)
-        yield from self.compute(sum(encoding_seconds(t, hardware) for t in agreeing), "exact encoding")
+        yield from self.compute(sum(encoding_seconds(t, hardware) for t in agreeing), "encoding")
         self._submit(task, micro_step)
         yield from self._wait(task)
         self._launcher.until = max(self._launcher.until, self._bandwidth.now)  # the host could not run ahead

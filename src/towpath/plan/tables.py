@@ -112,7 +112,7 @@ def exact_bits(steps: Sequence[Prediction], solver: Solver) -> list[str]:
                 large = SMALLEST_BYTES * shape.grid.nodes * shape.grid.width
                 coding = transport.coding(shape.op, shape.grid, large, dtype, hardware.form)
                 shares |= {} if coding is None else {coding: hardware.share_of(coding)}
-    seen = {key: share for key, share in shares.items() if key in dict(hardware.exact_shares)}
+    seen = {key: share for key, share in shares.items() if key in dict(hardware.encoded_shares)}
     on_paper = {key: share for key, share in shares.items() if key not in seen}
     return [
         f"Exact transports lose nothing. Expected {where}: {in_bits(found)}."
