@@ -36,13 +36,13 @@ class Prediction:
         exposed: Seconds that the computation waits for each kind of transfer.
         in_flight: Seconds for which transfers of each kind run.
         memory: Bytes that a rank holds, by part.
-        inter_bytes: Bytes that all ranks together send between nodes. An upper bound, if transfers are exact.
+        inter_bytes: Bytes that all ranks together send between nodes. An upper bound, if messages may be shorter.
         intra_bytes: Bytes that all ranks together send inside nodes, in the same way.
         host_memory: Bytes in the host's memory for each rank, by part.
         host_copy_bytes: Bytes copied between the device and the host, both directions together.
         launching: Seconds for which the thread that trains launches, where a device computes.
         unlaunched: Seconds for which the device waits because nothing has been launched yet.
-        saved_inter_bytes: How many of the bytes between nodes exact transfers are expected not to send.
+        saved_inter_bytes: How many of the bytes between nodes are expected not to be sent.
         saved_intra_bytes: The same inside nodes.
     """
 
