@@ -271,8 +271,7 @@ class Planning:
         inputs, tokens = next(workload.data(0)), workload.batch * workload.length
         model, precision = workload.model(), workload.precision
         self._workload, self._rank = workload, rank
-        largest = max(4 * sum(bucket.numels) for layout in lay_out(model) for bucket in layout.spec.buckets)
-        self._profile = probe(workload.topology, seconds, largest=largest)
+        self._profile = probe(workload.topology, seconds)
         device = torch.device("cpu")
         dist.barrier()
         self._model = describe_measured(model, lay_out(model), lambda _: inputs, [1], tokens, device, precision)
