@@ -10,10 +10,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,10 +33,12 @@ from towpath.plan.probed_collectives import SIZES, Work, collectives_to_measure
 from towpath.plan.profile import (
     LAUNCHED_CALL,
     LAUNCHED_KERNEL,
+    PRODUCT,
     SEVERAL,
     TOGETHER,
     Point,
     Profile,
+    pair_name,
 )
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
@@ -48,6 +52,7 @@ _REPEATS, _SHORT_SECONDS = 5, 0.01
 # The same for products on all ranks. A rank that leaves the barrier late must count little.
 _TOGETHER_SECONDS = 0.15
 _WARM_STEPS = 2  # of a model, before the measured ones
+_SMALL_MESSAGES = 100  # that are sent during products
 _MOST_AT_ONCE = 200
 _LAUNCHES = 20  # at a time, so few that the device's queue has room for all
 _ELEMENTS = 1 << 20  # that a codec encodes
@@ -127,6 +132,7 @@ class _Prober:
             self._compute,
             self._transfer_work,
             self._launches,
+            self._beside_products,
         ]
         for part in parts:
             part()
@@ -286,6 +292,20 @@ class _Prober:
             slowest = tuple(map(max, zip(*self._groups.gather_objects(taken), strict=True)))
             self._points.append(Point(what, 1, slowest))
 
+    def _beside_products(self) -> None:
+        """Exchange small messages while all ranks multiply: how long do they wait for a processor that computes?"""
+        if self._device.type != "cpu":
+            return
+        product = self._product(torch.float32)
+        for which in ("inter", "intra"):
+            if sizes := [p.size for p in self._points if p.what == f"{which}, all"]:
+                group = self._groups.of(self._everyone, which)
+                message = self._exchange(*self._neighbors(which), min(sizes), 1, group)
+                message()
+                self._groups.barrier()
+                seconds = self._groups.gather_objects(seconds_beside(product, message, _SMALL_MESSAGES))
+                self._points.append(Point(pair_name(f"{which}, all", PRODUCT), min(sizes), (max(seconds),)))
+
     # Measuring ------------------------------------------------------------------------------------------------------
 
     def _measure(
@@ -369,3 +389,23 @@ def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, W
         DIFFERENCES: (partial(encode, *weights, messages[0]), lambda: decode(next(turns), held, difference=True)),
         VALUES: (partial(encode, None, values, messages[2]), partial(decode, messages[2], received, difference=False)),
     }
+
+
+# Two activities at the same time -------------------------------------------------------------------------------------
+
+
+def seconds_beside(product: Work, message: Work, times: int) -> float:
+    """Run `message` in a thread for so many times, and `product` until it ends. Return the seconds of one message."""
+
+    def timed() -> float:
+        began = time.perf_counter()
+        message()
+        return time.perf_counter() - began
+
+    with ThreadPoolExecutor(1, "towpath-probe") as thread:
+        messages = thread.submit(lambda: sorted(timed() for _ in range(times)))
+        while not messages.done():
+            product()
+    # Sometimes a thread waits so long for a processor that this one time would outweigh all others.
+    left_out = times // 20
+    return fmean(messages.result()[left_out : times - left_out])
