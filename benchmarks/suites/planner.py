@@ -46,11 +46,10 @@ from towpath.outer.period import Period
 from towpath.plan.cluster_probe import probe
 from towpath.plan.measure import describe_measured
 from towpath.plan.model import Model
-from towpath.plan.prediction import Batching, Ranking
+from towpath.plan.prediction import Batching, Event, Ranking, Timeline
 from towpath.plan.profile import Profile
 from towpath.plan.request import Optimizer, Request, codecs_for_both
 from towpath.plan.solver import Solver
-from towpath.plan.timeline import Event, Timeline
 from towpath.tracing import simulated_intervals
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")

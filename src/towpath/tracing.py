@@ -25,7 +25,7 @@ from torch import nn
 
 from towpath.observe.stats import Observable, Trace, intervals_of_ranks, trace
 from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
-from towpath.plan.timeline import Event
+from towpath.plan.prediction import Event
 
 __all__ = ["Trace", "trace", "write_trace"]
 

@@ -47,7 +47,7 @@ from towpath.plan.model import (
     kept_bytes,
     optimizer_seconds,
 )
-from towpath.plan.prediction import Batching, Prediction, figures_of
+from towpath.plan.prediction import Batching, Prediction
 from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
 from towpath.plan.request import Request
 from towpath.plan.solver import Solver
@@ -102,7 +102,7 @@ class Layout:
         return f"{self.stages} stages on {self.pipeline}{parts}, {self.schedule}, {name}{packed}"
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class PipelinePrediction(Prediction):
     """The predicted optimizer step of a pipeline.
 
@@ -260,14 +260,14 @@ class Pipelines:
             shorter = self.replay(layout, replace(batching, micro_steps=few)).combined()
             found = found.with_more((batching.micro_steps - many) / (many - few), shorter)
         return PipelinePrediction(
-            self.strategy(layout),
-            batching,
+            **found.figures(),
+            strategy=self.strategy(layout),
+            batching=batching,
             computing=found.computed,
             memory=self._memory(layout, batching),
             layout=layout,
             copies=self.copies(layout),
             idle=max(0.0, 1 - found.computed / found.seconds),
-            **figures_of(found),
         )
 
     def replay(self, layout: Layout, batching: Batching) -> ReplayedStep:

@@ -2,7 +2,7 @@
 
     {"version": 2, "topology": {...}, "host": "...", "date": "...", "points": [...], ...}
 
-A link is fitted as latency + bytes / rate. The largest error of the fit is reported with it. Collectives correct what
+A link is fitted as latency + bytes / rate. Collectives correct what
 the simulator derives from single messages (`plan/measured.py`).
 """
 
@@ -92,11 +92,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A fitted latency and rate. `error` is the largest error of a point, as a share of its seconds."""
+    """A fitted latency and rate."""
 
     latency: float
     rate: float
-    error: float
 
 
 @dataclass(frozen=True)
@@ -295,8 +294,7 @@ def fitted(points: Sequence[tuple[int, float]]) -> Fit:
             rate = (size - before) / (seconds - earlier)
     smallest, least = ordered[0]
     latency = max(least - smallest / rate, 0.0) if len(ordered) > 1 else 0.0
-    error = max(abs(latency + size / rate - seconds) / seconds for size, seconds in ordered)
-    return Fit(latency, rate, error)
+    return Fit(latency, rate)
 
 
 # What the simulator predicts for measured points --------------------------------------------------------------------
