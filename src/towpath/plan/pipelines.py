@@ -172,11 +172,16 @@ class Pipelines:
                     by_batching[candidate.batching].append(candidate)
             for batching, candidates in by_batching.items():
                 ordered = sorted(candidates, key=solver.bound)
-                made = [replace(layout, strategy=solver.candidates.strategy(each)) for each in ordered]
+                made = (replace(layout, strategy=solver.candidates.strategy(each)) for each in ordered)
+                found = list(islice((each for each in made if self._fits(each, batching)), MOST_STRATEGIES))
                 # The fastest routes need more memory. The plain ones of zero3 may fit where nothing else does.
-                made += [] if self.request.exact else [replace(layout, strategy="zero3")]
-                fitting = (each for each in made if sum(self._memory(each, batching).values()) <= self.request.memory)
-                yield from ((each, batching) for each in islice(fitting, MOST_STRATEGIES))
+                plain = replace(layout, strategy="zero3")
+                if not found and not self.request.exact and self._fits(plain, batching):
+                    found = [plain]
+                yield from ((each, batching) for each in found)
+
+    def _fits(self, layout: Layout, batching: Batching) -> bool:
+        return sum(self._memory(layout, batching).values()) <= self.request.memory
 
     def _solver_of_stage(self, layout: Layout) -> Solver:
         """Return the solver for the largest stage among its copies."""
