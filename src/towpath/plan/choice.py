@@ -40,18 +40,17 @@ from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 from towpath.topology.together import Together
 
-_PROBE_SECONDS = 5.0
+_PROBE_SECONDS = 8.0
 # The share of a device's memory that a rank may hold. The allocator, the driver and libraries need the rest.
 _SHARE_OF_MEMORY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen strategy, the predicted seconds of a step, and one line for people."""
+    """The chosen strategy, and one line for people."""
 
     strategy: Strategy
     batching: Batching
-    seconds: float
     why: str
 
 
@@ -230,7 +229,7 @@ def _choice(step: Prediction, compared: str, how: str, solver: Solver) -> Choice
         f"{tables.seconds(step.seconds)} a step as planned, {waits}, {step.peak_bytes / GIB:.2f} GiB; {compared}; "
         f"{how}.{told}"
     )
-    return Choice(step.strategy, batching, step.seconds, why)
+    return Choice(step.strategy, batching, why)
 
 
 def _compared(best: Prediction, found: Ranking, solver: Solver) -> str:

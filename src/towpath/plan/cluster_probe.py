@@ -228,13 +228,10 @@ class _Prober:
     # Work of single ranks --------------------------------------------------------------------------------------------
 
     def _codecs(self) -> None:
-        for name in ("int8", "int4", "bf16", *registered_formats()):
-            encode, decode = self._coding(name)
-            self._measure(f"encode {name}", _ELEMENTS, encode, alone=True)
-            self._measure(f"decode {name}", _ELEMENTS, decode, alone=True)
-        for name, (encode, decode) in exact_coding(self._device, _ELEMENTS).items():
-            self._measure(f"encode {name}", _ELEMENTS, encode, alone=True)
-            self._measure(f"decode {name}", _ELEMENTS, decode, alone=True)
+        works = {name: self._coding(name) for name in ("int8", "int4", "bf16", *registered_formats())}
+        for name, (encodes, decodes) in (works | exact_coding(self._device, _ELEMENTS)).items():
+            self._measure(f"encode {name}", _ELEMENTS, encodes, alone=True)
+            self._measure(f"decode {name}", _ELEMENTS, decodes, alone=True)
 
     def _coding(self, name: str) -> tuple[Work, Work]:
         kernels, codec = kernels_for(self._device), Codec.parse(name)

@@ -90,14 +90,6 @@ class Point:
         return median(self.seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A fitted latency and rate."""
-
-    latency: float
-    rate: float
-
-
 @dataclass(frozen=True)
 class Profile:
     """The measurements of a cluster."""
@@ -123,7 +115,7 @@ class Profile:
         """Return whether there are points of a measurement."""
         return any(point.what == what for point in self.points)
 
-    def fit(self, what: str) -> Fit:
+    def fit(self, what: str) -> Link:
         """Return the latency and rate that fit the points of a measurement."""
         return fitted([(point.size, point.usual) for point in self.of(what)])
 
@@ -279,7 +271,7 @@ class Profile:
             raise PlanError(f"the profile is of another cluster: {'; '.join(differing)}. Probe this one.")
 
 
-def fitted(points: Sequence[tuple[int, float]]) -> Fit:
+def fitted(points: Sequence[tuple[int, float]]) -> Link:
     """Fit latency + size / rate to pairs of size and seconds.
 
     The rate comes from the two largest points, and the latency from the smallest point. A regression through all
@@ -294,7 +286,7 @@ def fitted(points: Sequence[tuple[int, float]]) -> Fit:
             rate = (size - before) / (seconds - earlier)
     smallest, least = ordered[0]
     latency = max(least - smallest / rate, 0.0) if len(ordered) > 1 else 0.0
-    return Fit(latency, rate)
+    return Link(rate, latency)
 
 
 # What the simulator predicts for measured points --------------------------------------------------------------------
