@@ -47,11 +47,10 @@ from towpath.outer.period import Period
 from towpath.plan.cluster_probe import probe
 from towpath.plan.measure import describe_measured
 from towpath.plan.model import Model
-from towpath.plan.prediction import Batching, Ranking
+from towpath.plan.prediction import Batching, Event, Ranking, Timeline
 from towpath.plan.profile import Profile
 from towpath.plan.request import Optimizer, Request, codecs_for_both
 from towpath.plan.solver import Solver
-from towpath.plan.timeline import Event, Timeline
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")
 LOSSY = ("zero++", "ddp gradients=int8", "mics gradients=int4:64", "zero3 weights=int8 gradients=int8")
@@ -271,8 +270,7 @@ class Planning:
         inputs, tokens = next(workload.data(0)), workload.batch * workload.length
         model, precision = workload.model(), workload.precision
         self._workload, self._rank = workload, rank
-        largest = max(4 * sum(bucket.numels) for layout in lay_out(model) for bucket in layout.spec.buckets)
-        self._profile = probe(workload.topology, seconds, largest=largest)
+        self._profile = probe(workload.topology, seconds)
         device = torch.device("cpu")
         dist.barrier()
         self._model = describe_measured(model, lay_out(model), lambda _: inputs, [1], tokens, device, precision)

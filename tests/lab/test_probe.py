@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -20,11 +19,8 @@ def measured(rank: int, world: int) -> Profile:
 
     # Some of it takes as long as it does, whatever the budget; and nothing of that is looked at here.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            cluster_probe,
-            "_THOROUGH",
-            replace(cluster_probe._THOROUGH, warm_steps=1, repeats=3, all_at_once_seconds=0.05),
-        )
+        patch.setattr(cluster_probe, "_WARM_STEPS", 1)
+        patch.setattr(cluster_probe, "_TOGETHER_SECONDS", 0.05)
         return cluster_probe.probe(Topology(2, 2), budget_seconds=4)
 
 

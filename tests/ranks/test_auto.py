@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,37 +217,6 @@ def _sharded_thrice(cache: Path) -> list[str]:
     return seen
 
 
-def test_a_longer_probe_follows_where_steps_are_long_enough_for_it_to_pay(world: Worlds, tmp_path: Path) -> None:
-    """It is kept as the short one is; and what was probed shortly is probed longer when longer steps come."""
-    short, full = auto.SHORT_PROBE_SECONDS, auto.FULL_PROBE_SECONDS
-
-    assert world(4).run(_probed_for, tmp_path / "a", [1e9, 1e4])[0] == [(1e9, short), (1e4, full)]
-    assert world(4).run(_probed_for, tmp_path / "b", [1e4])[0] == [(1e4, short), (1e4, full)]
-
-
-def _probed_for(cache: Path, cables: list[float]) -> list[tuple[float, float]]:
-    """Of all probes the cable and the seconds, in a job for each cable, and in one more on the last."""
-    seen: list[tuple[float, float]] = []
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        patch.setattr(auto, "still_holds", lambda profile, groups: True)
-        for cable in (*cables, cables[-1]):
-
-            def probe(topology: towpath.Topology, seconds: float, cable: float = cable, **others: object) -> Profile:
-                seen.append((cable, seconds))
-                return replace(made_profile(os.uname().nodename, cable), budget_seconds=seconds)
-
-            patch.setattr(auto, "probe", probe)
-            if cable != cables[0] and dist.get_rank() == 0:  # the links have changed
-                path = next(cache.rglob("*.json"))
-                kept = Profile.load(path)
-                path.write_text(replace(made_profile(kept.host, cable), budget_seconds=kept.budget_seconds).to_json())
-            answer = _sharded(towpath.Workload(TOKENS, memory=1 << 30))
-            assert not isinstance(answer, Exception), answer
-    return seen
-
-
 def test_one_message_tells_whether_a_profile_still_holds(world: Worlds) -> None:
     """A loopback is not a cable that would carry four bytes in a month."""
     assert world(4).run(_still_holds) == [(True, False)] * 4
@@ -278,7 +246,7 @@ def _measured_collectives(topology: towpath.Topology) -> list[str]:
     from towpath.topology.groups import Groups
 
     groups = Groups()
-    prober = cluster_probe._Prober(groups, topology, 0.0, largest=1 << 10)
+    prober = cluster_probe._Prober(groups, topology, 0.0)
     prober._collectives(0.0)
     assert "probe" not in groups.describe_made()  # communicators hold memory
     return [point.what for point in prober._points]

@@ -25,10 +25,10 @@ from towpath.plan import cluster_file, profile, tables
 from towpath.plan.catalog import model_shape
 from towpath.plan.hardware import CodecSpeed, Hardware, Launching, Link
 from towpath.plan.pipelines import Layout, Pipelines
+from towpath.plan.prediction import Timeline
 from towpath.plan.profile import Point
 from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.solver import Batching, Ranking
-from towpath.plan.timeline import Timeline
 from towpath.topology.cluster import Topology
 
 TOPOLOGY = Topology(2, 2)

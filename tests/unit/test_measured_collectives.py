@@ -16,7 +16,7 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.plan.hardware import GroupMesh, Hardware, interpolated
-from towpath.plan.probed_collectives import planned_collectives, sizes_up_to
+from towpath.plan.probed_collectives import planned_collectives
 from towpath.plan.profile import Point, Profile, collective_name, collective_of
 from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
@@ -105,9 +105,3 @@ def test_a_probe_measures_every_collective_that_a_plan_can_use(topology: Topolog
             for transfer in (t for kind in WITH_TRANSPORT for t in plan.steady_transfers(kind)):
                 shape = TransferShape.of(transfer)
                 assert (shape.op, GroupMesh(shape.grid, shape.stride), shape.route) in found, str(transfer)
-
-
-def test_collectives_are_measured_up_to_the_largest_unit() -> None:
-    assert sizes_up_to(None) == [1 << n for n in (16, 19, 22, 25, 26)]
-    assert sizes_up_to(3_000_000) == [1 << 16, 1 << 19, 3_000_000]
-    assert sizes_up_to(1000) == [1000] and sizes_up_to(1 << 40)[-1] == 1 << 26

@@ -383,13 +383,10 @@ def test_legal_placements_are_those_that_pass_the_checks() -> None:
 # --- profiles --------------------------------------------------------------------------------------------------------
 
 
-def test_a_fit_finds_latency_and_rate_and_says_how_far_off_a_point_is() -> None:
+def test_a_fit_finds_latency_and_rate() -> None:
     exact = fitted(line(2e-3, 1e6, 100, 10_000, 1_000_000))
-    bent = fitted([*line(2e-3, 1e6, 100, 10_000), (1_000_000, 2.0)])
 
     assert (exact.latency, exact.rate) == pytest.approx((2e-3, 1e6))
-    assert exact.error == pytest.approx(0, abs=1e-9)
-    assert bent.error > 0.05
 
 
 def test_dtypes_that_no_probe_measures_are_estimated_from_those_it_does() -> None:

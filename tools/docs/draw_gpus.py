@@ -16,15 +16,15 @@ from towpath import planning, strategy
 from towpath.core.formats import item_bytes
 from towpath.core.queues import Lanes
 from towpath.core.step_state import Action, Wait
-from towpath.core.strategy import Strategy, TransferKind
-from towpath.core.unit_plan import UnitPlan, plan_unit
+from towpath.core.strategy import TransferKind
+from towpath.core.unit_plan import plan_unit
 from towpath.plan.cluster_file import GIB, Cluster
 from towpath.plan.hardware import Hardware
 from towpath.plan.model import Model, compute_seconds, optimizer_seconds
-from towpath.plan.replay import ComputeSeconds, Replay
+from towpath.plan.prediction import Timeline
+from towpath.plan.replay import Replay, SimulatedStage
 from towpath.plan.request import Request
 from towpath.plan.simulated_engine import SimulatedEngine
-from towpath.plan.timeline import Timeline
 from towpath.topology.cluster import Topology
 
 MODEL, CLUSTER, NODES, TOKENS = "llama-7b", "h100-400g", 8, 8192
@@ -57,16 +57,10 @@ class _Fsdp2Engine(SimulatedEngine):
 
 
 class _Fsdp2(Replay):
-    def __init__(
-        self,
-        made: Strategy,
-        plans: Sequence[UnitPlan],
-        hardware: Hardware,
-        seconds: ComputeSeconds,
-        micro_steps: int,
-    ) -> None:
-        super().__init__(made, plans, hardware, seconds, micro_steps)
-        self._engine = _Fsdp2Engine(made, plans, hardware, self._bandwidth, self._timeline)
+    def __init__(self, stages: Sequence[SimulatedStage], hardware: Hardware) -> None:
+        super().__init__(stages, hardware)
+        (stage,) = stages
+        self._engines = {0: _Fsdp2Engine(stage.strategy, stage.plans, hardware, self._bandwidth, self._timelines[0])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +103,10 @@ def step(row: Row, model: Model, cluster: Cluster, checkpointing: bool = False) 
     request = Request(cluster.topology.world, cluster.memory)
     plans = [plan_unit(made, unit.spec, request.precision, cluster.hardware.form) for unit in model.units]
     elements = model.trainable / made.placement.optimizer.size
-    seconds = replace(
-        compute_seconds(model, cluster, "bfloat16", TOKENS, checkpointing),
-        optimizer=optimizer_seconds(elements, request.own, request.optimizer, cluster.hardware),
-    )
-    return (_Fsdp2 if row.peer else Replay)(made, plans, cluster.hardware, seconds, 1).run()
+    optimizer = optimizer_seconds(elements, request.own, request.optimizer, cluster.hardware)
+    seconds = replace(compute_seconds(model, cluster, "bfloat16", TOKENS, checkpointing), optimizer=optimizer)
+    replay = _Fsdp2 if row.peer else Replay
+    return replay([SimulatedStage(made, plans, seconds)], cluster.hardware).run().ranks[0]
 
 
 def table() -> str:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from towpath.cli.plots import (
     COLORS,
-    Curve,
     Figure,
     axes_of,
-    draw_curves,
+    color,
+    dashes,
     draw_stacked,
     draw_timelines,
-    set_log_scale,
     svg,
     table_html,
     write_page,
@@ -33,10 +31,10 @@ from towpath.plan.solver import Solver
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")
 _RATES = tuple(2.0**k for k in range(-4, 5))
 _NODES = tuple(2.0**k for k in range(-2, 3))
-# A preset that takes this many times as long counts as equally fast.
-_TOLERANCE = 1.01
 # The number of strategies of which the parts of a step are drawn.
 _SHOWN = 6
+# By preset: what stands on the x-axis, and the seconds of a step there.
+Curves = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str) -> None:
@@ -58,8 +56,8 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str) 
             ranked,
         ),
         ("Where a step's time goes", "Computation, and the transfers that it waits for.", draw_parts, shown),
-        ("Which strategy when: links", caption(by_rate), draw_rates, by_rate),
-        ("Which strategy when: nodes", f"Each rank has the same batch. {caption(by_nodes)}", draw_nodes, by_nodes),
+        ("Which strategy when: links", "Presets that fit into memory.", draw_rates, by_rate),
+        ("Which strategy when: nodes", "The same. Each rank has the same batch.", draw_nodes, by_nodes),
     ]
     figures = [Figure(title, about, svg(draw, what, (5.2, 3.3))) for title, about, draw, what in drawn]
     timelines = svg(draw_timelines, steps, (11, 0.8 + 0.95 * len(steps)))
@@ -85,15 +83,13 @@ def nodes_of(solver: Solver) -> list[tuple[float, Cluster]]:
     return [(nodes, solver.cluster.on(nodes)) for nodes in counts]
 
 
-def curves(solver: Solver, batching: Batching, clusters: Sequence[tuple[float, Cluster]]) -> list[Curve]:
-    """Return the seconds of a step on each cluster, as a curve for each preset."""
-    made: list[Curve] = []
-    for name in PRESETS:
-        points: list[tuple[float, float]] = []
+def curves(solver: Solver, batching: Batching, clusters: Sequence[tuple[float, Cluster]]) -> Curves:
+    """Return the seconds of a step of each preset on each cluster."""
+    made: dict[str, list[tuple[float, float]]] = {name: [] for name in PRESETS}
+    for name, points in made.items():
         for at, cluster in clusters:
             seconds = _seconds(name, Solver(solver.model, cluster, solver.request), batching)
             points += [(at, seconds)] if seconds is not None else []
-        made.append(Curve(name, tuple(points)))
     return made
 
 
@@ -103,33 +99,6 @@ def _seconds(name: str, solver: Solver, batching: Batching) -> float | None:
     except TowpathError:  # the preset does not fit this topology
         return None
     return priced.seconds if priced.peak_bytes <= solver.request.memory else None
-
-
-def crossings(curves: Sequence[Curve]) -> list[tuple[float, str, str]]:
-    """Return where the fastest preset changes by more than 1 %: (x, old name, new name).
-
-    x is the geometric mean of the two points around the change.
-    """
-    best: list[tuple[float, str]] = []
-    for at in sorted({at for curve in curves for at, _ in curve.points}):
-        there = {curve.name: seconds for curve in curves for x, seconds in curve.points if x == at}
-        fastest = min(there, key=lambda name: there[name])
-        before = best[-1][1] if best else fastest
-        stays = there.get(before, float("inf")) <= _TOLERANCE * there[fastest]
-        best.append((at, before if stays else fastest))
-    return [((x * y) ** 0.5, a, b) for (x, a), (y, b) in pairwise(best) if a != b]
-
-
-def caption(curves: Sequence[Curve]) -> str:
-    """Return a caption for `curves`: that the fastest preset changes, or which preset is always fastest."""
-    drawn = [curve for curve in curves if curve.points]
-    if not drawn:
-        return "None of the presets fits into the memory of a rank."
-    if crossings(drawn):
-        return "At each dotted line, the preset named above it becomes the fastest."
-    first = min(at for curve in drawn for at, _ in curve.points)
-    _, fastest = min((seconds, curve.name) for curve in drawn for at, seconds in curve.points if at == first)
-    return f"Everywhere, {fastest} is the fastest preset that fits, or within 1 % of it."
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
@@ -166,27 +135,18 @@ def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
     draw_stacked(figure, names, "seconds", parts)
 
 
-def _draw_curves(label: str, figure: Any, drawn: Sequence[Curve]) -> None:
+def _draw_curves(label: str, figure: Any, drawn: Curves) -> None:
     axes = axes_of(figure, label, "seconds of a step")
-    if not any(curve.points for curve in drawn):
-        return
-    draw_curves(axes, drawn)
-    for at, _, to in crossings(drawn):
-        _mark(axes, at, to)
+    for number, (name, points) in enumerate(drawn.items()):
+        if points:  # the dashes of neighbors alternate, so that equal curves can be seen
+            line = dashes(number % 2, 2)
+            axes.plot(*zip(*points, strict=True), "o", linestyle=line, color=color(number), label=name)
     axes.set_xscale("log", base=2)
-    set_log_scale(axes, "y")
-    ticks = sorted({at for curve in drawn for at, _ in curve.points})
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    ticks = sorted({at for points in drawn.values() for at, _ in points})
     axes.set_xticks(ticks, [f"{at:.3g}" for at in ticks])
-    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=6, loc="outside lower center")
-
-
-def _mark(axes: Any, at: float, text: str) -> None:
-    """Draw a dotted line with a text above it."""
-    axes.axvline(at, color=COLORS[7], linestyle=":", linewidth=1)
-    axes.annotate(
-        text, (at, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
-        va="bottom", ha="center",
-    )  # fmt: skip
+    figure.legend(frameon=False, fontsize=8, ncols=6, loc="outside lower center")
 
 
 draw_rates = partial(_draw_curves, "Gbit/s between nodes, each way")

@@ -7,7 +7,6 @@ import html
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
@@ -99,35 +98,6 @@ def axes_of(figure: Any, xlabel: str, ylabel: str) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.6)
     return axes
-
-
-def set_log_scale(axes: Any, which: str) -> None:
-    """Make the axis `which` ("x" or "y") logarithmic, with round ticks whose labels are plain numbers."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    getattr(axes, f"set_{which}scale")("log")
-    axis = getattr(axes, f"{which}axis")
-    low, high = getattr(axes, f"get_{which}lim")()
-    subs = (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)
-    axis.set_major_locator(LogLocator(subs=subs))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter("{x:g}")
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A named line of a plot."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
-
-
-def draw_curves(axes: Any, curves: Sequence[Curve]) -> None:
-    """Draw curves with a point at each value. The dashes of neighbors alternate, so that equal curves can be seen."""
-    for number, curve in enumerate(curves):
-        if curve.points:
-            line = dashes(number % 2, 2)
-            axes.plot(*zip(*curve.points, strict=True), "o", linestyle=line, color=color(number), label=curve.name)
 
 
 def dashes(place: int, count: int) -> Any:

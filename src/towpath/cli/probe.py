@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from towpath.cli.terminal import check_launched, load_torch, table_of
 from towpath.files import check_output_file, write_output_file
@@ -61,33 +60,21 @@ def _measure(budget: float) -> Profile | None:
 
 
 def show(profile: Profile, output: Path) -> None:
-    """Print a profile as tables."""
+    """Print a profile as a table. Collectives are compared with what single messages predict."""
     console = Console(width=100, highlight=False)
     console.print(f"{profile.topology.words} on {profile.host}")
-    table = table_of("what", "sizes", "latency", "rate", "error of the fit", numbers=2)
-    for what in dict.fromkeys(point.what for point in profile.singles()):
-        points = profile.of(what)
-        fit = profile.fit(what)
-        sizes = f"{points[0].size:,} to {points[-1].size:,}" if len(points) > 1 else f"{points[0].size:,}"
-        unit, scale = ("Gelements/s", 1e9) if "code " in what else ("GB/s", 1e9)
-        if what.startswith("matmul"):
-            side, usual = points[-1].size, points[-1].usual
-            table.add_row(what, sizes, "", f"{2 * side**3 / usual / 1e9:.4g} GFLOP/s", "")
-            continue
-        table.add_row(what, sizes, f"{fit.latency * 1e6:.0f} µs", f"{fit.rate / scale:.4g} {unit}", f"{fit.error:.0%}")
-    console.print(table)
-    if profile.collectives():
-        console.print(_collectives(profile))
-    console.print(f"The profile: {output}", soft_wrap=True)
-
-
-def _collectives(profile: Profile) -> Table:
-    """Compare the largest of each collective with its prediction from single messages."""
-    table = table_of("collective", "bytes", "took", "from its messages", numbers=1)
+    table = table_of("what", "largest size", "took", "latency", "rate, or from messages", numbers=1)
     hardware = profile.cluster(measured_collectives=False).hardware
-    for what in dict.fromkeys(point.what for point in profile.collectives()):
-        point = profile.of(what)[-1]
-        predicted = collective_seconds(point, hardware)
-        compared = f"{seconds(predicted)} ({predicted / point.usual - 1:+.0%})"
-        table.add_row(what, f"{point.size:,}", seconds(point.usual), compared)
-    return table
+    for what in dict.fromkeys(point.what for point in (*profile.singles(), *profile.collectives())):
+        point, fit = profile.of(what)[-1], profile.fit(what)
+        latency, rate = f"{fit.latency * 1e6:.0f} µs", f"{fit.rate / 1e9:.4g} GB/s"
+        if what.startswith("matmul"):
+            latency, rate = "", f"{2 * point.size**3 / point.usual / 1e9:.4g} GFLOP/s"
+        elif "code " in what:
+            rate = f"{fit.rate / 1e9:.4g} Gelements/s"
+        elif point in profile.collectives():
+            predicted = collective_seconds(point, hardware)
+            latency, rate = "", f"{seconds(predicted)} ({predicted / point.usual - 1:+.0%})"
+        table.add_row(what, f"{point.size:,}", seconds(point.usual), latency, rate)
+    console.print(table)
+    console.print(f"The profile: {output}", soft_wrap=True)

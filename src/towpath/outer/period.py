@@ -17,9 +17,9 @@ from towpath.outer.exchanges import OuterPlan, plan_outer
 from towpath.outer.steps import OuterSteps
 from towpath.plan.bandwidth import BandwidthModel, Thread, run_threads
 from towpath.plan.hardware import Hardware
+from towpath.plan.prediction import Timeline
 from towpath.plan.replay import ComputeSeconds, computed
 from towpath.plan.simulated_engine import SimulatedEngine
-from towpath.plan.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ transfer_costs.py    what each transfer costs on them
 bandwidth.py         activities that run at the same time and share links and processors
 simulated_engine.py  the transfer queues of a rank, and what its thread waits for
 replay.py            one step of a cluster, with or without pipeline stages
-timeline.py          what a simulated rank did and when
+prediction.py        what a simulated rank did and when, and the ranking of predictions
 
 The search:
 

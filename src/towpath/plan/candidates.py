@@ -83,12 +83,6 @@ class Candidates:
                 for form in self._forms(exact, w, g):
                     yield Candidate(placement, w, g, batching, form)
 
-    def exact_form(self, strategy: Strategy) -> Strategy:
-        """Return a strategy with the exact transports that candidates of its placement can have."""
-        shapes = move_shapes(strategy.placement, self._topology)
-        kinds = [kind for kind in EXACT_KINDS if self._is_exact(kind, shapes[kind])]
-        return replace(strategy, **{kind.value: replace(strategy.transport(kind), exact=True) for kind in kinds})
-
     def strategy(self, candidate: Candidate) -> Strategy:
         """Return the strategy of a candidate."""
         key = replace(candidate, batching=Batching(1, 1))

@@ -1,8 +1,7 @@
 """strategy="auto": every rank gets the strategy that the planner ranks first for the running cluster.
 
-The cluster is measured once. The profile is kept, and used again if a message still takes what the profile says. The
-first measurement is short. A longer one follows if the planned steps take long enough for it to pay off. Only rank 0
-plans. The other ranks receive its answer, or its error.
+The cluster is measured once. The profile is kept, and used again if a message still takes what the profile says. Only
+rank 0 plans. The other ranks receive its answer, or its error.
 """
 
 from __future__ import annotations
@@ -41,22 +40,17 @@ from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 from towpath.topology.together import AllRanks
 
-# The seconds of the first, short probe, and the most seconds of a longer one. Together they take at most this share of
-# so many planned steps.
-SHORT_PROBE_SECONDS, FULL_PROBE_SECONDS = 1.0, 15.0
-_SHARE_OF_STEPS, _STEPS = 0.05, 1000
-_WORTH_IT = 3  # the longer probe takes at least this many times as long as the short one
+_PROBE_SECONDS = 8.0
 # The share of a device's memory that a rank may hold. The allocator, the driver and libraries need the rest.
 _SHARE_OF_MEMORY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen strategy, the predicted seconds of a step, and one line for people."""
+    """The chosen strategy, and one line for people."""
 
     strategy: Strategy
     batching: Batching
-    seconds: float
     why: str
 
 
@@ -83,18 +77,25 @@ def choose(
             f'strategy="auto" measures the whole job, and group= has {groups.world} of its ranks. Pass a strategy: '
             "`towpath plan` finds one."
         )
-    planner = _Planner(groups, describe, request, staged)
     kept, where = _kept_profile(groups, topology, profile)
-    began = time.monotonic()
     if kept is not None and (profile or still_holds(kept, groups)):  # a profile of the user's is not checked
-        made, choice = kept, planner.choose(kept, f"links as measured on {kept.date}")
+        made, how = kept, f"links as measured on {kept.date}"
     else:
         why = "once" if kept is None else f"anew, since its links are not what they were on {kept.date}"
-        made, choice = _probe_and_choose(groups, topology, planner, SHORT_PROBE_SECONDS, why)
-    spent = groups.gather_objects(time.monotonic() - began)[0]
-    longer = min(FULL_PROBE_SECONDS, _SHARE_OF_STEPS * _STEPS * choice.seconds - spent)
-    if not profile and longer >= _WORTH_IT * made.budget_seconds:
-        made, choice = _probe_and_choose(groups, topology, planner, longer, "longer, since its steps take so long")
+        if groups.rank == 0:
+            sys.stderr.write(f'towpath: strategy="auto" measures this cluster {why}, for some seconds\n')
+        began = time.monotonic()
+        made = probe(topology, _PROBE_SECONDS)
+        how = f"links measured in {time.monotonic() - began:.0f} s"
+    ranks, device = AllRanks(groups, 'strategy="auto"', PlanError), device_of_job()
+    describes = groups.rank == 0 or ranks_measure_together(device)
+    model = ranks.each(lambda: describe(device) if describes else None)
+
+    def planned() -> Choice:
+        assert model is not None
+        return _planned(made, how, model, request, staged)
+
+    choice = ranks.on_rank_0(planned)
     if groups.rank == 0 and made is not kept:
         # If the cache cannot be written, the next run measures again.
         try:
@@ -105,17 +106,6 @@ def choose(
         except OSError as error:
             sys.stderr.write(f"towpath: the profile could not be kept: {error}\n")
     return choice
-
-
-def _probe_and_choose(
-    groups: Groups, topology: Topology, planner: _Planner, seconds: float, why: str
-) -> tuple[Profile, Choice]:
-    began = time.monotonic()
-    if groups.rank == 0:
-        sys.stderr.write(f'towpath: strategy="auto" measures this cluster {why}, for some {max(seconds, 3):.0f} s\n')
-    largest = groups.gather_objects(planner.largest_unit_bytes)[0]
-    made = probe(topology, seconds, largest=largest)
-    return made, planner.choose(made, f"links measured in {time.monotonic() - began:.0f} s")
 
 
 def choose_for(
@@ -199,38 +189,6 @@ def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple
 # The plan ------------------------------------------------------------------------------------------------------------
 
 
-class _Planner:
-    """Plans on rank 0, while the other ranks wait for the result. It describes the model once."""
-
-    def __init__(
-        self,
-        groups: Groups,
-        describe: Callable[[torch.device], Model],
-        request: Request,
-        staged: BestPipeline | None,
-    ) -> None:
-        self._groups, self._describe, self._request, self._staged = groups, describe, request, staged
-        self._model: Model | None = None
-
-    @property
-    def largest_unit_bytes(self) -> int | None:
-        """The bytes of the model's largest unit in float32, or None if this rank has not described it yet."""
-        return None if self._model is None else 4 * max(unit.numel for unit in self._model.units)
-
-    def choose(self, profile: Profile, how: str) -> Choice:
-        """Return the choice for a profile. `how` says in words where the profile comes from."""
-        device, ranks = device_of_job(), AllRanks(self._groups, 'strategy="auto"', PlanError)
-        describes = self._groups.rank == 0 or ranks_measure_together(device)
-        model = ranks.each(lambda: self._model or (self._describe(device) if describes else None))
-        self._model = model
-
-        def planned() -> Choice:
-            assert model is not None
-            return _planned(profile, how, model, self._request, self._staged)
-
-        return ranks.on_rank_0(planned)
-
-
 def _planned(profile: Profile, how: str, model: Model, request: Request, staged: BestPipeline | None) -> Choice:
     cluster = profile.cluster()
     memory = request.memory or int(cluster.memory * _SHARE_OF_MEMORY)
@@ -271,7 +229,7 @@ def _choice(step: Prediction, compared: str, how: str, solver: Solver) -> Choice
         f"{tables.seconds(step.seconds)} a step as planned, {waits}, {step.peak_bytes / GIB:.2f} GiB; {compared}; "
         f"{how}.{told}"
     )
-    return Choice(step.strategy, batching, step.seconds, why)
+    return Choice(step.strategy, batching, why)
 
 
 def _compared(best: Prediction, found: Ranking, solver: Solver) -> str:

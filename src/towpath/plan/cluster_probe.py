@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from itertools import cycle
@@ -30,7 +29,7 @@ from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.core.lossless import DIFFERENCES, VALUES
 from towpath.errors import ConfigError
 from towpath.plan.measure import measure_transfer_work
-from towpath.plan.probed_collectives import Work, collectives_to_measure, sizes_up_to
+from towpath.plan.probed_collectives import SIZES, Work, collectives_to_measure
 from towpath.plan.profile import (
     LAUNCHED_CALL,
     LAUNCHED_KERNEL,
@@ -47,7 +46,13 @@ from towpath.topology.groups import Groups
 SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
 _GROWTH = 8
 # Each collective is repeated for at most so many seconds, this many times, and leaves time for larger sizes.
-_SUSTAINED_SECONDS, _REPEATS, _ROUNDS = 0.05, 2, 3
+_SUSTAINED_SECONDS, _COLLECTIVE_REPEATS, _ROUNDS = 0.05, 2, 3
+# Everything else is repeated so often. Short work is repeated between two barriers, for so many seconds at least.
+_REPEATS, _SHORT_SECONDS = 5, 0.01
+# The same for products on all ranks. A rank that leaves the barrier late must count little.
+_TOGETHER_SECONDS = 0.15
+_WARM_STEPS = 2  # of a model, before the measured ones
+_SMALL_MESSAGES = 100  # that are sent during products
 _MOST_AT_ONCE = 200
 _LAUNCHES = 20  # at a time, so few that the device's queue has room for all
 _ELEMENTS = 1 << 20  # that a codec encodes
@@ -60,36 +65,15 @@ _SHARES = {"inter": 0.32, "intra": 0.1, "collectives": 0.4}
 _CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
 
 
-@dataclass(frozen=True, slots=True)
-class _Effort:
-    """How thorough the measurements are whose time does not depend on the budget."""
-
-    repeats: int  # number of repetitions
-    short_seconds: float  # the least time between two barriers
-    # The same for products on all ranks. A rank that leaves the barrier late must count little.
-    all_at_once_seconds: float
-    small_messages: int  # number of small messages that are sent during a product
-    warm_steps: int  # steps of a model before the measured ones
-    complete: bool  # whether collectives are measured
-
-
-_THOROUGH = _Effort(5, 0.01, 0.15, 100, 2, complete=True)
-_QUICK = _Effort(3, 0.003, 0.05, 30, 1, complete=False)
-_QUICK_BUDGET = 3.0  # below this many seconds, the effort is quick
-
-
 def probe(
     topology: Topology | None = None,
     budget_seconds: float = 60.0,
-    largest: int | None = None,
 ) -> Profile:
     """Measure the cluster of the running job. Every rank must call it.
 
     Args:
         topology: The nodes, and the ranks of each node. Default: as the launcher placed them.
         budget_seconds: About how long it may take.
-        largest: The bytes of the largest unit of the model that will be planned. Collectives are measured with no more.
-            Default: 64 MiB.
 
     Returns:
         The profile, identical on all ranks.
@@ -105,7 +89,7 @@ def probe(
     topology = topology or Topology.detect()
     if topology.world != groups.world:
         raise ConfigError(f"probe: the job has {groups.world} ranks, and {topology} are {topology.world}.")
-    return _Prober(groups, topology, budget_seconds, largest).run()
+    return _Prober(groups, topology, budget_seconds).run()
 
 
 def device_of_job() -> torch.device:
@@ -122,9 +106,8 @@ def still_holds(profile: Profile, groups: Groups) -> bool:
 
 
 class _Prober:
-    def __init__(self, groups: Groups, topology: Topology, budget: float, largest: int | None = None) -> None:
-        self._groups, self._topology, self._budget, self._largest = groups, topology, budget, largest
-        self._effort = _THOROUGH if budget >= _QUICK_BUDGET else _QUICK
+    def __init__(self, groups: Groups, topology: Topology, budget: float) -> None:
+        self._groups, self._topology, self._budget = groups, topology, budget
         self._device = device_of_job()
         self._rank = groups.rank
         groups.connect()  # the first messages are sent by some of the ranks only
@@ -143,7 +126,7 @@ class _Prober:
         parts = [
             partial(self._links, "inter", self._budget * _SHARES["inter"]),
             partial(self._links, "intra", self._budget * _SHARES["intra"]),
-            *([partial(self._collectives, self._budget * _SHARES["collectives"])] if self._effort.complete else []),
+            partial(self._collectives, self._budget * _SHARES["collectives"]),
             self._codecs,
             self._memory,
             self._compute,
@@ -217,7 +200,7 @@ class _Prober:
         while size <= LARGEST:
             yield size
             left -= self._spent
-            if (self._effort.repeats + 2) * self._points[-1].usual * _GROWTH > left:
+            if (_REPEATS + 2) * self._points[-1].usual * _GROWTH > left:
                 return
             size *= _GROWTH
 
@@ -226,18 +209,18 @@ class _Prober:
 
         So all routes of a mesh are known for the same sizes, and the planner prefers none for how it was measured.
         """
-        sizes = sizes_up_to(self._largest)
         for share, works in collectives_to_measure(self._groups, self._topology, self._device):
             # A shaped link lets the first bytes of a message pass at once. Collectives of a step follow one another, so
             # each is repeated until these bytes count little.
-            sustained = min(_SUSTAINED_SECONDS, share * seconds / (_ROUNDS * (_REPEATS + 1) * len(works)))
+            sustained = min(_SUSTAINED_SECONDS, share * seconds / (_ROUNDS * (_COLLECTIVE_REPEATS + 1) * len(works)))
             before, spent = 0, 0.0
-            for size in (*sizes[:2], *reversed(sizes[2:])):
+            for size in (*SIZES[:2], *reversed(SIZES[2:])):
                 expected = [size / before * point.usual for point in self._points[-len(works) :]] if before else []
-                if spent + (_REPEATS + 1) * sum(max(sustained, each) for each in expected) > share * seconds and before:
+                rounds = (_COLLECTIVE_REPEATS + 1) * sum(max(sustained, each) for each in expected)
+                if before and spent + rounds > share * seconds:
                     continue
                 for name, work in works:  # the first round makes connections
-                    self._measure(name, size, work(size), False, sustained, _REPEATS, warm=not before)
+                    self._measure(name, size, work(size), False, sustained, _COLLECTIVE_REPEATS, warm=not before)
                     spent += self._spent
                 before = size
             seconds = max(0.0, seconds - spent)
@@ -245,13 +228,10 @@ class _Prober:
     # Work of single ranks --------------------------------------------------------------------------------------------
 
     def _codecs(self) -> None:
-        for name in ("int8", "int4", "bf16", *registered_formats()):
-            encode, decode = self._coding(name)
-            self._measure(f"encode {name}", _ELEMENTS, encode, alone=True)
-            self._measure(f"decode {name}", _ELEMENTS, decode, alone=True)
-        for name, (encode, decode) in exact_coding(self._device, _ELEMENTS).items():
-            self._measure(f"encode {name}", _ELEMENTS, encode, alone=True)
-            self._measure(f"decode {name}", _ELEMENTS, decode, alone=True)
+        works = {name: self._coding(name) for name in ("int8", "int4", "bf16", *registered_formats())}
+        for name, (encodes, decodes) in (works | exact_coding(self._device, _ELEMENTS)).items():
+            self._measure(f"encode {name}", _ELEMENTS, encodes, alone=True)
+            self._measure(f"decode {name}", _ELEMENTS, decodes, alone=True)
 
     def _coding(self, name: str) -> tuple[Work, Work]:
         kernels, codec = kernels_for(self._device), Codec.parse(name)
@@ -271,7 +251,7 @@ class _Prober:
             product = self._product(dtype)
             self._measure(f"matmul {dtype_name(dtype)}", side, product, alone=True)
             if dtype == torch.float32:
-                self._measure(TOGETHER, side, product, least_seconds=self._effort.all_at_once_seconds)
+                self._measure(TOGETHER, side, product, least_seconds=_TOGETHER_SECONDS)
 
     def _product(self, dtype: torch.dtype) -> Work:
         side = _SIDE[self._device.type]
@@ -281,7 +261,7 @@ class _Prober:
 
     def _transfer_work(self) -> None:
         if self._device.type == "cpu":
-            points = measure_transfer_work(self._groups, self._effort.warm_steps, self._effort.repeats)
+            points = measure_transfer_work(self._groups, _WARM_STEPS, _REPEATS)
             # Rank 0's points count. The other ranks only worked at the same time.
             self._points += self._groups.gather_objects(points)[0]
 
@@ -298,7 +278,7 @@ class _Prober:
         for what, work in works.items():
             work()  # makes connections
             taken: list[float] = []
-            for _ in range(self._effort.repeats):
+            for _ in range(_REPEATS):
                 torch.cuda.synchronize(self._device)
                 self._groups.barrier()
                 began = time.perf_counter()
@@ -320,7 +300,7 @@ class _Prober:
                 message = self._exchange(*self._neighbors(which), min(sizes), 1, group)
                 message()
                 self._groups.barrier()
-                seconds = self._groups.gather_objects(seconds_beside(product, message, self._effort.small_messages))
+                seconds = self._groups.gather_objects(seconds_beside(product, message, _SMALL_MESSAGES))
                 self._points.append(Point(pair_name(f"{which}, all", PRODUCT), min(sizes), (max(seconds),)))
 
     # Measuring ------------------------------------------------------------------------------------------------------
@@ -331,19 +311,18 @@ class _Prober:
         size: int,
         work: Work,
         alone: bool = False,
-        least_seconds: float | None = None,
-        repeats: int | None = None,
+        least_seconds: float = _SHORT_SECONDS,
+        repeats: int = _REPEATS,
         warm: bool = True,
     ) -> None:
         """Record each repetition's seconds on the slowest rank. With `alone`, only rank 0 works."""
-        repeats = repeats or self._effort.repeats
         if alone and self._rank:
             work = _nothing
         if warm:
             work()  # makes connections and fills caches
         # Ranks do not leave a barrier at the same time. Short work is therefore repeated between two barriers.
         once = max(self._groups.gather_objects(self._timed(work, 1)))
-        count = max(1, min(_MOST_AT_ONCE, round((least_seconds or self._effort.short_seconds) / once)))
+        count = max(1, min(_MOST_AT_ONCE, round(least_seconds / once)))
         taken: list[float] = []
         self._groups.barrier()
         busy = self._busy()
@@ -414,25 +393,16 @@ def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, W
 
 def seconds_beside(product: Work, message: Work, times: int) -> float:
     """Run `message` in a thread for so many times, and `product` until it ends. Return the seconds of one message."""
-    taken: list[float] = []
-    failure: list[BaseException] = []
 
-    def run_messages() -> None:
-        try:
-            for _ in range(times):
-                began = time.perf_counter()
-                message()
-                taken.append(time.perf_counter() - began)
-        except BaseException as error:
-            failure.append(error)
+    def timed() -> float:
+        began = time.perf_counter()
+        message()
+        return time.perf_counter() - began
 
-    thread = threading.Thread(target=run_messages, name="towpath-probe", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        product()
-    thread.join()
-    if failure:
-        raise failure[0]
+    with ThreadPoolExecutor(1, "towpath-probe") as thread:
+        messages = thread.submit(lambda: sorted(timed() for _ in range(times)))
+        while not messages.done():
+            product()
     # Sometimes a thread waits so long for a processor that this one time would outweigh all others.
     left_out = times // 20
-    return fmean(sorted(taken)[left_out : times - left_out])
+    return fmean(messages.result()[left_out : times - left_out])

@@ -8,9 +8,11 @@ activations in each pass of a block. These sums stay inside a node, or the layou
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 
 from towpath.core import presets
 from towpath.core.formats import Precision, item_bytes, wide
@@ -25,10 +27,9 @@ from towpath.core.passes import (
     plain_walk,
 )
 from towpath.core.passes import compression as named_compression
-from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import EXACT_KINDS, MoveShape, Strategy, TransferKind
+from towpath.core.strategy import MoveShape, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
@@ -46,7 +47,7 @@ from towpath.plan.model import (
     kept_bytes,
     optimizer_seconds,
 )
-from towpath.plan.prediction import Batching, Prediction, figures_of
+from towpath.plan.prediction import Batching, Prediction
 from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
 from towpath.plan.request import Request
 from towpath.plan.solver import Solver
@@ -56,13 +57,8 @@ from towpath.topology.cluster import Topology
 # Returns the order and the walk of a schedule. The arguments are its name and the numbers of ranks and micro-batches.
 Walks = Callable[[str, int, int], tuple[Order, Walk]]
 
-# The strategies for the copies of a stage that are always simulated.
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics")
-# Of all other placements and routes, so many are simulated for each batching, those of the least bounds. More of them
-# would take a plan longer than about 1.5 times as long.
-MOST_OTHERS = 2
-# The number of placements, sorted by their bounds, of which it is found out whether they fit into memory.
-_MOST_TRIED = 32
+# For each batching, so many strategies of the copies of a stage are simulated: those of the least bounds that fit.
+MOST_STRATEGIES = 8
 # If a step has many micro-batches, these multiples of the pipeline's ranks are replayed. The rest is extrapolated.
 _REPLAYED = 2, 3
 
@@ -106,7 +102,7 @@ class Layout:
         return f"{self.stages} stages on {self.pipeline}{parts}, {self.schedule}, {name}{packed}"
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class PipelinePrediction(Prediction):
     """The predicted optimizer step of a pipeline.
 
@@ -160,66 +156,32 @@ class Pipelines:
             or order[0][0] < sorted(ordinary)[best - 1]
         ):
             _, _, layout, batching = heapq.heappop(order)
-            if self.request.exact:
-                layout = self._exact_form(layout)
-            if sum(self._memory(layout, batching).values()) <= self.request.memory:
-                found.append(self.predict(layout, batching))
-        return sorted(self._with_exact(found, best), key=lambda p: p.order)[:best]
-
-    def _with_exact(self, found: Sequence[PipelinePrediction], most: int) -> Iterator[PipelinePrediction]:
-        """Yield the predictions, with exact transports where that is faster. It tries them for at most `most` layouts.
-
-        Exact transports shorten only the waits for what can be exact. So it tries those layouts first that would be the
-        fastest without these waits, and none that has no such wait.
-        """
-
-        def without_waits(plain: PipelinePrediction) -> float:
-            return plain.seconds - sum(plain.exposed.get(kind, 0.0) for kind in EXACT_KINDS)
-
-        for number, plain in enumerate(sorted(found, key=without_waits)):
-            exact, batching = plain, plain.batching
-            if self.request.exact is None and number < most and without_waits(plain) < plain.seconds:
-                layout = self._exact_form(plain.layout)
-                fits = sum(self._memory(layout, batching).values()) <= self.request.memory
-                exact = self.predict(layout, batching) if fits and layout != plain.layout else plain
-            yield min(plain, exact, key=lambda p: p.order)
-
-    def _exact_form(self, layout: Layout) -> Layout:
-        """Return the layout with exact transports, or itself if there is none that pays."""
-        plain = self.strategy(layout)
-        exact = self._solver_of_stage(layout).candidates.exact_form(plain)
-        return layout if exact == plain else replace(layout, strategy=exact)
+            found.append(self.predict(layout, batching))
+        return sorted(found, key=lambda p: p.order)[:best]
 
     def _candidates(self, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Batching]]:
-        for layout in layouts:
-            seen: dict[Placement, Layout] = {}
-            for strategy in STRATEGIES:  # on one node, or with one copy, several names mean the same placement
-                named = replace(layout, strategy=strategy)
-                seen.setdefault(self.strategy(named).placement, named)
-            for batching in self.request.batchings(self.copies(layout)):
-                if not asked_of_micro_batches(layout.schedule, layout.pipeline, batching.micro_steps):
-                    others = [replace(layout, strategy=made) for made in self._others(layout, batching, seen)]
-                    yield from ((each, batching) for each in (*seen.values(), *others))
-
-    def _others(self, layout: Layout, batching: Batching, seen: Mapping[Placement, Layout]) -> Iterator[Strategy]:
-        """Yield the most promising strategies for the copies of a stage, unless `seen` has them.
+        """Yield the most promising strategies for the copies of each layout's stages that fit into memory.
 
         They are ranked as without a pipeline: by the bound of the largest stage, if it was all there is.
         """
-        solver = self._solver_of_stage(layout)
-        placements = legal_placements(solver.cluster.topology, copies=True)
-        candidates = [Candidate(placement, "none", "none", batching) for placement in placements]
-        fitting = [candidate for candidate in candidates if solver.peak_bytes(candidate) <= self.request.memory]
-        found = 0
-        for candidate in heapq.nsmallest(_MOST_TRIED, fitting, key=solver.bound):
-            made = solver.candidates.strategy(candidate)
-            if sum(self._memory(replace(layout, strategy=made), batching).values()) > self.request.memory:
-                continue
-            known = seen.get(candidate.placement)
-            if known is None or replace(self.strategy(known), name=made.name) != made:
-                yield made
-            if (found := found + 1) == MOST_OTHERS:
-                return
+        for layout in layouts:
+            by_batching: defaultdict[Batching, list[Candidate]] = defaultdict(list)
+            solver = self._solver_of_stage(layout)
+            for candidate in solver.candidates:
+                if not asked_of_micro_batches(layout.schedule, layout.pipeline, candidate.batching.micro_steps):
+                    by_batching[candidate.batching].append(candidate)
+            for batching, candidates in by_batching.items():
+                ordered = sorted(candidates, key=solver.bound)
+                made = (replace(layout, strategy=solver.candidates.strategy(each)) for each in ordered)
+                found = list(islice((each for each in made if self._fits(each, batching)), MOST_STRATEGIES))
+                # The fastest routes need more memory. The plain ones of zero3 may fit where nothing else does.
+                plain = replace(layout, strategy="zero3")
+                if not found and not self.request.exact and self._fits(plain, batching):
+                    found = [plain]
+                yield from ((each, batching) for each in found)
+
+    def _fits(self, layout: Layout, batching: Batching) -> bool:
+        return sum(self._memory(layout, batching).values()) <= self.request.memory
 
     def _solver_of_stage(self, layout: Layout) -> Solver:
         """Return the solver for the largest stage among its copies."""
@@ -303,14 +265,14 @@ class Pipelines:
             shorter = self.replay(layout, replace(batching, micro_steps=few)).combined()
             found = found.with_more((batching.micro_steps - many) / (many - few), shorter)
         return PipelinePrediction(
-            self.strategy(layout),
-            batching,
+            **found.figures(),
+            strategy=self.strategy(layout),
+            batching=batching,
             computing=found.computed,
             memory=self._memory(layout, batching),
             layout=layout,
             copies=self.copies(layout),
             idle=max(0.0, 1 - found.computed / found.seconds),
-            **figures_of(found),
         )
 
     def replay(self, layout: Layout, batching: Batching) -> ReplayedStep:

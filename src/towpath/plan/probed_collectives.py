@@ -30,15 +30,8 @@ Work = Callable[[], object]
 
 _PURPOSE = "probe"
 
-# Bytes of a group's region. The largest unit of the model replaces what is larger, where the model is known.
-_SIZES = tuple(1 << exponent for exponent in (16, 19, 22, 25, 26))
-
-
-def sizes_up_to(most: int | None) -> list[int]:
-    """Return the sizes to measure, ascending. `most` is the largest region that a plan will use, if it is known."""
-    if most is None:
-        return list(_SIZES)
-    return [*(size for size in _SIZES if size < most), min(most, _SIZES[-1])]
+# Bytes of a group's region.
+SIZES = tuple(1 << exponent for exponent in (16, 19, 22, 25, 26))
 
 
 def planned_collectives(topology: Topology, form: Form) -> dict[tuple[Op, GroupMesh, str], GroupCollective]:

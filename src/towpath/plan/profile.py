@@ -2,7 +2,7 @@
 
     {"version": 2, "topology": {...}, "host": "...", "date": "...", "points": [...], ...}
 
-A link is fitted as latency + bytes / rate. The largest error of the fit is reported with it. Collectives correct what
+A link is fitted as latency + bytes / rate. Collectives correct what
 the simulator derives from single messages (`plan/measured.py`).
 """
 
@@ -90,15 +90,6 @@ class Point:
         return median(self.seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A fitted latency and rate. `error` is the largest error of a point, as a share of its seconds."""
-
-    latency: float
-    rate: float
-    error: float
-
-
 @dataclass(frozen=True)
 class Profile:
     """The measurements of a cluster."""
@@ -124,7 +115,7 @@ class Profile:
         """Return whether there are points of a measurement."""
         return any(point.what == what for point in self.points)
 
-    def fit(self, what: str) -> Fit:
+    def fit(self, what: str) -> Link:
         """Return the latency and rate that fit the points of a measurement."""
         return fitted([(point.size, point.usual) for point in self.of(what)])
 
@@ -280,7 +271,7 @@ class Profile:
             raise PlanError(f"the profile is of another cluster: {'; '.join(differing)}. Probe this one.")
 
 
-def fitted(points: Sequence[tuple[int, float]]) -> Fit:
+def fitted(points: Sequence[tuple[int, float]]) -> Link:
     """Fit latency + size / rate to pairs of size and seconds.
 
     The rate comes from the two largest points, and the latency from the smallest point. A regression through all
@@ -295,8 +286,7 @@ def fitted(points: Sequence[tuple[int, float]]) -> Fit:
             rate = (size - before) / (seconds - earlier)
     smallest, least = ordered[0]
     latency = max(least - smallest / rate, 0.0) if len(ordered) > 1 else 0.0
-    error = max(abs(latency + size / rate - seconds) / seconds for size, seconds in ordered)
-    return Fit(latency, rate, error)
+    return Link(rate, latency)
 
 
 # What the simulator predicts for measured points --------------------------------------------------------------------

@@ -38,7 +38,7 @@ from towpath.core.unit_plan import UnitPlan
 from towpath.outer.exchanges import OuterPlan
 from towpath.plan.bandwidth import BandwidthModel, Demand
 from towpath.plan.hardware import EVERYWHERE, INSIDE, PROCESSOR, Hardware, Launching, StageLocation
-from towpath.plan.timeline import Event, Timeline
+from towpath.plan.prediction import Event, Timeline
 from towpath.plan.transfer_costs import PhaseCost, TransferShape, encoding_seconds, phase_costs
 
 # The bytes of a transfer, as fields of a timeline.
@@ -306,7 +306,7 @@ class SimulatedEngine:
         copied = sum(b.host_copy_bytes(task.kind, self._hardware.cores is None) for b in buckets)
         if not copied:
             return None
-        self._timeline.host_bytes += copied
+        self._timeline.host_copy_bytes += copied
         seconds = copied / self._hardware.offloading.copy_rate
         # A device copies while it computes. Processors can do nothing else meanwhile.
         if self._hardware.cores is None:

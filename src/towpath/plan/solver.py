@@ -32,11 +32,10 @@ from towpath.plan.model import (
     host_bytes,
     optimizer_seconds,
 )
-from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking, figures_of
+from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking, Timeline
 from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.request import Request
 from towpath.plan.simulated_engine import KERNELS_OF_A_PARAMETER
-from towpath.plan.timeline import Timeline
 from towpath.topology.cluster import Extent
 
 # At most this many micro-steps are replayed. The others of a step are like the one before the last.
@@ -190,13 +189,12 @@ class Solver:
             other = self._replayed(plain, self._plans(plain), seconds, micro_steps)
             timeline = timeline.with_more(-0.5, other)  # the mean of both
         return Prediction(
-            strategy,
-            batching,
+            **timeline.figures(),
+            strategy=strategy,
+            batching=batching,
             computing=micro_steps * seconds.micro_step,
             memory=self._memory(strategy, batching),
             host_memory=host_bytes(plans, self.request.optimizer),
-            host_copy_bytes=timeline.host_bytes,
-            **figures_of(timeline),
         )
 
     def _predict_islands(self, strategy: Strategy, batching: Batching) -> Prediction:

@@ -14,6 +14,11 @@ from towpath.plan.prediction import Prediction
 from towpath.plan.solver import Solver
 
 BASELINE = "zero3"  # the strategy that a choice is compared with
+# What JSON calls as a prediction does.
+_SAME_IN_JSON = (
+    *("seconds", "peak_bytes", "host_copy_bytes"),
+    *("inter_bytes", "intra_bytes", "expected_inter_bytes", "expected_intra_bytes"),
+)
 _WORTH_TELLING = 0.02  # the share of a step in which the device waits for launches
 
 HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed")
@@ -148,22 +153,16 @@ def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
         "micro_batch": step.batching.micro_batch,
         "micro_steps": step.batching.micro_steps,
         "checkpointing": step.batching.checkpointing,
-        "seconds": step.seconds,
         "tokens_per_second": tokens_per_second(step, solver),
         "mfu": mfu(step, solver),
         "memory_bytes": step.memory,
-        "peak_bytes": step.peak_bytes,
         "margin_bytes": solver.request.memory - step.peak_bytes,
         "host_memory_bytes": step.host_memory,
-        "host_copy_bytes": step.host_copy_bytes,
-        "inter_bytes": step.inter_bytes,
-        "intra_bytes": step.intra_bytes,
-        "expected_inter_bytes": step.expected_inter_bytes,
-        "expected_intra_bytes": step.expected_intra_bytes,
         "exposed_seconds": {kind.value: found for kind, found in step.exposed.items()},
+        "in_flight_seconds": {kind.value: found for kind, found in step.in_flight.items()},
         "launching_seconds": step.launching,
         "unlaunched_seconds": step.unlaunched,
-        "in_flight_seconds": {kind.value: found for kind, found in step.in_flight.items()},
+        **{name: getattr(step, name) for name in _SAME_IN_JSON},
     }
 
 
@@ -181,22 +180,12 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
     add("  computing", [seconds(p.computing) for p in steps])
     if any(isinstance(p, PipelinePrediction) for p in steps):
         add("  idle ranks", [f"{p.idle:.0%}" if isinstance(p, PipelinePrediction) else "–" for p in steps])
-    for kind in TransferKind:
-        if any(kind in p.in_flight for p in steps):
-            add(
-                f"  {kind.value}",
-                [
-                    f"{seconds(p.in_flight[kind])} in flight, {seconds(p.exposed.get(kind, 0.0))} exposed"
-                    if kind in p.in_flight
-                    else "–"
-                    for p in steps
-                ],
-            )
+    for kind in [kind for kind in TransferKind if any(kind in p.in_flight for p in steps)]:
+        each = [(p.in_flight.get(kind), p.exposed.get(kind, 0.0)) for p in steps]
+        told = ["–" if ran is None else f"{seconds(ran)} in flight, {seconds(late)} exposed" for ran, late in each]
+        add(f"  {kind.value}", told)
     if any(p.unlaunched > _WORTH_TELLING * p.seconds for p in steps):
-        add(
-            "  launching",
-            [f"{seconds(p.launching)} of the thread, {seconds(p.unlaunched)} exposed" for p in steps],
-        )
+        add("  launching", [f"{seconds(p.launching)} of the thread, {seconds(p.unlaunched)} exposed" for p in steps])
     add("GB out of a node", [_gigabytes(p.inter_bytes, p.saved_inter_bytes, nodes, 4) for p in steps])
     add("GB inside a node", [_gigabytes(p.intra_bytes, p.saved_intra_bytes, nodes, 4) for p in steps])
     add("GiB of a rank", [f"{p.peak_bytes / GIB:.2f}" for p in steps])
@@ -210,38 +199,19 @@ def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]
 
 def explain(steps: Sequence[Prediction], solver: Solver) -> str:
     """Explain in one sentence what makes one of two steps faster, or what a single step waits for."""
-    limit = solver.request.memory
-    if len(steps) == 1:
-        return _explain_one(steps[0], solver)
-    first, second = steps
-    for one, other in ((first, second), (second, first)):
-        if other.peak_bytes > limit >= one.peak_bytes:
-            return _does_not_fit(other, solver)
-    if min(first.peak_bytes, second.peak_bytes) > limit:
-        return f"Neither fits into the {limit / GIB:.1f} GiB of a rank."
-    faster, slower = (first, second) if first.seconds <= second.seconds else (second, first)
+    for step in steps:
+        if step.peak_bytes > solver.request.memory:
+            return _does_not_fit(step, solver)
+    faster, *others = sorted(steps, key=lambda step: step.seconds)
+    if not others:
+        return f"{title(faster)} waits {seconds(sum(faster.exposed.values()))} of {seconds(faster.seconds)}."
+    (slower,) = others
     if slower.seconds - faster.seconds < 0.005 * faster.seconds:
         return "They take the same time, within half a percent."
-    kinds = set(faster.exposed) | set(slower.exposed)
-    gain = {k: slower.exposed.get(k, 0.0) - faster.exposed.get(k, 0.0) for k in kinds}
+    gain = {kind: waits - faster.exposed.get(kind, 0.0) for kind, waits in slower.exposed.items()}
     most = max(gain, key=lambda kind: gain[kind], default=None)
-    why = ""
-    if most is not None and gain[most] > 0:
-        why = f": it waits {seconds(gain[most])} less for {most.value} in a step"
+    why = f": it waits {seconds(gain[most])} less for {most.value} in a step" if most and gain[most] > 0 else ""
     return f"{title(faster)} is {slower.seconds / faster.seconds:.2f} times as fast{why}."
-
-
-def _explain_one(step: Prediction, solver: Solver) -> str:
-    if step.peak_bytes > solver.request.memory:
-        return _does_not_fit(step, solver)
-    waits = sum(step.exposed.values())
-    if waits < 0.005 * step.seconds:
-        return f"{step.strategy.name} waits for nothing: what it sends is hidden behind what it computes."
-    most = max(step.exposed, key=lambda kind: step.exposed[kind])
-    return (
-        f"{step.strategy.name} waits {seconds(waits)} of {seconds(step.seconds)}, the longest for {most.value} "
-        f"({seconds(step.exposed[most])})."
-    )
 
 
 def _does_not_fit(step: Prediction, solver: Solver) -> str:
