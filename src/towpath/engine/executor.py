@@ -46,6 +46,7 @@ from towpath.engine.agree.boundary import UnusedParams
 from towpath.engine.agree.failed_passes import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
+from towpath.engine.layout import own_parameters
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
@@ -307,16 +308,12 @@ class Engine:
             unit.shown.check()
         (model,) = self.root.modules
         known = {id(p) for unit in self.units for p in (*unit.parameters, *unit.views, *unit.shown.leaf_parameters)}
-        apart = tuple(
-            f"{name}." for name, module in model.named_modules() if name and hasattr(module, "towpath_engine")
-        )
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in known and not name.startswith(apart):
+        for name, parameter in own_parameters(model):
+            if id(parameter) not in known:
                 raise StepError(
-                    f"rank {self.comm.number}: parameter {name!r} was added after shard(): a module was replaced, or "
-                    "got another parameter. It is not sharded, and its gradient would be this rank's own. Change the "
-                    "model first and shard it then. New values for a module: load_state_dict(), or copy_() to each "
-                    "parameter."
+                    f"rank {self.comm.number}: parameter {name!r} was added after shard(): it is not sharded, and its "
+                    "gradient would be this rank's own. Change the model first and shard it then. For new values use "
+                    "load_state_dict(), or copy_() to each parameter."
                 )
         self._registrations = made
 
@@ -434,9 +431,9 @@ class Engine:
         """Make the model a pipeline stage: its passes interleave, and each mean gradient averages `terms` gradients."""
         self.machine.staged = True
         self._terms = terms
-        for place in (p for unit in self.units for bucket in unit.buckets for p in bucket.layout.places):
-            assert isinstance(place.parameter, ShardTensor)
-            place.parameter.shard_spec.replica.is_a_stage = True
+        for parameter in (p for unit in self.units for p in unit.parameters):
+            assert isinstance(parameter, ShardTensor)
+            parameter.shard_spec.replica.is_a_stage = True
 
     def sync_islands(self, *, average: bool = False) -> None:
         """Begin and apply the exchanges between islands that belong to the last optimizer step, if that is still to do.

@@ -99,10 +99,9 @@ class HookedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
-            f"{type(self).__name__} is sharded, and can be neither copied nor pickled: its process groups are its own. "
-            "To save it, use towpath.checkpoint, or model.state_dict() inside `with towpath.full_parameters(model):`. "
-            "Instead of a copy build and shard another; for averaged weights keep [p.detach().clone() for p in "
-            "model.parameters()] and use torch._foreach_lerp_ on that list."
+            f"{type(self).__name__} is sharded, and can be neither copied nor pickled. To save it, use "
+            "towpath.checkpoint, or model.state_dict() inside `with towpath.full_parameters(model):`. Instead of a "
+            "copy build and shard another; for averaged weights use torch._foreach_lerp_ on clones of the parameters."
         )
 
 
@@ -313,9 +312,8 @@ class _Forward:
         if is_transformed(tensor):
             raise StepError(
                 f"rank {self._engine.comm.number}: unit {self.unit.name or 'root'!r} got an input that torch.func "
-                "differentiates (grad, vjp, jacrev and the like): its backward pass does not say when weights "
-                "must be unsharded. Call torch.autograd.grad(loss, x) under model.no_sync(), or take the same model "
-                "without shard()."
+                "differentiates, whose backward pass does not say when weights must be unsharded. Call "
+                "torch.autograd.grad(loss, x) under model.no_sync(), or take the same model without shard()."
             )
         # A view of its own. Its hook runs when this unit has finished, before the unit that made the tensor begins.
         watched.append(tensor.view_as(tensor))

@@ -108,6 +108,10 @@ class UnitLayout:
     spec: UnitSpec
     buckets: list[BucketLayout]
 
+    @property
+    def places(self) -> Iterator[ParameterPlace]:
+        return (place for bucket in self.buckets for place in bucket.places)
+
 
 def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precision | None = None) -> list[UnitLayout]:
     """Divide a model into units and buckets, without changing it.
@@ -319,13 +323,18 @@ def _unit_of_modules(model: nn.Module, homes: dict[int, str]) -> dict[int, str]:
     return inside
 
 
-def _places(model: nn.Module) -> list[ParameterPlace]:
-    found: dict[int, ParameterPlace] = {}
-    # A submodule that is sharded already has its own engine. The tied embeddings of a pipeline are an example.
+def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model by all of their names, without those of submodules that are sharded already."""
+    # Such a submodule has its own engine. The tied embeddings of a pipeline are an example.
     apart = tuple(f"{name}." for name, module in model.named_modules() if name and hasattr(module, "towpath_engine"))
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name.startswith(apart):
-            continue
+        if not name.startswith(apart):
+            yield name, parameter
+
+
+def _places(model: nn.Module) -> list[ParameterPlace]:
+    found: dict[int, ParameterPlace] = {}
+    for name, parameter in own_parameters(model):
         path, _, attribute = name.rpartition(".")
         owner = (model.get_submodule(path), attribute)
         if id(parameter) not in found:
@@ -346,8 +355,7 @@ def _check_class(name: str, parameter: nn.Parameter) -> Parallel | None:
         raise ShardError(
             f"{name} is a {type(parameter).__name__}; shard() takes plain parameters, and DTensors on a "
             "tensor-parallel mesh. A lazy one needs a forward pass first; a model that is sharded already cannot be "
-            "sharded again. Parameters that quantize themselves cannot be sharded: for torchao's float8 training, set "
-            "enable_fsdp_float8_all_gather=False."
+            "sharded again. For torchao's float8 training, set enable_fsdp_float8_all_gather=False."
         )
     return parallel
 
@@ -385,12 +393,12 @@ def describe(model: nn.Module, layouts: list[UnitLayout], groups: Groups) -> Ite
     """Yield one line for every parameter and buffer. Ranks with the same model get the same lines."""
     home = device_of(layouts, groups)
     for unit in layouts:
-        for bucket in unit.buckets:
-            for place in bucket.places:
-                shape = shape_text(place.shape)
-                shape += f" {place.parallel.describe()}" if place.parallel is not None else ""
-                state = ("trains" if bucket.spec.trainable else "frozen") + (" exactly" if bucket.spec.exact else "")
-                yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
+        for place in unit.places:
+            shape = shape_text(place.shape)
+            shape += f" {place.parallel.describe()}" if place.parallel is not None else ""
+            dtype, trains, exact = place.key
+            state = ("trains" if trains else "frozen") + (" exactly" if exact else "")
+            yield f"{place.names[0]}: {shape} {dtype} {state}, in unit {unit.name or 'root'!r}"
     for name, buffer in model.named_buffers():
         # A meta buffer will be made on the parameters' device. So a rank with meta buffers matches one with real ones.
         device = home if buffer.device.type == "meta" or groups.chosen else buffer.device
@@ -405,7 +413,7 @@ def is_saved(model: nn.Module, buffer: str) -> bool:
 
 
 def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.device:
-    parameters = [p.parameter for unit in layouts for bucket in unit.buckets for p in bucket.places]
+    parameters = [place.parameter for unit in layouts for place in unit.places]
     if not parameters:
         raise ShardError("the model has no parameters; there is nothing to shard.")
     return device_of_parameters(parameters, groups or Groups())
@@ -428,8 +436,8 @@ def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
         The bytes, or None if no rank knows them. Only CUDA devices and Linux hosts report free memory.
     """
     device = device_of(layouts, groups)
-    places = [place for unit in layouts for bucket in unit.buckets for place in bucket.places]
-    own = [local_part(p.parameter) for p in places if p.parameter.device.type == device.type]
+    parameters = (place.parameter for unit in layouts for place in unit.places)
+    own = [local_part(parameter) for parameter in parameters if parameter.device.type == device.type]
     returned = sum(values.numel() * values.element_size() for values in own)
     mine = available_bytes() if device.type == "cpu" else None
     if device.type == "cuda":
@@ -438,11 +446,8 @@ def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
     machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
     told: list[tuple[str, int | None, int]] = groups.gather_objects((machine, mine, returned))
     hosts = [host for host, _, _ in told]
-    found: list[int] = []
-    for host, free, theirs in told:
-        if free is not None:
-            found.append((free if device.type == "cuda" else free // hosts.count(host)) + theirs)
-    return min(found, default=None)
+    shared = {host: 1 if device.type == "cuda" else hosts.count(host) for host in hosts}
+    return min((free // shared[host] + theirs for host, free, theirs in told if free is not None), default=None)
 
 
 def available_bytes() -> int | None:

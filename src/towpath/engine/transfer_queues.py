@@ -116,7 +116,7 @@ def _expected(transfer: Transfer, members: GroupRank) -> list[tuple[int, torch.d
 
 
 # What a job computes before, between and after its transfers: casts, copies, sums. It runs in the order of the queue.
-Work = Callable[[Workspace], None]
+Work = Callable[[Workspace], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -47,7 +46,7 @@ from towpath.engine.parameters.initialise import Flat
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import EncodedShard, ShardSpec
-from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.engine.parameters.shard_tensor import CANNOT_BE_CAST, ShardTensor
 from towpath.engine.transfer_queues import RankTransfer, Work
 from towpath.errors import ShardError
 
@@ -105,10 +104,7 @@ class UnshardedParameter(nn.Parameter):
         """Copy `value` to the parameter's memory. Shape, dtype and device cannot change: the engine owns the memory."""
         mine, theirs = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (self, value))
         if mine != theirs:
-            raise ShardError(
-                f"got {theirs} for a parameter of {mine}: a sharded model cannot be cast or moved. Do it before "
-                "shard(); precision= sets the dtypes of compute and of transfers."
-            )
+            raise ShardError(CANNOT_BE_CAST.format(theirs, mine))
         with torch.no_grad():
             self.copy_(value)
 
@@ -312,22 +308,14 @@ class Bucket:
     def before_gather(self, kind: TransferKind) -> Work | None:
         """Return what must be computed before the gathers, or instead of them if this rank holds all weights."""
         if self._is_copied and not (kind is TransferKind.BACKWARD_GATHER and self.copy is not None):
-            return self._copy_from_host
+            return lambda _: self._slice(self.full, self.plan.params).copy_(self.shard, non_blocking=True)
         if self.transfers[kind]:
             return None
-        return self._decode if self.resting is not None else partial(self._copy_to_slot, self.source(kind))
-
-    def _copy_from_host(self, _: Workspace) -> None:
-        self._slice(self.full, self.plan.params).copy_(self.shard, non_blocking=True)
-
-    def _decode(self, _: Workspace) -> None:
-        assert self.resting is not None
-        self.resting.decode(self.full)
-
-    def _copy_to_slot(self, source: torch.Tensor, _: Workspace) -> None:
-        # Every rank has all of it, but the modules' views are in the slot.
-        if source.data_ptr() != self.full.data_ptr():
-            self.full.copy_(source)
+        if (resting := self.resting) is not None:
+            return lambda _: resting.decode(self.full)
+        # This rank has all of it, but the modules' views are in the slot.
+        source = self.source(kind)
+        return lambda _: self.full.copy_(source) if source.data_ptr() != self.full.data_ptr() else None
 
     def save_backward_copy(self, _: Workspace | None = None) -> None:
         """Save this rank's part of the unsharded weights for the backward gather, if the strategy has such a copy."""

@@ -102,14 +102,8 @@ def write_items(fqn: str, local: torch.Tensor, shape: torch.Size, boxes: Sequenc
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     properties = TensorProperties.create_from_tensor(local)
-    return [
-        WriteItem(
-            MetadataIndex(fqn, chunk.offsets),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, properties, shape),
-        )
-        for chunk in chunks_of(boxes)
-    ]
+    chunks = [(MetadataIndex(fqn, c.offsets), TensorWriteData(c, properties, shape)) for c in chunks_of(boxes)]
+    return [WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index, data in chunks]
 
 
 def box_at(index: MetadataIndex, local: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
@@ -277,6 +271,13 @@ def mesh_of(parameters: list[Parallel]) -> TensorParallelMesh:
 # exchanges it at the optimizer's next step (`engine/trial_steps.py`).
 
 
+def _of_replacement(name: str) -> property:
+    return property(
+        lambda self: getattr(self.towpath_replacement, name),
+        lambda self, value: setattr(self.towpath_replacement, name, value),
+    )
+
+
 @cache
 def _replaced() -> type[DTensor]:
     from torch.distributed.tensor import DTensor
@@ -304,25 +305,12 @@ def _replaced() -> type[DTensor]:
         def full_tensor(self, **_: Any) -> NoReturn:
             self.__torch_dispatch__("full_tensor()", ())
 
-        @property
-        def requires_grad(self) -> bool:
-            return self.towpath_replacement.requires_grad
-
-        @requires_grad.setter
-        def requires_grad(self, trains: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-            self.towpath_replacement.requires_grad = trains
+        requires_grad: Any = _of_replacement("requires_grad")
+        grad: Any = _of_replacement("grad")
 
         def requires_grad_(self, mode: bool = True) -> Any:
             self.requires_grad = mode
             return self
-
-        @property
-        def grad(self) -> torch.Tensor | None:
-            return self.towpath_replacement.grad
-
-        @grad.setter
-        def grad(self, gradient: torch.Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-            self.towpath_replacement.grad = gradient
 
     return Replaced
 

@@ -113,14 +113,13 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
     if bool(alike.all()):
         return
     rank, index = (int(i) for i in (~alike).nonzero()[0])
-    names = [place.names[0] for unit in units for bucket in unit.buckets for place in bucket.layout.places]
+    names = [place.names[0] for unit in units for place in unit.layout.places]
     written = [groups.first + r for r in range(groups.world) if before[r, index] != after[r, index]]
     raise StepError(
         f"rank {groups.number}: parameter {names[index]!r} was written while it was unsharded, and not with the same "
         f"values on every rank: rank {', '.join(map(str, written))} changed it, and rank {groups.first + rank} has "
-        f"other values than rank {groups.first}. None of it is taken over; where every rank holds the full parameter "
-        "anyway (ddp, zero1), the writes stand, and the model must be built anew. Write the same on every rank, or "
-        "name the rank whose values all take over: full_parameters(model, modifier_rank=0)."
+        f"other values than rank {groups.first}. None of it is taken over, except with ddp and zero1. Write the same "
+        "on every rank, or name the rank whose values all take over: full_parameters(model, modifier_rank=0)."
     )
 
 

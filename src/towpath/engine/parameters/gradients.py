@@ -152,9 +152,9 @@ class BucketGradients(ABC):
         """True if all expected gradients have arrived in this micro-step."""
         return len(self._arrived_now) >= self.expected
 
-    @abstractmethod
     def begin(self, buffer: torch.Tensor | None) -> None:
         """Start a micro-step. Its gradients are reduced from `buffer`; with None they are summed in place."""
+        self._arrived_now.clear()
 
     def arrive(self, index: int, gradient: torch.Tensor | None) -> None:
         """Hold the gradient of the parameter at `index` until `store`. None counts as a gradient of zero."""
@@ -195,8 +195,8 @@ class BucketGradients(ABC):
     @abstractmethod
     def _store(self, held: Mapping[int, torch.Tensor | None]) -> None: ...
 
-    @abstractmethod
-    def _arrive_as_zero(self, index: int) -> None: ...
+    def _arrive_as_zero(self, index: int) -> None:
+        self._arrived_now.add(index)
 
     def fill_missing(self) -> None:
         """Store the gradients, and let each parameter without one on this rank add zero to the sum."""
@@ -291,10 +291,6 @@ class OwnGradients(BucketGradients):
         lent = sum(grad.local.nbytes for grad in held if isinstance(grad, ShardTensor))
         return lent + sum(each.nbytes for each in self._sums if each is not None)
 
-    def begin(self, buffer: torch.Tensor | None) -> None:
-        assert buffer is None
-        self._arrived_now.clear()
-
     def _store(self, held: Mapping[int, torch.Tensor | None]) -> None:
         wide: list[torch.Tensor] = []
         narrow: list[torch.Tensor] = []
@@ -318,9 +314,6 @@ class OwnGradients(BucketGradients):
             torch._foreach_copy_(wide, narrow)  # pyright: ignore
         if sums:
             torch._foreach_add_(sums, added)  # pyright: ignore
-
-    def _arrive_as_zero(self, index: int) -> None:
-        self._arrived_now.add(index)
 
     def needs_grad_sync(self, terms: int) -> bool:
         return self.plan.divisors(TransferKind.GRAD_SYNC, terms) != (1, 1.0)
@@ -426,7 +419,7 @@ class FlatGradients(BucketGradients):
             # No gradient is ever written to the padding between parameters, so it has to be zero from the start.
             self.sums = torch.zeros(elements, dtype=dtype, device=self._device)
         self._reclaim()
-        self._arrived_now.clear()
+        super().begin(buffer)
         if buffer is None:
             buffer = self.sums
         else:
@@ -457,7 +450,7 @@ class FlatGradients(BucketGradients):
             torch._foreach_add_([self._arriving[index] for index, _ in added], [gradient for _, gradient in added])  # pyright: ignore
 
     def _arrive_as_zero(self, index: int) -> None:
-        self._arrived_now.add(index)
+        super()._arrive_as_zero(index)
         if index not in self._arrived:
             self._held.setdefault(index)
 

@@ -46,13 +46,9 @@ class Source(ABC):
         """Return the initial values of one bucket."""
         ...
 
-    @abstractmethod
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the values of the persistent buffer `name`, whose current values are `buffer`."""
-
-    @abstractmethod
-    def gives(self, name: str, buffer: torch.Tensor) -> bool:
-        """Return whether the persistent buffer `name` gets its values from here, and not from the model."""
+        """Return the values of the persistent buffer `name`, or `buffer` itself if the model has the values."""
+        return buffer
 
 
 @final
@@ -93,12 +89,6 @@ class FromModel(Source):
             self._room = self._room.new_empty(needed_bytes)
         return self._room[:needed_bytes].view(dtype).zero_()
 
-    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer
-
-    def gives(self, name: str, buffer: torch.Tensor) -> bool:
-        return False
-
 
 # The most elements in one call of `values`, which may have to hold in memory what it reads.
 PIECE = 1 << 22
@@ -136,10 +126,6 @@ class FromValues(Source):
         """Return the values of buffer `name`, or its current values if the user's function does not know the name."""
         found = torch.empty_like(buffer)
         return found if self.fill(found.view(-1), [name], 0, needed=False) else buffer
-
-    def gives(self, name: str, buffer: torch.Tensor) -> bool:
-        """Return whether the user's function knows `name`, or has failed, which is raised after all values."""
-        return self.buffer(name, buffer) is not buffer or self.failure is not None
 
     def fill(self, target: torch.Tensor, names: Sequence[str], start: int, needed: bool = True) -> bool:
         """Fill `target` with the elements from `start` on, under the first name that the user's function knows.
@@ -287,8 +273,10 @@ def materialise_buffers(model: nn.Module, device: torch.device, starts: bool, so
             setattr(module, name, torch.empty_like(module.get_buffer(name), device=device))
         for name in absent if starts else ():
             known = f"{path}.{name}" if path else name
-            initializes = _initialiser_of(module) is not None
-            if initializes or not is_saved(model, known) or not source.gives(known, module.get_buffer(name)):
+            buffer, initializes = module.get_buffer(name), _initialiser_of(module) is not None
+            # A failure of the user's function is raised after all values.
+            given = not initializes and is_saved(model, known) and source.buffer(known, buffer) is not buffer
+            if not (given or source.failure is not None) or initializes:
                 _initialiser(module, f"buffer {name!r}", known)()
                 break
 

@@ -120,8 +120,7 @@ class ModuleParameters:
                 if id(view) in self._frozen:
                     raise StepError(
                         f"parameter {self._name(view)!r} of unit {self._unit!r} was frozen at shard() and has "
-                        "no gradient buffers. Call requires_grad_() before shard(); what trains then may be frozen and "
-                        "thawed later."
+                        "no gradient buffers. Call requires_grad_() before shard()."
                     )
                 view.requires_grad_(parameter.requires_grad)
 
@@ -129,9 +128,8 @@ class ModuleParameters:
         if is_transformed(by):
             return (
                 f"rank {self._rank}: torch.func put a tensor of its own in place of parameter {name!r} of unit "
-                f"{self._unit!r}, as grad() of functional_call() does. A sharded model computes with its own "
-                "parameters. Call loss.backward() for their gradients; for all else in torch.func take the same model "
-                "without shard()."
+                f"{self._unit!r}. A sharded model computes with its own parameters. Call loss.backward() for their "
+                "gradients; for all else in torch.func take the same model without shard()."
             )
         return (
             f"rank {self._rank}: parameter {name!r} of unit {self._unit!r} was replaced by another tensor "
@@ -157,11 +155,10 @@ class ModuleParameters:
         found += [index for (index, _), (copy, version) in self._copies.items() if _version_of(copy) != version]
         written = [repr(self._places[index].names[0]) for index in found]
         raise StepError(
-            f"rank {self._rank}: {', '.join(written)} was written to inside the forward of unit "
-            f"{self._unit!r}. There the parameters are a copy that lives while the unit runs: the write is "
-            "lost with it, or differs between ranks. Write after optimizer.step() instead: to the parameter itself, as "
-            "p.clamp_(-1, 1), or inside `with towpath.full_parameters(model):`. To compute with changed weights leave "
-            "the parameter as it is: torch.nn.utils.parametrize does. The max_norm= of an embedding writes, too."
+            f"rank {self._rank}: {', '.join(written)} was written to inside the forward of unit {self._unit!r}, where "
+            "the parameters are a copy. The write is lost with it, or differs between ranks. Write after "
+            "optimizer.step() instead: to the parameter itself, or inside `with towpath.full_parameters(model):`. To "
+            "compute with changed weights take torch.nn.utils.parametrize."
         )
 
     def invalidate_views(self, invalid: bool) -> None:

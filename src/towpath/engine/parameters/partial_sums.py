@@ -11,7 +11,8 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 
 aten = torch.ops.aten
+Written = TypeVar("Written")
 
 # The `order` of a Partial whose value is combined. A backward pass averages the gradient of this value.
 _WHOLE = "whole"
@@ -159,17 +161,17 @@ class Partial(torch.Tensor):
         self.average_gradient()
         order, values, names = self.order, self.part, self._names_in_order()
         if order in (_WHOLE, _WRITTEN):
-            return values.to(self.dtype)
-        if order == "sum":
-            combined = self.replica.combine(values.clone(), names)
-        elif isinstance(order, float) and math.isinf(order):
-            combined = self.replica.combine(
-                values.clone(), names, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+            combined = values
+        elif isinstance(order, str) or order == 0 or math.isinf(order):
+            op = (
+                dist.ReduceOp.MAX
+                if order == math.inf
+                else dist.ReduceOp.MIN
+                if order == -math.inf
+                else dist.ReduceOp.SUM
             )
-        elif order == 0.0:
-            combined = self.replica.combine(values.clone(), names)
+            combined = self.replica.combine(values.clone(), names, op)
         else:
-            assert isinstance(order, float)
             combined = self.replica.combine(values.abs().pow(order), names).pow(1.0 / order)
         return combined.to(self.dtype)
 
@@ -216,19 +218,22 @@ class Partial(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        packet = func.overloadpacket
+        kwargs, packet = kwargs or {}, func.overloadpacket
+
+        def on_whole() -> Any:
+            return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+
         sums = packet in (aten.add, aten.add_) and not kwargs and _same_kind_of_partial(args) and args[0].order == "sum"
         if sums and packet is aten.add_ and args[0].shape == args[1].shape:
             args[0].part, args[0].names = args[0].part + args[1].part, args[0].names + args[1].names
             return args[0]
-        if written := _written(func, args, kwargs):
+        if written := written_by(func, args, kwargs, Partial):
             for each in written:
                 each.become_whole()
-            out = func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+            out = on_whole()
             return args[0] if written[0] is args[0] else out
         if any(isinstance(a, Partial) and a.order in (_WHOLE, _WRITTEN) for a in args):
-            return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+            return on_whole()
         if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
             return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
         if packet is aten.stack and _same_kind_of_partial(args[0]):
@@ -250,7 +255,7 @@ class Partial(torch.Tensor):
             return args[0].as_dtype(args[0].dtype)
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
             return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].names, args[0].dtype)
-        return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+        return on_whole()
 
     def become_whole(self) -> None:
         """Combine the value in place, before an operation such as `clamp_` writes to it.
@@ -308,13 +313,19 @@ def _same_kind_of_partial(parts: Sequence[Any]) -> bool:
     )
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Partial]:
-    found: list[Partial] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [v for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, Partial)]
-    return found
+@lru_cache(maxsize=1024)
+def _writes(func: Any) -> list[tuple[int, str]]:
+    """Return the position and the name of each argument that an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type[Written]) -> list[Written]:
+    """Return the values of class `kind` that an operation writes to, also those in lists."""
+    values = (args[position] if position < len(args) else kwargs.get(name) for position, name in _writes(func))
+    return [
+        v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, kind)
+    ]
 
 
 def _resolved(value: Any) -> Any:
