@@ -176,10 +176,8 @@ class AgreedAllGather(ExactSync):
         self._end.record()
 
     def problems(self) -> Sequence[str]:
-        """Return which slices hold old values. The host waits for the last run.
-
-        At the boundary that run has long ended: the backward pass, which follows it, is enqueued behind it.
-        """
+        """Return which slices hold old values. The host waits for the last run."""
+        # At the boundary that run has long ended: the backward pass, which follows it, is enqueued behind it.
         self._read_outcomes()
         return super().problems()
 

@@ -26,10 +26,8 @@ from towpath.core.transport import Transport
 def all_gather_single(
     region: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """All-gather `shard` into `region`, under the name that the installed PyTorch has for it.
-
-    PyTorch 2.13 and later warn about the older name.
-    """
+    """All-gather `shard` into `region`, under the name that the installed PyTorch has for it."""
+    # PyTorch 2.13 and later warn about the older name.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     return getattr(dist, name)(region, shard, group=group, async_op=async_op)
 

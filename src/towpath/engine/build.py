@@ -83,11 +83,9 @@ def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Gr
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raise ShardError for modules and buffers that would differ between the ranks.
-
-    An embedding with `max_norm` writes to its weight in each forward, to different rows on each rank. Rank 0 cannot
-    broadcast sparse, quantized and expanded buffers.
-    """
+    """Raise ShardError for modules and buffers that would differ between the ranks."""
+    # An embedding with `max_norm` writes to its weight in each forward, to different rows on each rank. Rank 0 cannot
+    # broadcast sparse, quantized and expanded buffers.
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ShardError(

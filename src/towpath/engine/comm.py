@@ -95,11 +95,9 @@ class Streams(dict[str, Stream]):
 
 
 def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
-    """Wait at the program's end for jobs that are under way, because their threads cannot be stopped.
-
-    If the ranks have diverged, such a job can never end. It would block the program until the process group's timeout.
-    So the process then exits at once, with status 1.
-    """
+    """Wait at the program's end for jobs that are under way, because their threads cannot be stopped."""
+    # If the ranks have diverged, such a job can never end. It would block the program until the process group's
+    # timeout. So the process then exits at once, with status 1.
     if peers.diverged:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -118,10 +116,8 @@ MAX_CTAS = 16
 
 
 def shares_groups(backend: str) -> bool:
-    """Return whether queues share the process groups of their lane.
-
-    The threads of gloo's queues need groups of their own. Their messages overlap, and groups cost little.
-    """
+    """Return whether queues share the process groups of their lane."""
+    # The threads of gloo's queues need groups of their own. Their messages overlap, and groups cost little.
     return backend != "gloo"
 
 
@@ -212,11 +208,9 @@ class CommContext:
         return self.groups.of(ranks, "control", self._backend)
 
     def _of_lane(self, ranks: Ranks, queue: str, topology: Topology, borrows: bool) -> dist.ProcessGroup:
-        """Return this rank's process group of the lane of `queue`.
-
-        With `borrows`, the parent serves where the lane has no group of all ranks. It is used in optimizer steps, and
-        between steps, when no transfer overlaps.
-        """
+        """Return this rank's process group of the lane of `queue`."""
+        # With `borrows`, the parent serves where the lane has no group of all ranks. It is used in optimizer steps, and
+        # between steps, when no transfer overlaps.
         mine = next(each for each in ranks if self.rank in each)
         lane, parent = self._lanes.lane(queue, mine, topology), self.groups.parent
         if borrows and len(ranks) == 1 and parent is not None and not self.groups.has(ranks, lane):

@@ -63,11 +63,9 @@ class ParameterPlace:
 
     @property
     def matrix(self) -> tuple[int, int] | None:
-        """Rows and columns, if the gradient may be sent in low rank; else None.
-
-        A parameter that a tensor-parallel mesh replicates has none. Each rank of the mesh would round its own copy, and
-        the copies would drift apart.
-        """
+        """Rows and columns, if the gradient may be sent in low rank; else None."""
+        # A parameter that a tensor-parallel mesh replicates has none. Each rank of the mesh would round its own copy,
+        # and the copies would drift apart.
         if len(self.shape) < 2 or self.replicated:
             return None
         return self.shape[0], self.shape[1:].numel()
@@ -170,12 +168,10 @@ def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace], lea
 
 
 def _large_leaves(model: nn.Module, places: Sequence[ParameterPlace], inside: dict[int, str]) -> dict[str, nn.Module]:
-    """Return the large embeddings of the root, and its last large linear layer if it is after all blocks, by name.
-
-    Tied ones are left out. The forward of the others is PyTorch's own, without hooks that might read the weights. It
-    returns new memory, and reads the weights only for gradients of inputs. There is one linear layer at most: two in
-    one checkpoint would need the slot that leaves share at the same time.
-    """
+    """Return the large embeddings of the root, and its last large linear layer if it is after all blocks, by name."""
+    # Tied ones are left out. The forward of the others is PyTorch's own, without hooks that might read the weights. It
+    # returns new memory, and reads the weights only for gradients of inputs. There is one linear layer at most: two in
+    # one checkpoint would need the slot that leaves share at the same time.
     elements: dict[int, int] = {}
     for place in places:
         for module, _ in place.owners:
@@ -205,10 +201,8 @@ def _large_leaves(model: nn.Module, places: Sequence[ParameterPlace], inside: di
 
 
 def _default_units(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of every list of modules whose children have one class. Units do not nest.
-
-    A child without a forward, such as an inner ModuleList, is no unit. Its modules that have a forward are units.
-    """
+    """Return the children of every list of modules whose children have one class. Units do not nest."""
+    # A child without a forward, such as an inner ModuleList, is no unit. Its modules that have a forward are units.
     found: dict[str, nn.Module] = {}
     taken: set[nn.Module] = set()  # a module that several lists share belongs to the first of them
 
@@ -430,11 +424,10 @@ _MEMINFO, _BOOT = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
 def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
     """Return the free bytes of the rank with the least memory. Every rank must call it.
 
-    The memory of the model's own parameters there counts as free, because sharding releases it.
-
     Returns:
         The bytes, or None if no rank knows them. Only CUDA devices and Linux hosts report free memory.
     """
+    # The memory of the model's own parameters there counts as free, because sharding releases it.
     device = device_of(layouts, groups)
     parameters = (place.parameter for unit in layouts for place in unit.places)
     own = [local_part(parameter) for parameter in parameters if parameter.device.type == device.type]

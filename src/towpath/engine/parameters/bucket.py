@@ -193,11 +193,10 @@ class Bucket:
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
     def _exchange(self, place: ParameterPlace, replica: Replica, mesh: TensorParallelMesh) -> None:
-        """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working.
-
-        A DTensor cannot be changed in place, because its class has slots. The modules then get another object, to which
-        the DTensor leads. Optimizers that have the DTensor follow it at their next step (`engine/trial_steps.py`).
-        """
+        """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working."""
+        # A DTensor cannot be changed in place, because its class has slots. The modules then get another object, to
+        # which the DTensor leads. Optimizers that have the DTensor follow it at their next step
+        # (`engine/trial_steps.py`).
         parameter, cut = place.parameter, self.plan.optimizer
         where = ShardSpec(
             place.shape,
@@ -297,10 +296,8 @@ class Bucket:
         return new
 
     def source(self, kind: TransferKind) -> torch.Tensor:
-        """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard.
-
-        A P shard in host memory contributes from its place in `full`, to which `before_gather` copies it.
-        """
+        """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard."""
+        # A P shard in host memory contributes from its place in `full`, to which `before_gather` copies it.
         if kind is TransferKind.BACKWARD_GATHER and self.copy is not None:
             return self.copy
         return self._slice(self.full, self.plan.params) if self._is_copied else self.shard
@@ -324,10 +321,8 @@ class Bucket:
             self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
 
     def remember(self) -> None:
-        """Save the unsharded weights' values before the user may change them, if a codec has rounded them.
-
-        `write_back` compares with them.
-        """
+        """Save the unsharded weights' values before the user may change them, if a codec has rounded them."""
+        # `write_back` compares with them.
         if self.resting is not None:
             return  # an encoded shard finds out itself which blocks have changed
         kinds = (TransferKind.GATHER, TransferKind.PARAM_SYNC)
@@ -335,10 +330,8 @@ class Bucket:
         self._rounded = self._slice(self.full, self.plan.params).clone() if rounded else None
 
     def write_back(self) -> None:
-        """Take over this rank's slices of the unsharded weights, which the user may have changed.
-
-        Values that the user did not change keep their full precision, as the master or the P shard has it.
-        """
+        """Take over this rank's slices of the unsharded weights, which the user may have changed."""
+        # Values that the user did not change keep their full precision, as the master or the P shard has it.
         now = self._slice(self.full, self.plan.params)
         if self.resting is not None:
             self.resting.write(0, now)

@@ -124,10 +124,8 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
 
 
 def checksums(unit: Unit) -> torch.Tensor:
-    """Return a checksum for each parameter of an unsharded unit, in a tensor of shape [parameters].
-
-    A checksum depends on each bit of the parameter, and on the order of its elements.
-    """
+    """Return a checksum for each parameter of an unsharded unit, in a tensor of shape [parameters]."""
+    # A checksum depends on each bit of the parameter, and on the order of its elements.
     parts = [place.of(bucket.full) for bucket in unit.buckets for place in bucket.layout.places]
     each = [checksum(part.detach().reshape(-1)) for part in parts]
     return torch.stack(each).cpu() if each else torch.zeros(0, dtype=torch.int64)

@@ -338,11 +338,9 @@ class OwnGradients(BucketGradients):
 
 
 def _is_alone_in_its_memory(gradient: torch.Tensor) -> bool:
-    """Return whether no other tensor shares the memory of `gradient`.
-
-    Autograd gives both operands of an addition the same gradient, or views of it. Scaling one in place, or adding to
-    it, would then change the other.
-    """
+    """Return whether no other tensor shares the memory of `gradient`."""
+    # Autograd gives both operands of an addition the same gradient, or views of it. Scaling one in place, or adding to
+    # it, would then change the other.
     storage = gradient.untyped_storage()
     # Private. Views that only autograd holds have no Python object, and this count includes them.
     users = torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
@@ -399,10 +397,8 @@ class FlatGradients(BucketGradients):
         return 0 if self._mean is None else self._mean.nbytes
 
     def _reclaim(self) -> None:
-        """Give each holder of a view into the G shard its own copy, before the G shard is overwritten.
-
-        `set_grads` has lent such views as `.grad`.
-        """
+        """Give each holder of a view into the G shard its own copy, before the G shard is overwritten."""
+        # `set_grads` has lent such views as `.grad`.
         for reference in self._user_can_read:
             tensor = reference()
             if tensor is not None:

@@ -130,11 +130,10 @@ class FromValues(Source):
     def fill(self, target: torch.Tensor, names: Sequence[str], start: int, needed: bool = True) -> bool:
         """Fill `target` with the elements from `start` on, under the first name that the user's function knows.
 
-        An error is kept for `failure`. That no name is known counts as an error only if `needed`.
-
         Returns:
             Whether a name was known.
         """
+        # An error is kept for `failure`. That no name is known counts as an error only if `needed`.
         for name in names:
             try:
                 for at in range(0, target.numel(), PIECE):
@@ -196,11 +195,9 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
 
 
 def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return an uninitialized parameter of the full shape, for a DTensor too.
-
-    Initializing the local parts of a DTensor would be wrong. With equal seeds all parts would be equal, and with
-    different seeds the replicated parts would differ.
-    """
+    """Return an uninitialized parameter of the full shape, for a DTensor too."""
+    # Initializing the local parts of a DTensor would be wrong. With equal seeds all parts would be equal, and with
+    # different seeds the replicated parts would differ.
     return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
 
 
@@ -263,10 +260,8 @@ def _check_adapters(model: nn.Module) -> None:
 
 
 def materialise_buffers(model: nn.Module, device: torch.device, starts: bool, source: Source) -> None:
-    """Make the buffers that are on the meta device.
-
-    Ranks that start initialize them with `reset_parameters`. A module needs none if `source` gives all their values.
-    """
+    """Make the buffers that are on the meta device."""
+    # Ranks that start initialize them with `reset_parameters`. A module needs none if `source` gives all their values.
     for path, module in model.named_modules():
         absent = [name for name, b in module.named_buffers(recurse=False) if b.is_meta]
         for name in absent:

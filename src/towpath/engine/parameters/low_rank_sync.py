@@ -109,10 +109,8 @@ def _matrix(region: torch.Tensor, matrix: FactoredMatrix) -> torch.Tensor:
 
 
 def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, times: float, keep: float = 1) -> None:
-    """Set `matrix` to keep · matrix + times · left rightᵀ in place, computed in the dtype of the factors.
-
-    With `keep` 0 the values of the matrix have no effect, even if they are not finite.
-    """
+    """Set `matrix` to keep · matrix + times · left rightᵀ in place, computed in the dtype of the factors."""
+    # With `keep` 0 the values of the matrix have no effect, even if they are not finite.
     if matrix.dtype == left.dtype:
         matrix.addmm_(left, right.T, beta=keep, alpha=times)
     else:

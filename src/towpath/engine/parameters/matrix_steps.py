@@ -77,12 +77,11 @@ class MatrixSteps:
     def run(self, iterate: Iteration, gradients: bool = True) -> None:
         """Run one step: gather matrices on their owners, call `iterate`, and send the updates back.
 
-        If `iterate` raises, this rank first takes part in the remaining transfers, for which other ranks wait.
-
         `iterate`: Called for each round with the matrices that this rank owns. It updates their weights in place.
         `gradients`: Whether gradients are sent too. If True, the step covers the parameters that have a gradient. If
         False, it covers all parameters, as a call of the optimizer's `eval()` does.
         """
+        # If `iterate` raises, this rank first takes part in the remaining transfers, for which other ranks wait.
         if not self._memory:
             self._memory = {
                 dtype: torch.empty(ROUNDS_IN_FLIGHT, 2, room, dtype=torch_dtype(dtype), device=self._comm.device)

@@ -90,13 +90,10 @@ class ModuleParameters:
             self._copies.clear()
 
     def copy_of(self, index: int, unsharded: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> torch.Tensor:
-        """Return a copy of an unsharded parameter. All reads in one forward of the root share it.
-
-        A backward pass may recompute parts of a forward, each in a graph of its own. So each of these gets its own
-        copy, as do reads after the forward. A read without gradients may be recomputed later. So each of these counts
-        as a forward of its own.
-        `unsharded` calls a function as a forward of the unit.
-        """
+        """Return a copy of an unsharded parameter. All reads in one forward of the root share it."""
+        # A backward pass may recompute parts of a forward, each in a graph of its own. So each of these gets its own
+        # copy, as do reads after the forward. A read without gradients may be recomputed later. So each of these counts
+        # as a forward of its own. `unsharded` calls a function as a forward of the unit.
         view, key = self.views[index], (index, torch.is_grad_enabled())
         shared = self._sharded is self.leaf_parameters and not in_backward()
         if not shared or key not in self._copies:
@@ -108,10 +105,8 @@ class ModuleParameters:
         return copy if torch.is_grad_enabled() else unsharded(lambda: copy)
 
     def check(self) -> None:
-        """Raise `StepError` if a module's parameter was replaced. Follow changes of `requires_grad`.
-
-        The engine calls this before a forward, and whenever modules or parameters were registered.
-        """
+        """Raise `StepError` if a module's parameter was replaced. Follow changes of `requires_grad`."""
+        # The engine calls this before a forward, and whenever modules or parameters were registered.
         for parameters, attribute, view, parameter in self._entries:
             found = parameters.get(attribute)
             if found is not parameter and found is not view and not isinstance(found, LeafParameter):
@@ -162,12 +157,10 @@ class ModuleParameters:
         )
 
     def invalidate_views(self, invalid: bool) -> None:
-        """Make autograd refuse the views while their memory may hold another unit's weights, or allow them again.
-
-        Autograd compares the version of each tensor with the version that it saved. Invalid views have a raised
-        version, which is restored when the weights are unsharded again. Only a tensor that left the unit unseen by
-        Towpath, for example through an attribute, meets the raised version.
-        """
+        """Make autograd refuse the views while their memory may hold another unit's weights, or allow them again."""
+        # Autograd compares the version of each tensor with the version that it saved. Invalid views have a raised
+        # version, which is restored when the weights are unsharded again. Only a tensor that left the unit unseen by
+        # Towpath, for example through an attribute, meets the raised version.
         self.raise_versions(1 if invalid else -1)
 
     def raise_versions(self, by: int) -> None:

@@ -180,11 +180,9 @@ class Partial(torch.Tensor):
         return self.names if self.part.dim() else sorted(self.names)
 
     def average_gradient(self) -> None:
-        """Let a backward pass through the value average its gradient over all ranks.
-
-        What is computed with the value may differ between the ranks, such as a factor that depends on their batches.
-        Each rank has the gradient of its own loss, and continues with slices that no other rank may hold.
-        """
+        """Let a backward pass through the value average its gradient over all ranks."""
+        # What is computed with the value may differ between the ranks, such as a factor that depends on their batches.
+        # Each rank has the gradient of its own loss, and continues with slices that no other rank may hold.
         # Only what leaves the Partials is averaged: a penalty over all parameters takes one all-reduce of one number.
         node, replica = self.grad_fn or self.replica, self.replica  # a write to the value gives it a new node
         if self.requires_grad and torch.is_grad_enabled() and self.averaged is not node and self.order != _WRITTEN:

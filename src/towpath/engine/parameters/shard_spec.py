@@ -122,10 +122,8 @@ class EncodedShard:
         return out[: end - start]
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Encode `values` into the elements from `start` on, which must be the start of a block.
-
-        The rest of the last block becomes zero.
-        """
+        """Encode `values` into the elements from `start` on, which must be the start of a block."""
+        # The rest of the last block becomes zero.
         end, size = start + values.numel(), self.codec.block
         if end == start:
             return
@@ -180,9 +178,8 @@ def whole_tensors(
     `batches`: ShardTensors. Those of one batch have one dtype and are sharded over the same ranks. `device`: Where the
     full tensors are made. By default, on the device of each ShardTensor. Use the CPU to save device memory. `wanted`:
     Whether this rank needs the results. If False, it takes part in the all-gather and yields empty lists.
-
-    One buffer serves all batches. It takes about as much memory as the full tensors of the largest batch.
     """
+    # One buffer serves all batches. It takes about as much memory as the full tensors of the largest batch.
     # The elements [start, end) of each tensor of each batch: batch → member of the replica → tensor.
     bounds = [
         [[part.shard_spec.bounds(slot) for part in batch] for slot in batch[0].shard_spec.replica.slots]

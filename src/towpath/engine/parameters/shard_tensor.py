@@ -440,10 +440,8 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _draw(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Fill a tensor with random numbers, as in torch.nn.init: every rank draws the full tensor, rank 0's counts.
-
-    `trunc_normal_` draws into temporary tensors of a parameter's shape, too.
-    """
+    """Fill a tensor with random numbers, as in torch.nn.init: every rank draws the full tensor, rank 0's counts."""
+    # `trunc_normal_` draws into temporary tensors of a parameter's shape, too.
     target = args[0]
     where = target.shard_spec
     if where.parallel is not None or running_step.optimizer:

@@ -45,10 +45,8 @@ def _add(model: nn.Module, module: nn.Module, around: Chain, initialize: Any) ->
 
 
 def _reset(model: nn.Module, chain: Chain) -> None:
-    """Initialize the first module of `chain`: with its own `_init_weights`, then with those of the modules around it.
-
-    Its buffers are filled with NaN, or the least integer, before. So a buffer that gets no values is found.
-    """
+    """Initialize the first module of `chain`: with its own `_init_weights`, then those of the modules around it."""
+    # Its buffers are filled with NaN, or the least integer, before. So a buffer that gets no values is found.
     from transformers import initialization
 
     module = chain[0][0]
