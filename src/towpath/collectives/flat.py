@@ -124,6 +124,7 @@ class EncodedAllGather(Collective):
         assert isinstance(transfer.payload, Range) and transfer.transport.encoding is not None
         codec, count = transfer.transport.encoding, len(members.group.ranks)
         self._inner, self._rests, self._kernels = inner, transfer.payload.encoded, kernels_for(device)
+        # All slices have the same encoded length, because collectives of the backend take equal ones.
         cell = encoded_slice(codec, transfer.elements, count)
         self._bytes, self._mine = cell * count, slice(members.slot * cell, (members.slot + 1) * cell)
         bounds = [transfer.bounds(slot) for slot in range(count)]

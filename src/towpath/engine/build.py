@@ -74,7 +74,8 @@ def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Gr
                 # The module would notice new weights by these references. `ModuleParameters.swap` sets its weights.
                 module._flat_weight_refs = [None] * len(module._flat_weights_names)  # pyright: ignore
             for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
-                if isinstance(hook, WeightNorm):  # Every forward pass computes the weight anew.
+                # Every forward pass computes the weight anew.
+                if isinstance(hook, WeightNorm):
                     setattr(module, hook.name, getattr(module, hook.name).detach())
         reason = _in_use(place.parameter)
         if reason is not None:
@@ -150,6 +151,7 @@ def build(
     there is one island.
     """
     job = job or groups
+    # Ranks compare logs by this number, so it counts alike on all of them.
     number: int = next(groups.shared("models made", count))
     log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
     comm = CommContext(groups, device_of(layouts, groups), log, job)
@@ -196,11 +198,13 @@ def build(
         source = FromValues(values, comm.rank, comm.device)
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
     on_host, writes = _host_replica(strategy, groups, trainable), ParamVersion()
+    # Before any ShardTensor exists, so that no optimizer steps one unseen.
     watch_optimizers()
     if root_is_real:
         materialise_buffers(model, comm.device, starts, source)
     else:
-        with together(job):  # one rank's model may be on the meta device, and another's not
+        # One rank's model may be on the meta device, and another's not.
+        with together(job):
             if values is None:
                 check_initialisers(model, places)
             materialise_buffers(model, comm.device, starts, source)
@@ -216,7 +220,8 @@ def build(
             # One bucket's values at a time: `source` reuses their memory for the next.
             buckets.append(Bucket(bucket, planned, source.flat(bucket, planned), comm, replica, mesh, version))
         units.append(Unit(index, layout, plan, buckets, version, comm))
-    _fill_buffers(model, source, job)  # after the parameters, because a module may initialize both together
+    # Buffers follow the parameters, because a module may initialize both together.
+    _fill_buffers(model, source, job)
     if values is not None:
         with together(job):
             if source.failure is not None:

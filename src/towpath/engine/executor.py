@@ -223,6 +223,7 @@ class Engine:
         kind, reduced = TransferKind.REDUCE, unit.reduced
         gradients = [each for _, each in reduced]
         # A parameter that this rank did not use adds zero to the sum. All ranks send the same bytes.
+        # All copies and sums are enqueued before the reduction, which follows them on its own stream.
         for each in gradients:
             each.fill_missing()
         works: list[Work] = [
@@ -243,7 +244,8 @@ class Engine:
             return None
         handle = self.comm.queues.submit(kind, _bound(sending, kind), [b.param_sync for b in sending])
         for bucket in sending:
-            if bucket.plan.optimizer_on_host:  # the host must not write to the master while the device copies it
+            # The host must not write to the master while the device copies it.
+            if bucket.plan.optimizer_on_host:
                 bucket.version.read_until(partial(handle.wait, on_host=True))
         return handle
 
@@ -274,17 +276,20 @@ class Engine:
         self._calls -= 1
         if not (self._calls or graph_follows or in_backward()):
             self.comm.record.forget_gathers(self._before_call)
+            # Inference has no boundary at which all ranks would learn of the problem.
             self.exact_syncs.raise_problems()
 
     @on_host
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
         """Unshard `unit` before its forward. `comes_back`: whether a backward pass may follow."""
-        recomputing = in_backward()  # activation checkpointing runs forwards inside a backward pass
+        # Activation checkpointing runs forwards inside a backward pass.
+        recomputing = in_backward()
         unit.shown.check()
         self._check_registrations()
         if not recomputing:
             self.begin()
-            if torch.is_grad_enabled():  # evaluation must not decide when islands synchronize
+            # Evaluation must not decide when islands synchronize.
+            if torch.is_grad_enabled():
                 self.sync_islands()
         actions = self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing)
         self.execute(actions)
@@ -295,7 +300,8 @@ class Engine:
         if not self.machine.is_kept_unsharded(unit.index):
             for each in (unit, *(self.leaves if unit is self.root else ())):
                 each.shown.check_unwritten()
-            if unit is not self.root:  # the root stays unsharded until the end of the backward pass
+            # The root stays unsharded until the end of the backward pass.
+            if unit is not self.root:
                 unit.check_returned(outputs)
         self._check_registrations()
 
@@ -485,6 +491,7 @@ class Engine:
         self._writes_before_step = self.writes
         if self.outer is not None:
             self.outer.begin()
+        # Peers that wait for this rank quote the step that it has reached.
         self.comm.watchdog.status.step = self.step
         if self.step in self._changes:
             self._use_transports()
@@ -499,7 +506,8 @@ class Engine:
             self._use_transports()
 
     def _use_transports(self) -> None:
-        self.comm.queues.finish()  # a discarded prefetch may still use the transfers of before
+        # A discarded prefetch may still use the transfers of before.
+        self.comm.queues.finish()
         now = self.strategy.at(self.step)
         plans = [plan_unit(now, unit.plan.spec, self.precision, self.comm.form) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):

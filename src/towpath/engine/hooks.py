@@ -43,6 +43,7 @@ def attach(model: nn.Module, engine: Engine) -> None:
         # Past nn.Module.__setattr__, which a user's class may override.
         object.__setattr__(module, "towpath_forward", forward)
 
+    # The dtype first, so that the call of a unit is around that of the module that keeps its dtype.
     for module in kept:
         keep_dtype(module)
     for module in _parts(engine):
@@ -71,7 +72,8 @@ def _parts(engine: Engine) -> list[nn.Module]:
 
     def visit(module: nn.Module) -> bool:
         if id(module) in units and module is not model:
-            return units[id(module)]  # the modules around a leaf may read its parameters
+            # The modules around a leaf may read its parameters.
+            return units[id(module)]
         inside = [visit(child) for child in module.children()]
         computes = id(module) in owners or any(inside)
         if computes and has_forward(module) and module is not model and not isinstance(module, torch.jit.ScriptModule):
@@ -330,7 +332,8 @@ def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable
     def arrived(view: torch.Tensor) -> None:
         engine, unit, bucket = its_engine(), its_unit(), its_bucket()
         if engine is None or unit is None or bucket is None:
-            return  # the model was freed, and only its graph is left
+            # The model was freed, and only its graph is left.
+            return
         # Taken at once: the view would keep the full gradient alive until the next backward pass adds to it.
         grad, view.grad = view.grad, None
         assert grad is not None

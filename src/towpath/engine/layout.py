@@ -129,6 +129,7 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
     on_a_mesh = any(place.parallel is not None for place in places)
     for place in places:
         exact = {id(owner) in kept for owner, _ in place.owners}
+        # One memory cannot have two dtypes.
         if len(exact) > 1:
             raise ShardError(
                 f"Precision(keep=): {' and '.join(place.names)} are one parameter, and keep= names a module of one of "
@@ -136,6 +137,7 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
             )
         place.exact = exact == {True}
         place.replicated = on_a_mesh and (place.parallel is None or not place.parallel.is_split)
+    # By identity: modules may define equality, and a module may appear under several names.
     homes = {id(module): name for name, modules in chosen.items() for module in modules}
     inside = _unit_of_modules(model, homes)
     leaves = _large_leaves(model, places, inside) if units is None else {}
@@ -182,7 +184,8 @@ def _large_leaves(model: nn.Module, places: Sequence[ParameterPlace], inside: di
     for name, module in model.named_modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # pyright: ignore
         if inside[id(module)]:
-            head = {}  # a block follows
+            # A block follows.
+            head = {}
         elif (
             name
             and elements.get(id(module), 0) >= LARGE_LEAF
@@ -204,7 +207,8 @@ def _default_units(model: nn.Module) -> dict[str, nn.Module]:
     """Return the children of every list of modules whose children have one class. Units do not nest."""
     # A child without a forward, such as an inner ModuleList, is no unit. Its modules that have a forward are units.
     found: dict[str, nn.Module] = {}
-    taken: set[nn.Module] = set()  # a module that several lists share belongs to the first of them
+    # A module that several lists share belongs to the first of them.
+    taken: set[nn.Module] = set()
 
     def visit(module: nn.Module, prefix: str) -> None:
         children = list(module.named_children())
@@ -436,6 +440,7 @@ def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
     if device.type == "cuda":
         mine = torch.cuda.mem_get_info(device)[0]
     # All containers of a machine share this identifier.
+    # Host names may repeat, and ranks in containers of one machine share its memory.
     machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
     told: list[tuple[str, int | None, int]] = groups.gather_objects((machine, mine, returned))
     hosts = [host for host, _, _ in told]

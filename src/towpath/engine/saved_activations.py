@@ -138,7 +138,8 @@ class _Offloaded:
     def unpacked(self) -> torch.Tensor:
         """Return the tensor on its device; raise StepError if it was modified since."""
         self.copies.request(self)
-        if self.leaving is not None:  # one of the last that were saved
+        # It is one of the last that were saved.
+        if self.leaving is not None:
             return _LeftOnDevice(self.leaving, self.version).unpacked()
         _check_version(self.like, self.written, self.version)
         assert self.arriving is not None
@@ -190,7 +191,8 @@ class DeviceCopies:
 
     def request(self, wanted: _Offloaded) -> None:
         """Enqueue copies to the device: of a tensor that is needed now, and of what is needed soon."""
-        if wanted.leaving is None:  # the backward pass is through with the tensors that were last saved
+        # The backward pass is through with the tensors that were last saved.
+        if wanted.leaving is None:
             self._leave(0)
         wanted.request()
         # The backward pass needs the last saved tensor first. The copies wait for what the computation has enqueued so

@@ -75,7 +75,8 @@ def _work(jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
             future.set_result(None)
         except BaseException as error:
             future.set_exception(error)
-        del job, future, work  # a job would keep its model alive while this thread waits
+        # A job would keep its model alive while this thread waits.
+        del job, future, work
 
 
 def _run(job: StreamJob, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
@@ -94,7 +95,8 @@ def _run(job: StreamJob, after: Sequence[_ThreadHandle], before: _Progress, mine
             for work in job.works:
                 work(job.workspace)
     finally:
-        before.ended.wait()  # also after an early failure: later jobs must not overtake the job before this one
+        # This waits after an early failure, too: later jobs must not overtake the job before this one.
+        before.ended.wait()
         mine.end()
 
 
@@ -127,7 +129,8 @@ class _ThreadHandle(Handle):
 
     def wait(self, on_host: bool = False) -> None:
         """Wait on the training thread for the job and the jobs before it, and record the time."""
-        after, self._after = self._after, ()  # dropped, because handles would else link all jobs of a unit
+        # Dropped here, because handles would else link all jobs of a unit.
+        after, self._after = self._after, ()
         if self._waiting is None:
             self._future.result()
             return
@@ -135,7 +138,8 @@ class _ThreadHandle(Handle):
             if self._future.done():
                 self._future.result()
                 return
-            for handle in after:  # first, so that each transfer is charged for its own wait only
+            # The jobs before it come first, so that each transfer is charged for its own wait only.
+            for handle in after:
                 handle.wait()
             began = self._waiting.mark()
             try:

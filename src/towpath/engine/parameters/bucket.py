@@ -45,7 +45,7 @@ from towpath.engine.parameters.gradients import (
 from towpath.engine.parameters.initialise import Flat
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.shard_spec import EncodedShard, ShardSpec
+from towpath.engine.parameters.shard_spec import EncodedShard, EncodedSlice, ShardSpec
 from towpath.engine.parameters.shard_tensor import CANNOT_BE_CAST, ShardTensor
 from towpath.engine.transfer_queues import RankTransfer, Work
 from towpath.errors import ShardError
@@ -154,6 +154,7 @@ class Bucket:
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
         self._rounded: torch.Tensor | None = None
         self.always_whole = plan.always_whole
+        # Weights that nothing shards need no slot. The modules compute with the P shard itself.
         self.full = self.shard if self.always_whole else self._empty(0, compute)
         self.views = [self._view(place, compute) for place in layout.places]
         for place in layout.places:
@@ -189,7 +190,8 @@ class Bucket:
         if place.parallel is None:
             return UnshardedParameter(self._empty(0, dtype), trains)
         # A DTensor checks its local part against its own shape, so an empty one will not do.
-        nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory, until `assign_slot` assigns some
+        # Takes no memory, until `assign_slot` assigns some.
+        nowhere = self._empty(1, dtype).expand(place.shape)
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
     def _exchange(self, place: ParameterPlace, replica: Replica, mesh: TensorParallelMesh) -> None:
@@ -211,8 +213,9 @@ class Bucket:
             self.layout.unit,
         )
         start, end = where.in_cut()
+        # Libraries put attributes on parameters, and swapping the tensors exchanges these, too.
         attributes = dict(vars(parameter))
-        held = self.resting.part(start, end) if self.resting else self.master[start:end]
+        held = EncodedSlice(self.resting, start, end) if self.resting else self.master[start:end]
         shard = nn.Parameter(ShardTensor(held, where, self.version), parameter.requires_grad)
         shard.version = self.version  # pyright: ignore[reportAttributeAccessIssue]
         if place.parallel is None:
@@ -287,7 +290,8 @@ class Bucket:
         """Return this rank's part of the P shards in `region` as the optimizer left it."""
         if self.version.take_replaced():
             for bound in self.transfers[TransferKind.PARAM_SYNC]:
-                bound.collective.restart()  # an exact sync cannot know what the others hold now
+                # An exact sync cannot know what the others hold now.
+                bound.collective.restart()
         new = self._own_slice(region)
         if self.plan.has_master:
             if self.plan.cast_apart:
@@ -324,7 +328,8 @@ class Bucket:
         """Save the unsharded weights' values before the user may change them, if a codec has rounded them."""
         # `write_back` compares with them.
         if self.resting is not None:
-            return  # an encoded shard finds out itself which blocks have changed
+            # An encoded shard finds out itself which blocks have changed.
+            return
         kinds = (TransferKind.GATHER, TransferKind.PARAM_SYNC)
         rounded = any(bound.transfer.transport.encoding for kind in kinds for bound in self.transfers[kind])
         self._rounded = self._slice(self.full, self.plan.params).clone() if rounded else None
@@ -343,6 +348,7 @@ class Bucket:
         if self.plan.has_master:
             mine, was = self._own_slice(now), self._own_slice(before)
             master = self.master.to(mine.device)
+            # What the user did not change keeps the bits that its rounded copy has lost.
             left = mine == (master.to(mine.dtype) if self._rounded is None else was)
             self.master.copy_(torch.where(left, master, mine.to(master.dtype)))
         self.shard.copy_(torch.where(now == before, shard, now))

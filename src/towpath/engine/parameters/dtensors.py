@@ -216,6 +216,7 @@ def boxes_in_whole(part: Sequence[int], parallel: Parallel | None, start: int, e
 
 def parallel_of(parameter: nn.Parameter) -> Parallel | None:
     """Return mesh and placements of `parameter` if it is a DTensor, otherwise None."""
+    # Decided without importing DTensor, which takes up to a second.
     if type(parameter) is nn.Parameter:
         return None
     from torch.distributed.tensor import DTensor
@@ -318,6 +319,7 @@ def _replaced() -> type[DTensor]:
 def lead_to(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
     """Let a DTensor parameter, from which `shard` has taken the values, lead to its replacement. Free its memory."""
     replaced: Any = parameter
+    # The optimizer keeps this object, and would keep the unsharded values with it.
     replaced.towpath_replacement, replaced._local_tensor = replacement, replaced._local_tensor.new_empty(0)
     replaced.__class__ = _replaced()
 

@@ -36,6 +36,7 @@ def slice_within(outer: torch.Tensor, cut: Partition, inner: Partition, rank: in
 
     `outer` is the rank's slice in the partition `cut`. `inner` must be as fine as `cut`, or finer.
     """
+    # A finer partition splits each slice of the coarser one, and slots count along with it.
     ratio = inner.count // cut.count
     return outer.view(ratio, -1)[inner.slots[rank] % ratio]
 
@@ -127,6 +128,8 @@ class BucketGradients(ABC):
         self._arrived_now: set[int] = set()  # parameters whose gradient arrived in this micro-step
         self._held: dict[int, torch.Tensor | None] = {}  # gradients that `store` will take over; None for a zero
         self._streams: set[torch.cuda.Stream] = set()  # the streams that computed them
+        # What the user may read as `.grad`, until they set it to None. It must not be overwritten.
+        self._user_can_read: list[weakref.ref[torch.Tensor]] = []
 
     def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
         """Use the transfers of `plan` from now on. `new_grad_sync`: the gradient sync has new transfers."""
@@ -161,12 +164,15 @@ class BucketGradients(ABC):
         if gradient is None:
             self._arrive_as_zero(index)
             return
+        # Autograd may leave the gradient of a DTensor as a partial sum. It is reduced over the mesh before the
+        # replicas.
         parallel = self._places[index].parallel
         if parallel is not None:
             gradient = parallel.part_of_gradient(gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        if index in self._held:  # with reentrant checkpoints a parameter gets several gradients in one micro-step
+        # With reentrant checkpoints a parameter gets several gradients in one micro-step.
+        if index in self._held:
             self.store()
         self._held[index] = gradient
         # Nothing waits here: autograd's hook runs on the thread that enqueues the backward pass.
@@ -226,16 +232,12 @@ class BucketGradients(ABC):
             assert mean is not None
             if parameter.grad is None:
                 parameter.grad = ShardTensor(mean, parameter.shard_spec)
-                self._note_user_can_read(mean)
+                self._user_can_read.append(weakref.ref(mean))
             elif isinstance(parameter.grad, ShardTensor):
                 parameter.grad.local.add_(mean)
             else:
                 raise StepError(f"{place.names[0]}.grad was replaced by a plain tensor; set it to None, or zero it.")
         self.restart()
-
-    @abstractmethod
-    def _note_user_can_read(self, mean: torch.Tensor) -> None:
-        """Note that the user may read `mean`, as `.grad`, until they set it to None. It must not be overwritten."""
 
     def restart(self) -> None:
         self._arrived.clear()
@@ -302,6 +304,7 @@ class OwnGradients(BucketGradients):
             if before is not None:
                 sums.append(before)
                 added.append(gradient.reshape(-1))
+            # The sums have another dtype, so they cannot take over autograd's tensor.
             elif gradient.dtype is not self._dtype:
                 own = torch.empty(gradient.numel(), dtype=self._dtype, device=gradient.device)
                 self._sums[index] = own
@@ -328,12 +331,11 @@ class OwnGradients(BucketGradients):
     def _means(self) -> Sequence[torch.Tensor | None]:
         return self._sums
 
-    def _note_user_can_read(self, mean: torch.Tensor) -> None:
-        """Do nothing. Autograd makes new tensors in the next micro-step, so `mean` is not overwritten."""
-
     def restart(self) -> None:
         """Drop the sums. Those that are `.grad` of a parameter stay there."""
         super().restart()
+        # Autograd makes new tensors in the next micro-step.
+        self._user_can_read.clear()
         self._sums = [None] * len(self._sums)
 
 
@@ -373,7 +375,6 @@ class FlatGradients(BucketGradients):
         self.region = self.shard = torch.empty(0, device=device)
         self._arriving: list[torch.Tensor] = []  # the memory of each parameter's gradient
         self._padding: list[torch.Tensor] = []  # the memory between them
-        self._user_can_read: list[weakref.ref[torch.Tensor]] = []
 
     def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
         """Use the transfers of `plan` from now on. A new gradient sync starts with fresh low-rank state."""
@@ -402,11 +403,9 @@ class FlatGradients(BucketGradients):
         for reference in self._user_can_read:
             tensor = reference()
             if tensor is not None:
+                # Through `.data`, so that the user's tensor stays the same object.
                 tensor.data = tensor.clone()
         self._user_can_read.clear()
-
-    def _note_user_can_read(self, mean: torch.Tensor) -> None:
-        self._user_can_read.append(weakref.ref(mean))
 
     def begin(self, buffer: torch.Tensor | None) -> None:
         """Start a micro-step. Gradients are copied to `buffer`, or with None added to the G shard itself."""
@@ -420,6 +419,7 @@ class FlatGradients(BucketGradients):
             buffer = self.sums
         else:
             self._arrived.clear()
+        # A unit keeps its slot, so that the views are made once and not in every micro-step.
         if not self._arriving or self._arriving[0].data_ptr() != buffer.data_ptr():
             self.region, self.shard = buffer, slice_of(buffer, self.plan.grads, self._rank)
             self._arriving = [place.of(buffer) for place in self._places]
@@ -456,12 +456,14 @@ class FlatGradients(BucketGradients):
         return self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)[0] != 1
 
     def divide(self, _: Workspace) -> None:
+        # float16 sums of many ranks would overflow if they were divided afterwards only.
         self.region.div_(self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)[0])
 
     def accumulate(self, _: Workspace) -> None:
         """Add this rank's slice of the reduced gradients to the G shard."""
         assert self.sums is not None
         after = self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)[1]
+        # The first reduction of a step overwrites what the step before left, so nothing has to clear it.
         if self._holds_sums:
             self.sums.add_(self.shard, alpha=1 / after)
         else:

@@ -75,8 +75,10 @@ class FromModel(Source):
                     values, target = local_part(module.get_parameter(attribute)), place.of(whole)
                     if values.data_ptr() != target.data_ptr():
                         target.copy_(values)
+        # Also on ranks that have initialized the same modules: their random numbers may differ.
         self._job.broadcast(whole)
         for place in layout.places:
+            # The ranks of a tensor-parallel mesh may have drawn other values for what they hold copies of.
             for group in self._mesh.copies(place.parallel):
                 dist.broadcast(place.of(whole), group=group, group_src=0)
         return lambda cut, dtype: whole.view(cut.count, -1)[cut.slots[self._rank]].to(dtype, copy=True)
@@ -85,7 +87,8 @@ class FromModel(Source):
         """Return zeroed memory for one bucket. All buckets share one buffer, which avoids fragmentation of the heap."""
         needed_bytes = numel * dtype.itemsize
         if self._room.numel() < needed_bytes:
-            self._room = self._room.new_empty(0)  # free the buffer before the larger one is allocated
+            # Free the buffer before the larger one is allocated.
+            self._room = self._room.new_empty(0)
             self._room = self._room.new_empty(needed_bytes)
         return self._room[:needed_bytes].view(dtype).zero_()
 
@@ -147,6 +150,7 @@ class FromValues(Source):
                 self.failure = error
             except Exception as error:
                 self.failure = ShardError(f"values of {name} from {start} on: {type(error).__name__}: {error}")
+                # The error is raised after collectives, so a plain `raise ... from` is not possible here.
                 self.failure.__cause__ = error
         if needed and self.failure is None:
             self.failure = ShardError(
@@ -206,6 +210,7 @@ def _take_part(place: ParameterPlace, flat: torch.Tensor) -> None:
     module, attribute = place.owners[0]
     whole, parallel = module.get_parameter(attribute), place.parallel
     assert parallel is not None
+    # Every rank of the mesh has initialized the full tensor, with its own random numbers. The first rank's count.
     for group in parallel.mesh.get_all_groups():
         dist.broadcast(whole.detach(), group=group, group_src=0)
     part = tuple(slice(first, first + length) for first, length in zip(parallel.first(), place.shape, strict=True))
@@ -232,10 +237,12 @@ def move_all_but_parameters(model: nn.Module, device: torch.device) -> None:
     for module, name, _ in hidden:
         _parameters(module)[name] = None
     try:
+        # `.to()` would move all parameters at once, and unsharded they may not fit.
         model.to(device)
     finally:
         for module, name, parameter in hidden:
-            setattr(module, name, parameter)  # a recurrent module keeps a list of them, too
+            # A recurrent module keeps a list of them, too.
+            setattr(module, name, parameter)
 
 
 def check_initialisers(model: nn.Module, places: Iterable[ParameterPlace]) -> None:

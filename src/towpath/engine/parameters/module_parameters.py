@@ -66,7 +66,8 @@ class ModuleParameters:
             parameters[attribute] = view if unsharded else sharded
         for holder, key, shown, hidden in self._kept:
             found = _held(holder, key)
-            if found is shown or found is hidden:  # otherwise the user has put something else there
+            # Otherwise the user has put something else there.
+            if found is shown or found is hidden:
                 holder[key] = shown if unsharded else hidden
         for module in self._recurrent:
             names = module._flat_weights_names  # pyright: ignore[reportPrivateUsage]
@@ -87,6 +88,7 @@ class ModuleParameters:
         if not self._is_unsharded:
             self.swap(False)
         if not inside:
+            # Copies hold the full parameter, and must not outlive the forward of the root.
             self._copies.clear()
 
     def copy_of(self, index: int, unsharded: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> torch.Tensor:
@@ -170,7 +172,8 @@ class ModuleParameters:
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # nothing counts the writes in inference mode
+    # Nothing counts the writes in inference mode.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_transformed(value: object) -> bool:

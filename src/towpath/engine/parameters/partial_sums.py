@@ -29,7 +29,7 @@ aten = torch.ops.aten
 Written = TypeVar("Written")
 
 # The `order` of a Partial whose value is combined. A backward pass averages the gradient of this value.
-_WHOLE = "whole"
+WHOLE = "whole"
 
 # The `order` of a Partial that an operation of the loss has written to. Only its earlier value gets a mean gradient.
 _WRITTEN = "written"
@@ -78,6 +78,7 @@ class Replica:
     ) -> None:
         assert self.program is not None
         with self.program.shared(what, call):
+            # On the host, the wait checks now and then whether its peers can still come.
             self.program.wait(dist.all_reduce(tensor, op, group=group, async_op=not tensor.is_cuda))
 
     def mean_of_everyone(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -151,16 +152,11 @@ class Partial(torch.Tensor):
         names = tuple(name for p in parts for name in p.names)
         return Partial(torch.stack([p.part for p in parts], dim), first.order, first.replica, names, first.dtype)
 
-    @staticmethod
-    def of_whole(value: torch.Tensor, where: ShardSpec) -> Partial:
-        """Return a value that is combined already as a Partial, for its backward pass."""
-        return Partial(value, _WHOLE, where.replica, (where.name,), value.dtype)
-
     def resolve(self) -> torch.Tensor:
         """Return the value, combined over the replica, as a plain tensor. Every rank of the replica must call it."""
         self.average_gradient()
         order, values, names = self.order, self.part, self._names_in_order()
-        if order in (_WHOLE, _WRITTEN):
+        if order in (WHOLE, _WRITTEN):
             combined = values
         elif isinstance(order, str) or order == 0 or math.isinf(order):
             op = (
@@ -184,13 +180,15 @@ class Partial(torch.Tensor):
         # What is computed with the value may differ between the ranks, such as a factor that depends on their batches.
         # Each rank has the gradient of its own loss, and continues with slices that no other rank may hold.
         # Only what leaves the Partials is averaged: a penalty over all parameters takes one all-reduce of one number.
-        node, replica = self.grad_fn or self.replica, self.replica  # a write to the value gives it a new node
+        # A write to the value gives it a new node, whose gradient has to be averaged, too.
+        node, replica = self.grad_fn or self.replica, self.replica
         if self.requires_grad and torch.is_grad_enabled() and self.averaged is not node and self.order != _WRITTEN:
             self.averaged = node
             what = f"the backward pass of {_reduction_of(self._names_in_order())}"
 
             def mean(gradient: torch.Tensor) -> torch.Tensor:
-                total = _resolved(gradient.detach()).to(torch.float64, copy=True)  # exact if all ranks have the same
+                # In float64, the mean is exact if all ranks have the same gradient.
+                total = _resolved(gradient.detach()).to(torch.float64, copy=True)
                 return replica.mean_of_everyone(total, what).to(gradient.dtype)
 
             self.register_hook(mean)
@@ -210,7 +208,8 @@ class Partial(torch.Tensor):
         return self.resolve().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.resolve().numpy(force=True)  # after .cpu(), the value may still be on the GPU
+        # After .cpu(), the value may still be on the GPU.
+        return self.resolve().numpy(force=True)
 
     __torch_function__ = NO_TORCH_FUNCTION
 
@@ -230,11 +229,12 @@ class Partial(torch.Tensor):
                 each.become_whole()
             out = on_whole()
             return args[0] if written[0] is args[0] else out
-        if any(isinstance(a, Partial) and a.order in (_WHOLE, _WRITTEN) for a in args):
+        if any(isinstance(a, Partial) and a.order in (WHOLE, _WRITTEN) for a in args):
             return on_whole()
         if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
             return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
         if packet is aten.stack and _same_kind_of_partial(args[0]):
+            # Stages hold other parameters, and only the pipeline can combine norms over them.
             if args[0][0].replica.is_a_stage:
                 raise ShardError(
                     "a norm over several parameters of a pipeline's stage leaves out those of the other stages: every "
@@ -243,13 +243,15 @@ class Partial(torch.Tensor):
             return Partial.stacked(args[0], args[1] if len(args) > 1 else 0)
         if packet is aten.linalg_vector_norm and len(args) <= 2 and kwargs.get("dim") is None:
             order = float(args[1]) if len(args) > 1 else 2.0
-            if args[0].order == order:  # the p-norm of all p-norms
+            # The p-norm of all p-norms.
+            if args[0].order == order:
                 args[0].average_gradient()
                 return args[0].of_all().resolve()
         if sums and packet is aten.add:
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
             return Partial(args[0].part + args[1].part, "sum", args[0].replica, args[0].names + args[1].names, dtype)
-        if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:  # Python's sum() starts with 0
+        # Python's sum() starts with 0.
+        if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:
             return args[0].as_dtype(args[0].dtype)
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
             return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].names, args[0].dtype)
@@ -261,7 +263,7 @@ class Partial(torch.Tensor):
         Every rank of the replica must call it.
         """
         was_written = self.order == _WRITTEN or torch.is_grad_enabled()
-        self.part, self.order = self.resolve(), _WRITTEN if was_written else _WHOLE
+        self.part, self.order = self.resolve(), _WRITTEN if was_written else WHOLE
 
     def of_all(self) -> Partial:
         """Return the partial norm of all elements, from the partial norms in this tensor."""
@@ -281,6 +283,7 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     norms: Any = torch._foreach_norm(tensors, order)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    # Models may be sharded over other groups, and one all-reduce serves all parameters of a group.
     by_replica: dict[int, list[Partial]] = {}
     for norm in norms:
         by_replica.setdefault(id(norm.replica), []).append(norm)

@@ -20,7 +20,7 @@ from towpath.core.formats import Codec
 from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.engine.parameters.dtensors import Box, SentShard, box_at, boxes_in_whole, chunks_of, write_items
-from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, Partial, written_by
+from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, WHOLE, Partial, written_by
 from towpath.engine.parameters.shard_spec import EncodedSlice, ShardSpec, whole_tensors
 from towpath.errors import ShardError
 
@@ -223,6 +223,7 @@ class ShardTensor(torch.Tensor):
                 "write to it. Load with towpath.checkpoint.load, or towpath.checkpoint.set_model_state_dict."
             )
         if self.version is not None:
+            # DCP writes to the box that it gets next, past every operation of this class.
             self.version.replaced()
         return chunks_of(self.boxes())
 
@@ -259,7 +260,8 @@ class ShardTensor(torch.Tensor):
 
 def engine_with(parameter: torch.Tensor) -> Engine | None:
     """Return the engine of the sharded model that `parameter` belongs to; None if there is none."""
-    if not isinstance(parameter, ShardTensor) or parameter.version is None:  # gradients and copies have none
+    # Gradients and copies have none.
+    if not isinstance(parameter, ShardTensor) or parameter.version is None:
         return None
     engine = parameter.shard_spec.replica.engine
     return cast("Engine | None", engine()) if engine is not None else None
@@ -276,6 +278,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> ShardTensor:
         (gradient,) = gradients
+        # The all-reduce works in place, and autograd may give this gradient to others, too.
         own = gradient.detach().clone(memory_format=torch.contiguous_format)
         mean = ctx.shard_spec.replica.mean_of_everyone(own, "the backward pass of full_tensor()")
         return ShardTensor(ctx.shard_spec.part_of(mean).clone(), ctx.shard_spec)
@@ -307,7 +310,8 @@ def _operation(func: Any) -> Handler:
         return special
     if func.namespace == "aten":
         name = func._schema.name.removeprefix("aten::")
-        random = torch.Tag.nondeterministic_seeded in func.tags  # with equal seeds all slices would get equal values
+        # With equal seeds all slices would get equal values.
+        random = torch.Tag.nondeterministic_seeded in func.tags
         if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
             return _listwise
         if (torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE) and not random:
@@ -344,7 +348,8 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
         value = value.resolve()
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         if value.shape == where.whole_shape and in_backward():
-            return where.part_of(value)  # autograd expands the gradient of a sum or a mean, the same on all ranks
+            # Autograd expands the gradient of a sum or a mean, the same on all ranks.
+            return where.part_of(value)
         name, remedy = running_step.take()
         made = f" If {name} made it itself: {remedy()}" if name else ""
         raise ShardError(
@@ -354,7 +359,8 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
             f"towpath.checkpoint.set_optimizer_state_dict.{made}"
         )
     if isinstance(value, torch.Tensor) and value.dim():
-        return value.reshape(())  # a 0-D tensor broadcasts over a 1-D slice too
+        # A 0-D tensor broadcasts over a 1-D slice too.
+        return value.reshape(())
     return value
 
 
@@ -364,7 +370,8 @@ def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     local_kwargs = {k: _local_of(func, v, where) for k, v in kwargs.items() if k != "memory_format"}
     if targets := written_by(func, args, kwargs, object):
         if not isinstance(targets[0], ShardTensor):
-            _refuse(func, args, kwargs)  # a slice cannot be written into a plain tensor
+            # A slice cannot be written into a plain tensor.
+            _refuse(func, args, kwargs)
         func(*local_args, **local_kwargs)
         return targets[0]
     out = func(*local_args, **local_kwargs)
@@ -449,7 +456,8 @@ def _draw(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     whole = torch.empty(where.shape, dtype=target.dtype, device=target.device)
     func(whole, *args[1:], **kwargs)
     program = where.replica.program
-    if program is not None:  # several ranks share the model
+    # Several ranks share the model.
+    if program is not None:
         with program.shared(f"{func.overloadpacket.__name__}() of {where.name!r}", LoggedCall.PROGRAM):
             where.replica.engine().comm.job.broadcast(whole)
     target.write(where.part_of(whole))
@@ -495,6 +503,7 @@ def _slice_gradient(tensor: ShardTensor) -> None:
                 return gradient
             return ShardTensor(where.part_of(gradient.detach()).clone(), where)
 
+        # Past `ShardTensor.register_hook`, which refuses hooks of users.
         torch.Tensor.register_hook(tensor, sliced)
 
 
@@ -508,7 +517,8 @@ def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     total = tensor.shard_spec.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
     if func.overloadpacket is aten.mean:
         total = total / tensor.numel()
-    if args[2] if len(args) > 2 else kwargs.get("keepdim"):  # the gradients of extremes need it
+    # The gradients of extremes keep the dimensions.
+    if args[2] if len(args) > 2 else kwargs.get("keepdim"):
         total = total.reshape((1,) * tensor.dim())
     where = tensor.shard_spec
     return Partial(total, "sum", where.replica, (where.name,), total.dtype)
@@ -534,10 +544,13 @@ def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if packet in (aten.any, aten.all):
         return replica.combine(packet(tensor.local).to(torch.uint8), [where.name], op).to(torch.bool)
     info = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
+    # A rank whose slice is empty takes part in the all-reduce with a value that never wins.
     neutral = torch.full((), info.min if op is _MAX else info.max, dtype=tensor.dtype, device=tensor.device)
     value = cast(torch.Tensor, packet(tensor.local)).clone() if tensor.local.numel() else neutral
     value = replica.combine(value, [where.name], op)
-    return Partial.of_whole(value, where) if tensor.requires_grad and torch.is_grad_enabled() else value
+    # The backward pass of a Partial averages its gradient over all ranks.
+    needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    return Partial(value, WHOLE, replica, (where.name,), value.dtype) if needs_gradient else value
 
 
 def _equal(func: Any, args: Arguments, kwargs: dict[str, Any]) -> bool:
@@ -550,9 +563,12 @@ def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
     """Unscale gradients for GradScaler. An overflow in one rank's slice counts on every rank that shares the tensor."""
     grads, found, scale = args
     replica = next(g.shard_spec.replica for g in grads if isinstance(g, ShardTensor))
-    if not found.is_cuda and torch.cuda.is_initialized():  # with offload, the scaler copies its numbers to the host
+    # With offload, the scaler copies its numbers to the host.
+    if not found.is_cuda and torch.cuda.is_initialized():
+        # The copy of the scale to the host is asynchronous, and the operation below reads it on the host.
         torch.cuda.current_stream().synchronize()
     func([g.local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
+    # All ranks skip the step together, because the slices of one parameter must not diverge.
     replica.combine(found, op=_MAX)
 
 

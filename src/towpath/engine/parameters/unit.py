@@ -55,6 +55,7 @@ class Unit:
         """Use the transfers of `plan` from now on."""
         self.plan = plan
         for bucket, planned in zip(self.buckets, plan.buckets, strict=True):
+            # Buckets first: coalesced transfers are made of theirs.
             bucket.bind(planned, comm)
         self._coalesce(comm)
 
@@ -118,7 +119,8 @@ class Unit:
 def _address(tensor: torch.Tensor) -> int:
     """Return the address of the tensor's first element, or 0 if it has no storage, as with some subclasses."""
     try:
-        return torch.Tensor.data_ptr(tensor)  # the override of a subclass may raise
+        # The override of a subclass may raise.
+        return torch.Tensor.data_ptr(tensor)
     except RuntimeError:
         return 0
 
