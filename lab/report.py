@@ -18,7 +18,7 @@ from towpath.cli.plots import (
     table_html,
     write_page,
 )
-from towpath.observe.stats import Interval
+from towpath.observe.trace import Interval
 
 _MEGA = 1e6
 FASTEST, LOSSY = "★", "~"

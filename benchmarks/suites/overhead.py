@@ -33,7 +33,7 @@ from towpath.bench import interleave
 from towpath.core.strategy import TransferKind
 from towpath.engine import trial_steps
 from towpath.engine.agree.boundary import CHECK_EVERY, UnusedParams
-from towpath.observe.stats import sums
+from towpath.observe.stats import totals
 
 # One rank -------------------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ def measure_check(case: StepCheckCase, rank: int, spent: dict[str, float]) -> di
 
 
 def _waited(model: Any) -> float:
-    return sums(model).exposed_seconds.get(TransferKind.UNUSED_PARAMS, 0.0)
+    return totals(model).exposed_by_kind.get(TransferKind.UNUSED_PARAMS, 0.0)
 
 
 def _timed(function: Callable[..., Any], spent: dict[str, float], what: str) -> Callable[..., Any]:

@@ -33,8 +33,7 @@ from towpath.core.steady_step import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
 from towpath.engine.transfer_queues import RankTransfer
 from towpath.observe.stats import intervals_of_ranks
-from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
-from towpath.tracing import write_intervals
+from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval, write_intervals
 
 # A step against its parts ---------------------------------------------------------------------------------------------
 

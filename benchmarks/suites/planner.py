@@ -40,7 +40,8 @@ from towpath.core.lossless import Shares
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.engine.layout import lay_out
-from towpath.observe.stats import Sums, sums
+from towpath.observe.stats import totals
+from towpath.observe.totals import Totals
 from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.outer.period import Period
 from towpath.plan.cluster_probe import probe
@@ -51,7 +52,6 @@ from towpath.plan.profile import Profile
 from towpath.plan.request import Optimizer, Request, codecs_for_both
 from towpath.plan.solver import Solver
 from towpath.plan.timeline import Event, Timeline
-from towpath.tracing import simulated_intervals
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")
 LOSSY = ("zero++", "ddp gradients=int8", "mics gradients=int4:64", "zero3 weights=int8 gradients=int8")
@@ -158,12 +158,12 @@ class PlannerCase:
         """Return the comparison of all tasks, and for some strategies what a picture needs."""
         tasks, drawn = dict[str, Any](), dict[str, Any]()
         for name, steps in traces.items():
-            events = plan.timeline(strategies[name]).events
+            simulated = plan.timeline(strategies[name])
             engine = usual([of_trace(step) for step in steps])
             seconds = statistics.median(measured[name])
-            tasks[name] = compared_tasks(engine, of_replay(events, strategies[name]), seconds)
+            tasks[name] = compared_tasks(engine, of_replay(simulated.events, strategies[name]), seconds)
             if name in DRAWN:
-                drawn[name] = {"engine": recorded(steps[-1]), "simulated": recorded(simulated_intervals(events))}
+                drawn[name] = {"engine": recorded(steps[-1]), "simulated": recorded(simulated.intervals)}
         return {"timelines": tasks, "drawn": drawn}
 
     def _checks(self, found: Mapping[str, Any]) -> list[Check]:
@@ -285,10 +285,10 @@ class Planning:
         """Return what exact messages take in some steps of `zero1`, after one that sends values instead."""
         strategy = towpath.strategy("zero1", self._workload.topology, exact=True)
         stepped = TracedStep(self._rank, self._workload.topology.world, strategy, self._workload)
-        seen: list[Sums] = []
+        seen: list[Totals] = []
         for _ in range(1 + SHARE_STEPS):
             stepped.sample()
-            seen.append(sums(stepped.model))
+            seen.append(totals(stepped.model))
         return tuple(seen[-1].since(seen[0]).exact_shares.items())
 
 

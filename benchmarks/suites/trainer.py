@@ -26,7 +26,7 @@ from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig,
 from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger
 from towpath.train.models.bundle import next_token_loss
-from towpath.train.trainer import Trainer
+from towpath.train.trainer import TrainingRun
 
 # towpath train --------------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class Loop:
 
     def __init__(self, rank: int, world: int, kind: str, config: Config) -> None:
         stack = ExitStack()  # it stays open: the ranks end with the comparison
-        trainer = Trainer(config, stack.enter_context(init_distributed()))
+        trainer = TrainingRun(config, stack.enter_context(init_distributed()))
         self._stack = stack
         self._step = bare(trainer) if kind == THEIRS else self._whole(trainer)
 
@@ -87,7 +87,7 @@ class Loop:
         for _ in range(STEPS):
             self._step()
 
-    def _whole(self, trainer: Trainer) -> Callable[[], None]:
+    def _whole(self, trainer: TrainingRun) -> Callable[[], None]:
         metrics = self._stack.enter_context(MetricsLogger(trainer))
 
         def step() -> None:
@@ -98,7 +98,7 @@ class Loop:
         return step
 
 
-def bare(trainer: Trainer) -> Callable[[], None]:
+def bare(trainer: TrainingRun) -> Callable[[], None]:
     """Return a step of the loop that a user would write, over batches that are ready."""
     model, optimizer, count = trainer.model, trainer.optimizer, trainer.micro_steps
     rank, world, at_once = trainer.job.rank, trainer.job.world, trainer.config.train.micro_batch
@@ -239,7 +239,7 @@ def gpt_on_ranks(
         strategy=StrategyConfig(name="zero3", nodes=2, ranks_per_node=2),
         log=LogConfig(folder=str(folder / "log")),
     )
-    trainer = Trainer(config, stack.enter_context(init_distributed()))
+    trainer = TrainingRun(config, stack.enter_context(init_distributed()))
     state = checkpoint.State(trainer.model, trainer.optimizer, training=trainer.state)
     return state, lambda: trainer.train_step().seconds
 

@@ -1,19 +1,24 @@
-"""Daemon threads that end before the interpreter does.
+"""Daemon threads that end before the interpreter does, and the threads of gloo, which it waits for.
 
-A thread that is inside of C++ when the interpreter is finalized aborts the process (exit code 134), because it can
-never get the interpreter lock again. Dropping the last reference to a collective of PyTorch is enough. So at exit these
-threads are told to end, and awaited for a few seconds.
+A thread that asks for the interpreter lock inside of C++ while the interpreter is finalized aborts the process (exit
+code 134). It is enough to drop the last reference to a collective or to a tensor. Gloo's own threads drop tensors after
+each collective, when the caller may have gone on. So at exit our threads are told to end, gloo's get the lock until
+they are idle, and both are awaited for a few seconds.
 """
 
 from __future__ import annotations
 
 import atexit
+import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 _LIMIT_SECONDS = 4.0  # then a thread waits for a peer that is gone, and the process must end all the same
+_PAUSE_SECONDS, _IDLE_LOOKS = 0.002, 3
 _STOPS: WeakKeyDictionary[threading.Thread, Callable[[], object]] = WeakKeyDictionary()
 
 
@@ -32,7 +37,21 @@ def _end_daemons() -> None:
     until = time.monotonic() + _LIMIT_SECONDS
     while (alive := _alive()) and (left := until - time.monotonic()) > 0:  # each may have started another one
         alive[0].join(left)
+    idle = 0
+    while idle < _IDLE_LOOKS and time.monotonic() < until:
+        time.sleep(_PAUSE_SECONDS)  # without the interpreter lock: whoever waits for it gets it
+        idle = 0 if _gloo_is_busy() else idle + 1
 
 
 def _alive() -> list[threading.Thread]:
     return [thread for ref in _STOPS.keyrefs() if (thread := ref()) is not None and thread.is_alive()]
+
+
+def _gloo_is_busy() -> bool:
+    """Return whether a thread of gloo is running, or would be if it got a processor. Only Linux tells."""
+    for status in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            _, name, state = re.split(r"[()] ?", status.read_text(), maxsplit=2)
+            if name == "pt_gloo_runloop" and state[0] != "S":
+                return True
+    return False

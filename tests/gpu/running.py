@@ -83,7 +83,7 @@ def towpath_train_does_not_wait(folder: Path, offload: str | None, offload_activ
     from towpath.train.config import Config
     from towpath.train.job import init_distributed
     from towpath.train.prepare import prepare
-    from towpath.train.trainer import Trainer
+    from towpath.train.trainer import TrainingRun
 
     if dist.get_rank() == 0:
         (folder / "text.txt").write_text("".join(f"the {i}th line says {i * i % 97}\n" for i in range(400)))
@@ -98,7 +98,7 @@ def towpath_train_does_not_wait(folder: Path, offload: str | None, offload_activ
     }
     some_of_a_pass = mock.patch.object(saved_activations, "_AHEAD_BYTES", 1 << 18)
     with init_distributed() as job, some_of_a_pass:
-        training = Trainer(Config.from_dict(sections), job)
+        training = TrainingRun(Config.from_dict(sections), job)
         try:
             for step in range(6):
                 torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")

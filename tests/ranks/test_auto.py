@@ -37,7 +37,7 @@ from towpath.plan.solver import Ranking, Solver
 from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.prepare import prepare
-from towpath.train.trainer import Trainer
+from towpath.train.trainer import TrainingRun
 
 SHAPE = towpath.Topology(2, 2)
 TOKENS = 64
@@ -341,7 +341,7 @@ def _laid_out(options: tuple[str, ...]) -> Any:
         init_distributed() as job,
     ):
         patch.setattr(Pipelines, "solve", noted)
-        training = Trainer(Config.load(os.devnull, options), job)
+        training = TrainingRun(Config.load(os.devnull, options), job)
         training.train_step()
         sent = None
         if training.pipelined:

@@ -267,6 +267,8 @@ def test_their_arguments_raise_and_name_the_counterpart() -> None:
             shard(nn.Linear(2, 2), "zero3", **{name: None})
     with pytest.raises(TypeError, match=r"'check_evry'\. Did you mean check_every="):
         shard(nn.Linear(2, 2), "zero3", check_evry=3)
+    with pytest.raises(TypeError, match=r"'offload', an option of towpath.strategy\(\). Pass towpath.strategy\(preset"):
+        shard(nn.Linear(2, 2), "zero3", offload="optimizer")
     for name, wrong in (("mesh", "x"), ("group", 3), ("topology", (1, 2))):
         with pytest.raises(ShardError, match=f"{name}: expected a "):
             shard(nn.Linear(2, 2), "zero3", **{name: wrong})

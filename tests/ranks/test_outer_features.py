@@ -38,7 +38,7 @@ from towpath import Outer, Precision, Topology, checkpoint
 from towpath.core import lossless
 from towpath.core.routes import Form
 from towpath.errors import CheckpointError
-from towpath.observe.stats import sums as sums_of
+from towpath.observe.stats import totals
 from towpath.optim import chain, owner_stepped
 
 Make = Callable[[nn.Module], optim.Optimizer]
@@ -268,8 +268,8 @@ def _count_bytes(label: str, topology: Topology) -> None:
     run, counted = Run.of(label, topology, outer=Outer(every=2, islands=2)), list[tuple[int, ...]]()
     for step in range(4):
         run.train([step])
-        found, sums = towpath.stats(run.model), sums_of(run.model)
-        counted.append((found.intra_bytes, found.inter_bytes, sums.intra_bytes, sums.inter_bytes))
+        found, looked = towpath.stats(run.model), totals(run.model)
+        counted.append((found.intra_bytes, found.inter_bytes, looked.intra_bytes, looked.inter_bytes))
     schedule = towpath.schedule(run.model.towpath_engine.strategy, run.model, 1)
     assert schedule.outer is not None
     intra, inter = (

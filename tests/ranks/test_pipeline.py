@@ -26,7 +26,7 @@ from towpath.core.passes import messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, ShardError, StepError
-from towpath.observe.stats import intervals_of_ranks, sums
+from towpath.observe.stats import intervals_of_ranks, totals
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
 
@@ -231,7 +231,7 @@ def _accumulated(schedule: str, strategy: str) -> None:
         planned = pipeline.stage_schedule(index, accumulated=2).transfers
         assert Counter(towpath.stats(module).last_step) == Counter(planned), index
     job = pipeline.schedule(accumulated=2)
-    assert sums(pipeline).intra_bytes == 2 * job.intra_bytes
+    assert totals(pipeline).intra_bytes == 2 * job.intra_bytes
     assert _message_bytes(towpath.stats(pipeline).since(before).transfers) == 2 * _message_bytes(job.transfers)
 
 

@@ -33,7 +33,7 @@ from towpath.train.config import Config
 from towpath.train.data import TokenWindows
 from towpath.train.job import init_distributed
 from towpath.train.prepare import prepare
-from towpath.train.trainer import StepResult, Trainer
+from towpath.train.trainer import StepResult, TrainingRun
 
 Told = dict[int, tuple[int, signal.Signals]]
 
@@ -74,9 +74,9 @@ def _train(
 ) -> Seen:
     """`told`: by rank, after which step it gets which signal. `before(step)` is called on every rank."""
     seen = Seen()
-    own_step, own_batch = Trainer.train_step, TokenWindows.batch
+    own_step, own_batch = TrainingRun.train_step, TokenWindows.batch
 
-    def step(training: Trainer) -> StepResult:
+    def step(training: TrainingRun) -> StepResult:
         if before is not None:
             before(training.state.step + 1)
         done = own_step(training)
@@ -96,7 +96,7 @@ def _train(
         contextlib.redirect_stderr(said),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        patch.setattr(Trainer, "train_step", step)
+        patch.setattr(TrainingRun, "train_step", step)
         patch.setattr(TokenWindows, "batch", batch)
         patch.setattr(checkpoint, "Saver", partial(checkpoint.Saver, background=background))
         try:
@@ -226,7 +226,7 @@ def test_what_the_configuration_says_now_counts(world: Worlds, options: tuple[st
 
 def _resumed_decay(options: tuple[str, ...]) -> list[float]:
     with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
-        training = Trainer(Config.load(os.devnull, options), job)
+        training = TrainingRun(Config.load(os.devnull, options), job)
         with checkpoints.CheckpointManager(training):
             assert training.state.step == 2
             return [group["weight_decay"] for group in training.optimizer.param_groups]

@@ -21,11 +21,13 @@ from tests.workspace import workspace
 from towpath.collectives.collective import Collective, GroupRank
 from towpath.collectives.select import CoalescedAllGather, group_rank, select
 from towpath.core import routes
+from towpath.core.buffers import coalesced_bytes, wire_needs
 from towpath.core.formats import item_bytes
+from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Form, Group, Op
 from towpath.core.strategy import TransferKind
-from towpath.core.transfer import Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.engine.transfer_queues import RankTransfer
 from towpath.errors import StepError
@@ -221,7 +223,7 @@ def _columns_and_rows(shape: Topology) -> None:
             assert torch.equal(shard, _own(expected, members)), case
         else:
             assert torch.equal(region, expected), case
-        allowed = sum(count * item_bytes(name) for name, count in transfer.wire_needs.items())
+        allowed = sum(count * item_bytes(name) for name, count in wire_needs(transfer).items())
         assert used.buffers.nbytes <= allowed, case
 
 
@@ -242,7 +244,7 @@ def _coalesced_calls(shape: Topology) -> None:
         regions = [torch.zeros_like(e) for e in expected]
         together.run(regions, [_own(e, members).clone() for e in expected], used)
         assert all(map(torch.equal, regions, expected)), (route, order)
-        assert used.buffers.nbytes <= sum(gather.coalesced_bytes for gather in gathers), (route, order)
+        assert used.buffers.nbytes <= sum(coalesced_bytes(gather) for gather in gathers), (route, order)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from towpath.train.metrics import JsonLines
 from towpath.train.models import bundle
 from towpath.train.optimizers import BETAS, learning_rate
 from towpath.train.prepare import prepare
-from towpath.train.trainer import Trainer, run_training
+from towpath.train.trainer import TrainingRun, run_training
 
 Rows = list[dict[str, Any]]
 
@@ -106,14 +106,14 @@ def _train(config: Config) -> tuple[str, str]:
 def _steps(config: Config) -> tuple[list[float], float, dict[str, Tensor]]:
     """The losses, then the held-out loss and the weights."""
     with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
-        training = Trainer(config, job)
+        training = TrainingRun(config, job)
         losses = [training.train_step().loss for _ in range(config.train.steps)]
         held_out, _ = training.evaluate()
         assert held_out is not None
         return losses, held_out, _weights(training)
 
 
-def _weights(training: Trainer) -> dict[str, Tensor]:
+def _weights(training: TrainingRun) -> dict[str, Tensor]:
     return {name: p.full_tensor().detach().clone() for name, p in training.model.named_parameters()}
 
 
@@ -184,7 +184,7 @@ def test_a_run_is_what_plain_pytorch_makes_of_its_settings(
 def _plain_beside(config: Config) -> tuple[list[float], list[float]]:
     train = config.train
     with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
-        training = Trainer(config, job)
+        training = TrainingRun(config, job)
     built: Any = bundle.build_model(config.model, 256).model
     plain = type(built)(built.shape)
     with torch.no_grad():
@@ -290,16 +290,16 @@ def test_nothing_is_read_from_the_device_before_the_optimizer_steps(
 def _reads(config: Config) -> tuple[list[str], list[str]]:
     """What the host reads after the last backward pass: until the optimizer's step has ended, and in the rest of it."""
     with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()), pytest.MonkeyPatch.context() as patch:
-        training = Trainer(config, job)
+        training = TrainingRun(config, job)
         training.train_step()
         reads, early = _HostReads(patch), list[str]()
-        clip = Trainer._clip_gradients
+        clip = TrainingRun._clip_gradients
 
-        def clipped(self: Trainer) -> Tensor:
+        def clipped(self: TrainingRun) -> Tensor:
             reads.found = []
             return clip(self)
 
-        patch.setattr(Trainer, "_clip_gradients", clipped)  # what comes first after the backward pass
+        patch.setattr(TrainingRun, "_clip_gradients", clipped)  # what comes first after the backward pass
         training.optimizer.register_step_post_hook(lambda *_: early.extend(reads.found) or reads.found.clear())
         with reads:
             training.train_step()
@@ -510,7 +510,7 @@ def _muon_resumed(config: Config) -> list[float]:
     for last, name, resume in ((2, "zero3", "off"), (4, "paro-iig", "auto")):
         with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
             changed = _with(config, checkpoint={"resume": resume}, strategy={"name": name})
-            training = Trainer(changed, job)
+            training = TrainingRun(changed, job)
             with CheckpointManager(training):
                 while training.state.step < last:
                     losses.append(training.train_step().loss)

@@ -23,7 +23,7 @@ from towpath.errors import ConfigError
 from towpath.train import checkpoints
 from towpath.train.config import Config
 from towpath.train.job import SIGNALS, StopRequest, init_distributed
-from towpath.train.trainer import Trainer
+from towpath.train.trainer import TrainingRun
 
 __all__ = ["tokens"]  # a fixture
 
@@ -81,7 +81,7 @@ def test_islands_train_apart_and_end_with_the_same_weights(
 def _planned(config: Config) -> int:
     """The bytes that all ranks together send between islands in a period."""
     with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
-        training = Trainer(config, job)
+        training = TrainingRun(config, job)
         outer = towpath.schedule(training.strategy, training.model).outer
         assert outer is not None
         return outer.inter_bytes
@@ -91,7 +91,7 @@ def _train_to_the_end(config: Config) -> tuple[list[float], dict[str, bytes], st
     """The losses of the steps on this rank, its weights after the last one, and what it said."""
     err, losses = io.StringIO(), list[float]()
     with init_distributed() as job, contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
-        training = Trainer(config, job)
+        training = TrainingRun(config, job)
         step = training.train_step
 
         def train_step() -> Any:
@@ -149,7 +149,7 @@ def _stopped_during(config: Config, step: int) -> tuple[int, int]:
         contextlib.redirect_stderr(io.StringIO()),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        training = Trainer(config, job, stop)
+        training = TrainingRun(config, job, stop)
         one_step = training.train_step
 
         def train_step() -> Any:

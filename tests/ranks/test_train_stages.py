@@ -62,14 +62,14 @@ def _some_steps(config: Config, until: int) -> None:
     from towpath.train.checkpoints import CheckpointManager
     from towpath.train.job import init_distributed
     from towpath.train.metrics import MetricsLogger
-    from towpath.train.trainer import Trainer
+    from towpath.train.trainer import TrainingRun
 
     with (
         contextlib.redirect_stderr(io.StringIO()),
         contextlib.redirect_stdout(io.StringIO()),
         init_distributed() as job,
     ):
-        trainer = Trainer(config, job)
+        trainer = TrainingRun(config, job)
         with CheckpointManager(trainer) as checkpoints, MetricsLogger(trainer) as metrics:
             while trainer.state.step < until:
                 metrics.log_step(trainer.train_step())

@@ -23,12 +23,12 @@ from tests.ranks.strategies import in_turn
 from tests.ranks.test_train import ROUNDED, STEPS, _train, _with, config, rows_of, tokens
 from tests.ranks.test_train_stages import NO_NODES, _refused, _some_steps
 from towpath.errors import ConfigError, StepError
-from towpath.observe.stats import Sums
+from towpath.observe.totals import Totals
 from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger
 from towpath.train.models.tensor_parallel import COLUMNS, EACH_HEAD, TensorPlan, plan_for, share_layers
-from towpath.train.trainer import Trainer
+from towpath.train.trainer import TrainingRun
 
 __all__ = ["config", "tokens"]  # fixtures
 
@@ -126,19 +126,19 @@ def test_shared_layers_take_part_of_the_memory_and_of_the_bytes(world: Worlds, c
     assert [seed - seeds for _, _, seed in others] == [0, 1, 1]
 
 
-def _sums(training: Trainer) -> Sums:
+def _totals(training: TrainingRun) -> Totals:
     with MetricsLogger(training) as metrics:
-        return metrics._current_sums()
+        return metrics._totals_now()
 
 
 def _held_and_sent(config: Config) -> tuple[int, int, int]:
     """Bytes of a step by all ranks, elements that this rank has, and what its numbers at random begin with."""
     with init_distributed() as job:
-        training = Trainer(config, job)
+        training = TrainingRun(config, job)
         seed = torch.initial_seed()
-        before = _sums(training)
+        before = _totals(training)
         training.train_step()
-        sent = _sums(training).since(before)
+        sent = _totals(training).since(before)
         held = sum(p.to_local().numel() for p in training.model.parameters())
         total = torch.tensor([sent.intra_bytes])
         dist.broadcast(total, 0)

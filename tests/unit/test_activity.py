@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from towpath import daemons
+from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES
 from towpath.core.routes import Group as Ranks
 from towpath.core.routes import Op
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
-from towpath.core.transfer import Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.engine.agree.neighbor import Neighbor
 from towpath.engine.agree.status import RankStatus

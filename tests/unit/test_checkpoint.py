@@ -516,7 +516,7 @@ def test_what_cannot_leave_or_arrive_is_told_in_one_line(tmp_path: Path) -> None
         match=r"bad\.safetensors: not a whole safetensors file",
     ):
         checkpoint.import_safetensors(tmp_path / "bad.safetensors", tmp_path / "new")
-    assert list((tmp_path / "new").iterdir()) == []
+    assert not (tmp_path / "new").exists()
     _flip(newest / FILE)
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     save_file({"w": torch.ones(2)}, tmp_path / "good.safetensors")

@@ -16,7 +16,7 @@ from towpath.core.presets import strategy
 from towpath.errors import ConfigError
 from towpath.plan.catalog import describe_model, load_cluster
 from towpath.topology.cluster import Topology
-from towpath.train.config import GONE, Config, OuterConfig, StrategyConfig, TrainConfig
+from towpath.train.config import Config, OuterConfig, StrategyConfig, TrainConfig
 
 DOCUMENTED = [fence for fence in all_fences() if fence.language == "toml"]
 
@@ -63,27 +63,11 @@ def test_in_bf16_micro_steps_are_summed_in_fp32() -> None:
     assert TrainConfig(precision="bf16").dtypes == Precision("bfloat16", None, "float32")
 
 
-@pytest.mark.parametrize("name", GONE)
-def test_a_key_of_an_older_file_says_what_to_write_instead(name: str) -> None:
-    *sections, key = name.split(".")
-    table: dict[str, Any] = {key: 1}
-    for section in reversed(sections):
-        table = {section: table}
-    with pytest.raises(ConfigError, match=f"the key {name} is gone: \\w+") as caught:
-        Config.from_dict(table)
-    assert GONE[name] in str(caught.value)
-
-
-def test_old_keys_are_no_keys() -> None:
-    written = tomllib.loads(str(Config()))
-    written["strategy.outer"] = written["strategy"].pop("outer")
-    assert not {f"{section}.{key}" for section, keys in written.items() for key in keys} & set(GONE)
-
-
 @pytest.mark.parametrize(
     ("table", "told"),
     [
         ({"train": {"stepz": 3}}, "unknown key train.stepz; did you mean 'steps'?"),
+        ({"train": {"lr": 1e-3}}, r"unknown key train.lr\. Known: batch, .* CHANGELOG.md tells where others went"),
         ({"trian": {}}, r"unknown section \[trian\]; did you mean 'train'?"),
         ({"train": {"steps": "many"}}, 'train.steps = "many": expected a whole number'),
         ({"train": {"steps": True}}, "train.steps = true: expected a whole number"),

@@ -6,6 +6,7 @@ import json
 import mmap
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 import towpath
 from towpath.core.strategy import TransferKind
 from towpath.errors import ConfigError
-from towpath.observe.record import TransferStats
 from towpath.observe.stats import Stats
+from towpath.observe.totals import TransferStats
 from towpath.train.config import Config
 from towpath.train.metrics import (
     JsonLines,
@@ -179,10 +180,17 @@ def _stats(calls: int = 10) -> Stats:
     topology = towpath.Topology(2, 2)
     made = towpath.schedule(towpath.strategy("zero++", topology), {"block": 4096, "other": 4096})
     transfers = tuple(
-        TransferStats(t, calls, calls * t.intra_bytes, calls * t.inter_bytes, 0.2 * calls, 0.1 * calls)
+        replace(TransferStats.of(t, calls=calls), seconds_in_flight=0.2 * calls, seconds_exposed=0.1 * calls)
         for t in made.transfers
     )
-    return Stats(transfers, made.transfers, {}, 3, 0.05 * calls)
+    return Stats(
+        transfers=transfers,
+        seconds_host=0.05 * calls,
+        last_step=made.transfers,
+        memory_bytes={},
+        host_memory_bytes={},
+        buffers_made=3,
+    )
 
 
 def test_stats_can_be_taken_of_a_part_of_a_run() -> None:

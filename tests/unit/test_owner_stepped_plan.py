@@ -18,10 +18,10 @@ from towpath.core.owner_stepped import (
     plan_matrices,
     step_actions,
 )
+from towpath.core.payloads import Matrices, owner_messages, piece_bytes
 from towpath.core.placement import legal_placements
 from towpath.core.step_state import Submit, Wait
 from towpath.core.strategy import Strategy
-from towpath.core.transfer import Matrices, owner_messages, piece_bytes
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from towpath.collectives.collective import WireBuffers, Workspace
+from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op
 from towpath.core.strategy import TransferKind
-from towpath.core.transfer import Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.engine.timing import Mark, Timer
-from towpath.observe.record import Record, TransferWait
-from towpath.observe.trace import Trace
+from towpath.observe.record import Record, Trace, TransferWait
 from towpath.topology.cluster import Topology
 
 PAIR = GroupCollective(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))
@@ -30,6 +30,10 @@ def gather(unit: str) -> Transfer:
 def record(timer: Any) -> Record:
     activity = SimpleNamespace(begins=lambda _: None, ends=lambda: None, computes=lambda *_: None)
     return Record(cast(Any, SimpleNamespace(status=activity, raise_if_diverged=lambda: None)), timer)
+
+
+def _counts(counted: Record) -> list[tuple[int, float, float]]:
+    return [(t.calls, t.seconds_in_flight, t.seconds_exposed) for t in counted.totals().transfers]
 
 
 @dataclass(eq=False)
@@ -80,14 +84,23 @@ def test_seconds_of_a_device_are_added_when_they_are_known_and_calls_at_once() -
     waits.waited(began, waits.mark())
 
     counted.end_step()
-    assert [(t.calls, t.seconds_in_flight, t.seconds_exposed) for t in counted.totals()] == [(1, 0, 0), (1, 0, 0)]
+    assert _counts(counted) == [
+        (1, 0, 0),
+        (1, 0, 0),
+    ]
     device.now = 2.0  # the first has ended meanwhile
     counted.end_step()
-    assert [(t.calls, t.seconds_in_flight, t.seconds_exposed) for t in counted.totals()] == [(1, 2, 0), (1, 0, 0)]
+    assert _counts(counted) == [
+        (1, 2, 0),
+        (1, 0, 0),
+    ]
     device.settle()
-    assert [(t.calls, t.seconds_in_flight, t.seconds_exposed) for t in counted.totals()] == [(1, 2, 0), (1, 2, 0.5)]
-    assert counted.sums().exposed_seconds == {TransferKind.GATHER: 0.5}
-    assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(1, 2), (1, 2)]  # once
+    assert _counts(counted) == [
+        (1, 2, 0),
+        (1, 2, 0.5),
+    ]
+    assert counted.totals().exposed_by_kind == {TransferKind.GATHER: 0.5}
+    assert [(t.calls, t.seconds_in_flight) for t in counted.totals().transfers] == [(1, 2), (1, 2)]  # once
 
 
 def test_events_are_made_only_while_somebody_reads_seconds() -> None:
@@ -103,10 +116,10 @@ def test_events_are_made_only_while_somebody_reads_seconds() -> None:
         return device.made - before
 
     assert run() == 0 and not wait.is_timed
-    [total] = counted.totals()  # calls and bytes were counted all the same
+    [total] = counted.totals().transfers  # calls and bytes were counted all the same
     assert (total.calls, total.seconds_in_flight) == (1, 0.0) and total.inter_bytes > 0
     assert run() == 2 and wait.is_timed
-    assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(2, 2.0)]
+    assert [(t.calls, t.seconds_in_flight) for t in counted.totals().transfers] == [(2, 2.0)]
 
 
 def test_a_trace_times_transfers_that_nobody_else_reads() -> None:
@@ -144,7 +157,7 @@ def test_several_gathers_in_one_message_share_its_seconds() -> None:
         patch.setattr(Timer, "mark", lambda _: next(marks))
         with counted.running(both, micro_step=0):
             pass
-    assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(1, 1.0), (1, 1.0)]
+    assert [(t.calls, t.seconds_in_flight) for t in counted.totals().transfers] == [(1, 1.0), (1, 1.0)]
 
 
 def test_bytes_of_exact_messages_are_those_that_were_sent() -> None:
@@ -163,9 +176,9 @@ def test_bytes_of_exact_messages_are_those_that_were_sent() -> None:
     sent = [each.args for each in counted.trace.intervals if each.track == "between nodes"]
     assert [args["bytes"] for args in sent] == [sync.inter_bytes // 4]
     assert [args["codec"] for args in sent] == ["exact differences"]
-    assert counted.totals()[0].inter_bytes == counted.sums().inter_bytes == sync.inter_bytes * 2 * 150 // 400
-    assert counted.sums().exact_shares == {("exact differences", "float32"): 150 / 400}
-    assert counted.sums().since(counted.sums()).exact_shares == {}
+    assert counted.totals().inter_bytes == sync.inter_bytes * 2 * 150 // 400
+    assert counted.totals().exact_shares == {("exact differences", "float32"): 150 / 400}
+    assert counted.totals().since(counted.totals()).exact_shares == {}
 
 
 def test_wire_buffers_are_made_once_and_only_as_large_as_is_needed() -> None:
@@ -191,5 +204,5 @@ def test_what_waits_for_a_device_does_not_grow_with_the_transfers() -> None:
             device.end = number + 2.0
         device.now = device.end - 10  # it is ten transfers behind
     assert len(counted._unknown) <= 2 * 1000
-    [total] = counted.totals()
+    [total] = counted.totals().transfers
     assert total.calls == 20_000

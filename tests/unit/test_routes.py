@@ -8,6 +8,8 @@ from math import ceil
 import pytest
 
 from tests.cases import each
+from towpath.core.buffers import wire_elements
+from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import (
     COLLECTIVES,
@@ -21,10 +23,9 @@ from towpath.core.routes import (
     parts_of,
     piece_bounds,
     sends,
-    wire_elements,
 )
 from towpath.core.strategy import TransferKind
-from towpath.core.transfer import Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.topology.cluster import Topology
 

@@ -133,7 +133,7 @@ def test_the_queue_goes_on_behind_a_job_whose_precondition_failed(stream: Stream
 def test_threads_let_go_of_their_last_job_before_the_interpreter_ends() -> None:
     """A thread that drops a collective while the interpreter is finalized aborts the process."""
     script = """
-import time, torch
+import ctypes, hashlib, threading, time, torch
 from tests.workspace import workspace
 from towpath.engine.comm import make_stream
 from towpath.engine.transfer_queues import StreamJob
@@ -143,11 +143,20 @@ class Collective:
         time.sleep(0.5)
         print("let go")
 
+def gloo():
+    ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop")  # PR_SET_NAME
+    started.set()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # without the interpreter lock
+    print("dropped")
+
 stream = make_stream("test", torch.device("cpu"), depth=2)
 stream.submit(StreamJob(workspace(), [lambda _, held=Collective(): None], None)).wait()
+started = threading.Event()
+threading.Thread(target=gloo, daemon=True).start()
+started.wait()
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
-    assert (ended.returncode, ended.stdout) == (0, "let go\n"), ended.stderr
+    assert (ended.returncode, ended.stdout) == (0, "let go\ndropped\n"), ended.stderr
 
 
 def test_transfers_that_the_computation_waits_for_soon_go_first(monkeypatch: pytest.MonkeyPatch) -> None:

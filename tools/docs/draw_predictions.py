@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.harness import results
 from tools.docs import figures
 from towpath.cli.plots import draw_timelines, standalone_svg
-from towpath.observe.stats import Interval
+from towpath.observe.trace import Interval
 
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "timelines.svg"
 DRAWN = "200mbit, 2 × 2, small, 1 micro-steps"

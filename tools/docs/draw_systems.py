@@ -18,7 +18,7 @@ from towpath.core.placement import Placement
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.observe.stats import Interval
+from towpath.observe.trace import Interval
 from towpath.plan import tables
 from towpath.plan.catalog import describe_model, load_cluster, model_shape
 from towpath.plan.cluster_file import GIB
@@ -27,7 +27,6 @@ from towpath.plan.pipelines import Layout, Pipelines
 from towpath.plan.request import Request
 from towpath.plan.solver import Batching, Solver
 from towpath.topology.cluster import Extent, Topology
-from towpath.tracing import simulated_intervals
 
 PAGES = Path(__file__).parents[2] / "docs" / "concepts" / "systems"
 CLUSTER = load_cluster("ethernet-10g")
@@ -87,7 +86,7 @@ def _steps(names: Sequence[str]) -> Iterator[tuple[str, list[Interval]]]:
     model = DRAWN.model("drawn", DRAWN_LENGTH)
     solver = Solver(model, CLUSTER, Request(batch=1, memory=CLUSTER.memory))
     for name in names:
-        yield name, simulated_intervals(solver.timeline(strategy(name), DRAWN_BATCHING).events)
+        yield name, solver.timeline(strategy(name), DRAWN_BATCHING).intervals
 
 
 def _stages() -> Iterator[tuple[str, list[Interval]]]:
@@ -96,7 +95,7 @@ def _stages() -> Iterator[tuple[str, list[Interval]]]:
     for name in DRAWN_PIPELINES:
         layout = Layout(STAGES, compression=PIPELINES[name], tensor=TENSOR)
         for rank, timeline in enumerate(pipelines.replay(layout, Batching(1, MICRO_BATCHES)).ranks):
-            yield f"{name}\nstage {rank}", simulated_intervals(timeline.events)
+            yield f"{name}\nstage {rank}", timeline.intervals
 
 
 def _pipelines(shape: Transformer, name: str, length: int) -> Pipelines:

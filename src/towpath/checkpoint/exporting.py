@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,17 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from towpath.checkpoint import folders
+from towpath.checkpoint import folders, storage
 from towpath.checkpoint.folders import lock_of, release
-from towpath.checkpoint.manifest import (
-    Manifest,
-    StoredBox,
-    StoredFile,
-    StoredTensor,
-    box_in,
-    read_manifest,
-    write_manifest,
-)
+from towpath.checkpoint.manifest import Manifest, StoredTensor, box_in, read_manifest
 from towpath.checkpoint.safe_files import (
     DamagedError,
     hub_file,
@@ -42,10 +33,10 @@ from towpath.checkpoint.safe_files import (
     write_tensors,
     writing,
 )
+from towpath.checkpoint.storage import Contents, TensorChunks
 from towpath.checkpoint.weights import INDEX, SINGLE, files_of, tensors_in
 from towpath.errors import CheckpointError
 from towpath.outer.saved import islands_of, view_of
-from towpath.version import __version__
 
 ADAPTERS = "peft"  # the name in a manifest
 _PREFIX = "model."
@@ -268,37 +259,22 @@ def import_safetensors(source: str | Path, root: str | Path, *, config: Mapping[
     found = (source if source.is_dir() else source.parent) / "config.json"
     if config is None and os.path.lexists(found):
         config = read_object(hub_file(found), "a model's configuration")
-    final = folders.checkpoint_of(root, 0)
-    lock = lock_of(root)
-    files: dict[str, StoredFile] = {}
-    tensors: dict[str, StoredTensor] = {}
+    chunks: dict[str, TensorChunks] = {}
+    for path, names in sources.items():
+        for name, tensor in tensors_in(path, names).items():
+            if _PREFIX + name in chunks:
+                raise CheckpointError(f"{name} is in {path} and in a file before it.")
+            chunks[_PREFIX + name] = TensorChunks(tensor.dtype, tensor.shape, {(0,) * tensor.dim(): tensor})
+    values = {"model": {"aliases": {}}, **({"config": dict(config)} if config is not None else {})}
+    final, lock = folders.checkpoint_of(root, 0), lock_of(root)
     try:
         with writing(root), ExitStack() as stack:
             lock.hold(alone=True)
             if final.exists():  # nobody else can make it from here on
                 raise CheckpointError(f"{final} is there already: import into a new folder.")
             partial = stack.enter_context(folders.new_partial(root, 0))
-            for number, (path, names) in enumerate(sources.items()):
-                file, copied = f"rank-{number:05d}.safetensors", dict[str, Tensor]()
-                for name, tensor in tensors_in(path, names).items():
-                    stored = _PREFIX + name
-                    if stored in tensors:
-                        raise CheckpointError(f"{name} is in {path} and in a file before it.")
-                    box = StoredBox((0,) * tensor.dim(), tuple(tensor.shape), file)
-                    tensors[stored] = StoredTensor(stored, tensor.dtype, box.sizes, (box,))
-                    copied[box.key(stored)] = tensor
-                files[file] = StoredFile(*write_tensors(partial / file, copied))
-            manifest = Manifest(
-                step=0,
-                written_by=f"towpath {__version__}, imported from {source.name}",
-                seconds=time.time(),
-                world=1,
-                strategy=None,
-                files=files,
-                tensors=dict(sorted(tensors.items())),
-                values={"model": {"aliases": {}}, **({"config": dict(config)} if config is not None else {})},
-            )
-            write_manifest(partial, manifest)
+            written = storage.write_files(partial / "rank-00000", Contents(pieces=chunks, values=values, same={}))
+            storage.complete(partial, 0, [written], None, f"imported from {source.name}")
             folders.publish(partial, final)
     finally:
         release(lock)

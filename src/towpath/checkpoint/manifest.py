@@ -206,23 +206,19 @@ def read_manifest(folder: str | Path) -> Manifest:
     whole = read_object(path, "a whole manifest")
     if whole.get("format") != FORMAT:
         raise DamagedError(f"{path}: format is {shown(whole.get('format'))}; expected {FORMAT!r}.")
-    content = whole.get("content")
+    content, step = whole.get("content"), step_of(path.parent)
     try:
-        intact = zlib.crc32(_canonical(content)) == whole.get("crc32")
-        if intact:
-            _check(content, _CONTENT, "content")
-            return _checked_name(path.parent, _parsed(cast(dict[str, Any], content)))
+        if zlib.crc32(_canonical(content)) != whole.get("crc32"):
+            raise ValueError("its checksum does not match its content: the file was changed.")
+        _check(content, _CONTENT, "content")
+        manifest = _parsed(cast(dict[str, Any], content))
+        if step not in (-1, manifest.step):
+            raise ValueError(
+                f"it is of step {manifest.step}; expected that of {path.parent.name}. Rename the folder, or copy the "
+                "checkpoint anew."
+            )
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedError(f"{path}: {error}") from None
-    raise DamagedError(f"{path}: its checksum does not match its content: the file was changed.")
-
-
-def _checked_name(folder: Path, manifest: Manifest) -> Manifest:
-    if step_of(folder) not in (-1, manifest.step):
-        raise ValueError(
-            f"it is of step {manifest.step}; expected that of {folder.name}. Rename the folder, or copy the checkpoint "
-            "anew."
-        )
     return manifest
 
 

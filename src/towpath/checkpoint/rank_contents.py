@@ -24,7 +24,6 @@ from towpath.engine.codec_state import codec_state, fingerprint, load_codec_stat
 from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError
 from towpath.outer.saved import IslandContents
-from towpath.outer.sync import OuterSync
 from towpath.topology.groups import Groups
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
@@ -115,7 +114,7 @@ class RankState:
     """
 
     state: Callable[[], dict[str, torch.Tensor]]
-    restart: Callable[[], None]
+    restart: Callable[[], object]
     load: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None
 
 
@@ -124,16 +123,6 @@ def engine_state(engine: Engine) -> RankState:
     return RankState(
         partial(codec_state, engine), partial(reset_codec_state, engine), partial(load_codec_state, engine)
     )
-
-
-def _outer_state(outer: OuterSync) -> RankState:
-    """Return the error feedback of exchanges between islands."""
-
-    def restart() -> None:
-        for kept in outer.feedback().values():
-            kept.zero_()
-
-    return RankState(outer.feedback, restart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +205,8 @@ def contents_of(model: Any) -> RankContents:
     if engine is not None and engine.outer is not None:
         if mesh_size > 1:
             raise CheckpointError("outer steps on a tensor-parallel mesh: checkpoints are not supported yet.")
-        groups, states["outer."] = engine.comm.groups, _outer_state(engine.outer)
+        groups, outer = engine.comm.groups, engine.outer  # its state is the error feedback of exchanges
+        states["outer."] = RankState(outer.feedback, lambda: [kept.zero_() for kept in outer.feedback().values()])
         islands = IslandContents(engine.outer, job.rank // groups.world, engine.strategy.islands)
     return RankContents(
         groups=groups,

@@ -26,7 +26,7 @@ from towpath.checkpoint import folders, storage
 from towpath.checkpoint.folders import RefusedError, lock_of, release
 from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
-from towpath.checkpoint.storage import Contents, Pieces
+from towpath.checkpoint.storage import Contents, TensorChunks
 from towpath.daemons import start_daemon
 from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError
@@ -48,14 +48,16 @@ class HostMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._stream: torch.cuda.Stream | None = None
 
-    def snapshot(self, found: Mapping[str, Pieces], engines: Sequence[Engine]) -> tuple[dict[str, Pieces], Snapshot]:
+    def snapshot(
+        self, found: Mapping[str, TensorChunks], engines: Sequence[Engine]
+    ) -> tuple[dict[str, TensorChunks], Snapshot]:
         """Return `found` in this memory, and the snapshot that copies what need not be copied at once."""
         boxes = [box for pieces in found.values() for box in pieces.boxes.values()]
         device = next((box.device for box in boxes if box.device.type == "cuda"), None)
         needed = sum(_aligned(box.nbytes) for box in boxes)
         if needed > self._memory.numel():
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device is not None)
-        at, out = 0, dict[str, Pieces]()
+        at, out = 0, dict[str, TensorChunks]()
         late: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, pieces in found.items():
             copies: dict[tuple[int, ...], torch.Tensor] = {}
@@ -66,7 +68,7 @@ class HostMemory:
                     late.append((copies[offsets], box))
                 else:
                     copies[offsets].copy_(box, non_blocking=True)
-            out[name] = Pieces(pieces.dtype, pieces.shape, copies)
+            out[name] = TensorChunks(pieces.dtype, pieces.shape, copies)
         if device is not None and self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return out, Snapshot(late, engines, self._stream)

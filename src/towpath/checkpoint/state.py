@@ -36,7 +36,7 @@ from towpath.checkpoint.rank_contents import (
     set_rng_state,
 )
 from towpath.checkpoint.safe_files import DamagedError
-from towpath.checkpoint.storage import Contents, Pieces
+from towpath.checkpoint.storage import Contents, TensorChunks
 from towpath.core.formats import shape_text
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -176,7 +176,7 @@ class State:
             strategy=engines[0].strategy.to_toml() if engines else None,
         )
 
-    def _shared_by_islands(self, islands: IslandContents, model: NamedTensors) -> dict[str, Pieces]:
+    def _shared_by_islands(self, islands: IslandContents, model: NamedTensors) -> dict[str, TensorChunks]:
         """Return what island 0 writes for all islands."""
         if islands.island > 0:
             return {}
@@ -197,7 +197,7 @@ class State:
         copies: bool,
         steady: bool = True,
         owned: Mapping[str, ShardTensor] = MappingProxyType({}),
-    ) -> Iterator[tuple[str, Pieces]]:
+    ) -> Iterator[tuple[str, TensorChunks]]:
         """Yield what this rank writes of `tensors`. Ranks that hold the same slice of a ShardTensor divide it.
 
         Args:
@@ -220,7 +220,7 @@ class State:
                 continue
             if boxes:
                 stays = steady and sharded is not None and self.optimizer is not None
-                yield name, Pieces(tensor.dtype, tensor.shape, boxes, stays)
+                yield name, TensorChunks(tensor.dtype, tensor.shape, boxes, stays)
 
     def _is_written_elsewhere(self, name: str, sharded: bool) -> bool:
         names = self.contents.written_elsewhere if sharded else self.contents.copied_elsewhere

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ _MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what th
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class TensorChunks:
     """The part of a tensor that one rank writes: contiguous boxes, by their offsets in the tensor.
 
     `steady` says that only an optimizer's step writes to the boxes.
@@ -79,7 +79,7 @@ class Contents:
         strategy: The strategy in TOML.
     """
 
-    pieces: Mapping[str, Pieces]
+    pieces: Mapping[str, TensorChunks]
     values: Mapping[str, Any]
     same: Mapping[str, str]
     island: int = 0
@@ -87,7 +87,7 @@ class Contents:
 
 
 # What a rank has written: its files, its boxes of each tensor, and its values.
-_Written = tuple[dict[str, StoredFile], dict[str, StoredTensor], Mapping[str, Any]]
+Written = tuple[dict[str, StoredFile], dict[str, StoredTensor], Mapping[str, Any]]
 
 
 def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: Together) -> None:
@@ -118,29 +118,10 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
                 )
             return stack.enter_context(folders.new_partial(root, step))
 
-    def publish(ranks: list[_Written]) -> None:
+    def publish(ranks: list[Written]) -> None:
         assert isinstance(contents, Contents)
-        tensors: dict[str, StoredTensor] = {}
-        parts = (item for _, of_rank, _ in ranks for item in of_rank.items())
-        for name, part in sorted(parts, key=lambda item: item[0]):
-            boxes = (*tensors[name].boxes, *part.boxes) if name in tensors else part.boxes
-            tensors[name] = replace(part, boxes=boxes)
-        values = {name: value for _, _, of_rank in ranks for name, value in of_rank.items()}
-        for name in filter(_OPTIMIZER.fullmatch, values):
-            values[name] = merged([of_rank[name] for _, _, of_rank in ranks if name in of_rank])
-        manifest = Manifest(
-            step=step,
-            written_by=f"towpath {__version__}, torch {torch.__version__}",
-            seconds=time.time(),
-            world=control.groups.world,
-            strategy=contents.strategy,
-            files={name: file for files, _, _ in ranks for name, file in files.items()},
-            tensors=tensors,
-            values=values,
-        )
         with writing(partial):
-            write_manifest(partial, manifest)
-            read_manifest(partial)  # it must be possible, and the boxes must be all of each tensor
+            complete(partial, step, ranks, contents.strategy)
             lock.hold()  # somebody may have removed it meanwhile
             folders.publish(partial, folders.checkpoint_of(root, step))
 
@@ -150,7 +131,34 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
         control.combine(lambda: write_files(stem, contents), publish)
 
 
-def write_files(stem: Path, contents: Contents | str) -> _Written:
+def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str | None, source: str = "") -> None:
+    """Add the manifest to the files that `ranks` have written, and check that it can be read.
+
+    `source` names the files that were imported, or else the versions of the libraries that write.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    parts = (item for _, of_rank, _ in ranks for item in of_rank.items())
+    for name, part in sorted(parts, key=lambda item: item[0]):
+        boxes = (*tensors[name].boxes, *part.boxes) if name in tensors else part.boxes
+        tensors[name] = replace(part, boxes=boxes)
+    values = {name: value for _, _, of_rank in ranks for name, value in of_rank.items()}
+    for name in filter(_OPTIMIZER.fullmatch, values):
+        values[name] = merged([of_rank[name] for _, _, of_rank in ranks if name in of_rank])
+    manifest = Manifest(
+        step=step,
+        written_by=f"towpath {__version__}, {source or f'torch {torch.__version__}'}",
+        seconds=time.time(),
+        world=len(ranks),
+        strategy=strategy,
+        files={name: file for files, _, _ in ranks for name, file in files.items()},
+        tensors=tensors,
+        values=values,
+    )
+    write_manifest(partial, manifest)
+    read_manifest(partial)  # it must be possible, and the boxes must be all of each tensor
+
+
+def write_files(stem: Path, contents: Contents | str) -> Written:
     """Write this rank's files: one for the states of the optimizer, and one for everything else."""
     assert isinstance(contents, Contents)
     if not stem.parent.is_dir():

@@ -10,15 +10,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from towpath.cli.terminal import Commands, load_torch
+from towpath.cli.terminal import Commands, load_torch, table_of
 from towpath.core.formats import shape_text
 from towpath.errors import CheckpointError
 from towpath.progress import size, working
 from towpath.topology.cluster import counted
 
 app = Commands()
+_LOOK: dict[str, Any] = {"padding": (0, 3, 0, 0), "header_style": ""}
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints, or one checkpoint.")]
 
@@ -60,12 +60,12 @@ def ls(
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        table = _table("name", "written", "ranks", "tensors", "size", "")
+        table = table_of("name", "written", "", "ranks", "tensors", "size", numbers=3, **_LOOK)
         for row in rows:
             written = datetime.fromtimestamp(row["seconds"]).strftime("%Y-%m-%d %H:%M") if "seconds" in row else ""
             held = size(row["bytes"]) if "bytes" in row else ""
             counts = (str(row.get(key, "")) for key in ("ranks", "tensors"))
-            table.add_row(row["name"], written, *counts, held, "damaged" if row["problem"] else "")
+            table.add_row(row["name"], written, "damaged" if row["problem"] else "", *counts, held)
         _console().print(table)
         for row in rows:
             if row["problem"]:
@@ -115,7 +115,7 @@ def show(folder: Folder) -> None:
     if manifest.strategy is not None:
         out.print(visible(manifest.strategy.splitlines()[0]).replace("name", "strategy"))
     out.print(f"holds {visible(', '.join(manifest.values))}")
-    table = _table("tensor", "shape", "dtype", "boxes", "size")
+    table = table_of("tensor", "shape", "dtype", "boxes", "size", numbers=3, **_LOOK)
     for name, tensor in manifest.tensors.items():
         if not name.startswith("rank."):
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -138,14 +138,6 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _console() -> Console:
     """Return a console without markup, because it prints text from files of unknown origin."""
     return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="")
-    for heading in headings:
-        side = "right" if heading in ("ranks", "tensors", "size", "boxes") else "left"
-        table.add_column(heading, justify=side, overflow="fold")
-    return table
 
 
 def _exit(damaged: bool) -> None:

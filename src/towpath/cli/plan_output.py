@@ -13,6 +13,7 @@ from rich.console import Console
 from towpath.cli.terminal import table_of
 from towpath.errors import ConfigError
 from towpath.files import write_output_file
+from towpath.observe.trace import write_intervals
 from towpath.plan import tables
 from towpath.plan.cluster_file import GIB
 from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
@@ -151,12 +152,10 @@ def _write_trace(path: Path | None, step: Prediction, solver: Solver, stages: Pl
             f"--trace shows each micro-step, and there are {step.batching.micro_steps:,}. Expected at most "
             f"{_MOST_TRACED:,}: take a smaller --batch."
         )
-    from towpath.tracing import simulated_intervals, write_intervals  # imports torch
-
     if stages is not None and isinstance(step, PipelinePrediction):
         ranks = stages.pipelines.replay(step.layout, step.batching).ranks
         names = {rank: f"rank {rank} of {step.layout}, simulated" for rank in range(len(ranks))}
     else:
         ranks = [solver.timeline(step.strategy, step.batching)]
         names = {0: f"every rank of {solver.cluster.name}, simulated"}
-    write_intervals(path, {rank: simulated_intervals(each.events) for rank, each in enumerate(ranks)}, names)
+    write_intervals(path, {rank: each.intervals for rank, each in enumerate(ranks)}, names)

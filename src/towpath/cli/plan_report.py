@@ -28,7 +28,6 @@ from towpath.plan import tables
 from towpath.plan.cluster_file import GIB, Cluster
 from towpath.plan.prediction import Batching, Prediction, Ranking
 from towpath.plan.solver import Solver
-from towpath.tracing import simulated_intervals
 
 # The presets drawn over link rates and numbers of nodes: the lossless ones that differ most.
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")
@@ -48,7 +47,7 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str) 
     by_nodes = curves(solver, best.batching, nodes_of(solver))
     compared = dict.fromkeys([best.strategy, presets.strategy(tables.BASELINE, solver.cluster.topology)])
     steps = [
-        (name, simulated_intervals(solver.timeline(strategy, best.batching).events))
+        (name, solver.timeline(strategy, best.batching).intervals)
         for name, strategy in zip(("best: " + tables.label(best.strategy), tables.BASELINE), compared, strict=False)
     ]
     drawn: list[tuple[str, str, Callable[[Any, Any], None], Any]] = [

@@ -73,6 +73,8 @@ def table_of(*headings: str, numbers: int, **options: Any) -> Table:
     """Return a table without lines. Its columns from the index `numbers` on are aligned to the right."""
     options.setdefault("pad_edge", False)
     table = Table(*headings, box=None, **options)
+    for column in table.columns:
+        column.overflow = "fold"  # a name is not cut short
     for column in table.columns[numbers:]:
         column.justify = "right"
     return table

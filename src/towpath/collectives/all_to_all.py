@@ -35,8 +35,9 @@ from towpath.codecs.kernels.pieces import Piece
 from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import PeerMessage, Posted, post
-from towpath.core.lossless import exchanged_cells, message_cell
-from towpath.core.routes import AllToAll, SlicePart, hops_of, piece_bounds
+from towpath.core.buffers import AllToAll, exchanged_cells, kept_elements
+from towpath.core.lossless import message_cell
+from towpath.core.routes import SlicePart, hops_of, piece_bounds
 from towpath.core.transfer import Transfer
 
 
@@ -94,7 +95,7 @@ class AllToAllReduceScatter(Collective):
         buffers, codec = self._buffers, self._transfer.transport.encoding
         if codec is None:
             return PlainPacking(getattr(torch, self._transfer.dtype), buffers.sum_elements)
-        kept = [torch.zeros(n, device=device) if n else None for n in self._transfer.kept_elements]
+        kept = [torch.zeros(n, device=device) if n else None for n in kept_elements(self._transfer)]
         shaped = [k if k is None else k.view(buffers.stages, -1, buffers.cell) for k in kept]
         return EncodedPacking(codec, device, buffers.sum_elements, shaped, self._members.position)
 

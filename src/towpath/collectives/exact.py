@@ -27,8 +27,9 @@ from towpath.collectives.columns_and_rows import grouped
 from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.formats import CELL_ALIGNMENT
 from towpath.core.lossless import message_cell
+from towpath.core.payloads import Range
 from towpath.core.routes import Op, SlicePart, cell_elements, piece_bounds
-from towpath.core.transfer import Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.units import round_up
 
 

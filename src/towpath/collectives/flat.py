@@ -18,8 +18,9 @@ from towpath.codecs.kernels.pieces import Piece, Pieces
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.core.formats import Codec
+from towpath.core.payloads import Range
 from towpath.core.routes import encoded_slice
-from towpath.core.transfer import Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 
 

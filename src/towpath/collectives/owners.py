@@ -15,8 +15,9 @@ from towpath.codecs.kernels import kernels_for, watched
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.point_to_point import PeerMessage, post
 from towpath.core.formats import item_bytes
+from towpath.core.payloads import Matrices, OwnerMessage, owner_messages, piece_bytes
 from towpath.core.routes import Op
-from towpath.core.transfer import Matrices, OwnerMessage, Transfer, owner_messages, piece_bytes
+from towpath.core.transfer import Transfer
 from towpath.errors import StepError
 
 # Codecs that round stochastically are refused for these transfers, so that the seed is never used.

@@ -26,9 +26,10 @@ from towpath.collectives.flat import (
     reduce_scatter_single,
 )
 from towpath.collectives.point_to_point import PointToPoint
+from towpath.core.payloads import Range
 from towpath.core.routes import Form, Op, hops_of
 from towpath.core.strategy import BY_MAXIMUM, TransferKind
-from towpath.core.transfer import Range, Ranks, Transfer
+from towpath.core.transfer import Ranks, Transfer
 from towpath.errors import ConfigError, StepError
 
 
@@ -92,7 +93,8 @@ def group_rank(
     position = group.ranks.index(rank)
     everyone = tuple(g.ranks for g in transfer.move.groups)
     if transfer.by_rows_and_columns:
-        row, column = group_of(transfer.rows, " in nodes"), group_of(transfer.columns, " between nodes")
+        rows, columns = transfer.partitions
+        row, column = group_of(rows, " in nodes"), group_of(columns, " between nodes")
         # Slices of different lengths are sent as messages.
         whole = group_of(everyone, "") if transfer.elements % transfer.move.members else row
         return GroupRank(whole, group, position, nodes, row, column, first)

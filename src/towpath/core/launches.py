@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from towpath.core.formats import NARROW
+from towpath.core.payloads import Matrices, Range, owner_messages
 from towpath.core.route_costs import phases
 from towpath.core.routes import WITH_OWNERS, Form, Op, Order, hops_of, order_of
 from towpath.core.strategy import BETWEEN_HOSTS
-from towpath.core.transfer import Matrices, Range, Transfer, owner_messages
+from towpath.core.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)

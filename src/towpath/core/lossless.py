@@ -7,13 +7,11 @@ to the bit. `codecs/exact/` encodes and decodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping
 from math import ceil
 
 from towpath.core.formats import CELL_ALIGNMENT, item_bytes
-from towpath.core.routes import AllToAll, Form, Grid, Op, Send, cell_elements, cells_of, hops_of, sends
-from towpath.core.routes import Group as RouteGroup
+from towpath.core.routes import Form, Grid, Op
 
 # The dtypes that can be encoded exactly. Others are sent as they are.
 EXACT = ("bfloat16", "float16", "float32")
@@ -72,23 +70,6 @@ def in_bits(shares: Mapping[tuple[str, str], float]) -> str:
     return ", ".join(found)
 
 
-@lru_cache(maxsize=256)
-def crossing_cells(op: Op, route: str, grid: Grid, parts: int) -> int:
-    """Return how many messages between nodes a member has in flight at a time, at most, in a collective of messages."""
-    members = grid.nodes * grid.width
-    group = RouteGroup(tuple(range(members)), tuple(range(members)))
-    nodes = [j for j, _ in grid.places]
-    every = list(sends(op, route, group, nodes, parts))
-    return max(max(cells_of(crossing(every, nodes, member)), default=-1) for member in range(members)) + 1
-
-
-def exchanged_cells(layout: AllToAll, grid: Grid) -> tuple[int, int]:
-    """Return the messages between nodes that a stage of a reduction by all-to-all has in flight, and their elements."""
-    hop = len(layout.hops) - 1  # the last one is the one between nodes
-    peers = grid.nodes - 1 if hop else grid.nodes * grid.width - grid.width
-    return 2 * peers, layout.cells(hop + 1) * layout.cell
-
-
 def message_bound(elements: int, dtype: str) -> int:
     """Return the bytes of the longest message that `elements` elements can become, a multiple of 8."""
     longest = HEADER_BYTES + ENTRY_BYTES * ceil(elements / BLOCK) + elements * item_bytes(dtype)
@@ -98,25 +79,3 @@ def message_bound(elements: int, dtype: str) -> int:
 def message_cell(elements: int, dtype: str) -> int:
     """Return the bytes of a cell of the wire buffer for a message of `elements` elements."""
     return ceil(message_bound(elements, dtype) / CELL_ALIGNMENT) * CELL_ALIGNMENT
-
-
-def wire_bytes(op: Op, route: str, grid: Grid, parts: int, elements: int, dtype: str) -> int:
-    """Return the bytes of all encoded messages that a member has in flight at a time, in the form of messages."""
-    members = grid.nodes * grid.width
-    each = message_cell(cell_elements(elements, members, parts), dtype)
-    if op is Op.ALL_GATHER:  # of a parameter sync: the slices of all members stay encoded on their way
-        return members * parts * each
-    if hops := hops_of(route, grid):
-        layout = AllToAll(hops, parts, elements)
-        count, longest = exchanged_cells(layout, grid)
-        needed = layout.sets * count * message_cell(longest, dtype)
-    else:
-        needed = crossing_cells(Op.REDUCE_SCATTER, route, grid, parts) * each
-    if op is Op.ALL_REDUCE:
-        needed = max(needed, crossing_cells(Op.ALL_GATHER, route, grid, parts) * each)
-    return needed
-
-
-def crossing(messages: Sequence[Send], nodes: Sequence[int], member: int) -> list[Send]:
-    """Return the messages of a member from or to other nodes, in the order of their steps."""
-    return [s for s in messages if member in (s.source, s.target) and nodes[s.source] != nodes[s.target]]

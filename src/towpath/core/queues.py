@@ -104,7 +104,7 @@ class Lanes:
         if transfer.form is Form.MESSAGES or transfer.move.op not in COLLECTIVES:
             return ()
         queue, topology = QUEUES[transfer.kind], transfer.topology
-        return tuple((ranks, self.lane(queue, ranks, topology)) for ranks in transfer.first_groups)
+        return tuple((each[0], self.lane(queue, each[0], topology)) for each in transfer.partitions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +124,11 @@ class SharedLane:
 def shared_lanes(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[SharedLane, ...]:
     """Return the communicators that transfers of more than one queue use. There are none in the form of messages."""
     plans = tuple(plans)
-    lanes, kinds, everyone = Lanes.of(plans), dict[Communicator, set[TransferKind]](), dict[Communicator, Transfer]()
+    lanes, kinds, everyone = Lanes.of(plans), dict[Communicator, set[TransferKind]](), dict[Communicator, Ranks]()
     for transfer in _transfers(plans):
-        for communicator in lanes.communicators(transfer):
+        for communicator, ranks in zip(lanes.communicators(transfer), transfer.partitions, strict=False):
             kinds.setdefault(communicator, set()).add(transfer.kind)
-            everyone[communicator] = transfer
+            everyone[communicator] = ranks
     for move in strategy.moves.assemble:
         ranks = move.groups[0].ranks
         called = (ranks, lanes.lane(QUEUES[TransferKind.UNUSED_PARAMS], ranks, strategy.topology))
@@ -136,7 +136,7 @@ def shared_lanes(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[SharedL
         if len(move.groups) > 1 and called in kinds:
             kinds[called].add(TransferKind.UNUSED_PARAMS)
     return tuple(
-        SharedLane(communicator[1], everyone[communicator].partition(communicator[0]), frozenset(found))
+        SharedLane(communicator[1], everyone[communicator], frozenset(found))
         for communicator, found in kinds.items()
         if len({QUEUES[kind] for kind in found}) > 1
     )

@@ -6,24 +6,32 @@ do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from towpath.core.formats import Codec
-from towpath.core.placement import GroupCollective
+from towpath.core.formats import item_bytes
+from towpath.core.payloads import Matrices, Range, owner_messages, piece_bytes
 from towpath.core.routes import (
     ALL_TO_ALL,
+    COLLECTIVES,
     HO_RING_STEPS,
     Form,
     Grid,
+    Group,
     Op,
     bounds,
     cell_elements,
     effective_route,
     encoded_slice,
 )
+from towpath.core.strategy import TransferKind
 from towpath.topology.cluster import Topology
+
+if TYPE_CHECKING:
+    from towpath.core.transfer import Transfer
 
 # A link carries the region without the slices that its receiver already has. In a ring that is the receiver's own
 # slice. In the two-level routes it is the slices of the receiver's node. A reduction reverses the messages of a gather,
@@ -32,70 +40,128 @@ from towpath.topology.cluster import Topology
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes sent inside nodes, all nodes together, and bytes sent out of each node."""
+    """Bytes sent inside nodes, all nodes together, and bytes sent out of each node and out of each rack."""
 
     inside: int
     leaving: tuple[int, ...]
+    leaving_racks: tuple[int, ...]
 
 
-def traffic_of_group(
-    op: Op,
-    route: str,
-    grid: Grid,
-    gathered: Sequence[int],
-    reduced: Sequence[int],
-    form: Form = Form.MESSAGES,
-) -> Traffic:
-    """Return how many bytes one collective of a group sends.
+def traffic(transfer: Transfer) -> Traffic:
+    """Return the bytes that all groups of a transfer send.
 
     In the form of collectives, an all-gather of the backend counts as a ring, and an all-to-all as direct messages.
+    """
+    # Most transfers differ in their unit, kind and micro-step only. They are counted once.
+    payload = transfer.payload
+    payload = replace(payload, unit="", bucket="") if isinstance(payload, Range) else payload
+    return _traffic(replace(transfer, kind=TransferKind.GATHER, payload=payload, micro_step=0))
+
+
+@lru_cache(maxsize=4096)
+def _traffic(transfer: Transfer) -> Traffic:
+    topology, inside = transfer.topology, 0
+    leaving, leaving_racks = [0] * topology.nodes, [0] * topology.racks
+    for within, crossing in _by_group(transfer):
+        inside += within
+        for node, nbytes, out_of_rack in crossing:
+            leaving[node] += nbytes
+            leaving_racks[topology.rack_of(node)] += out_of_rack
+    return Traffic(inside, tuple(leaving), tuple(leaving_racks))
+
+
+# A node, the bytes that leave it, and how many of them leave its rack.
+_Crossing = tuple[int, int, int]
+
+
+def _by_group(transfer: Transfer) -> Iterator[tuple[int, Iterable[_Crossing]]]:
+    """Yield the bytes that each group sends inside nodes, and those that leave each of its nodes."""
+    topology, op = transfer.topology, transfer.move.op
+    slices = _slice_sizes(transfer) if op in COLLECTIVES else ([], [])
+    # Most groups have members on nodes in the same pattern, with slices in the same order. Each pattern is counted
+    # once.
+    alike: dict[tuple[object, ...], tuple[int, list[_Crossing]]] = {}
+    for group in transfer.move.groups:
+        nodes = [topology.node_of(rank) for rank in group.ranks]
+        racks = [topology.rack_of(node) for node in nodes]
+        if op not in COLLECTIVES:
+            yield _of_messages(_messages(transfer, group), nodes, racks)
+            continue
+        width = nodes.count(nodes[0])
+        key = (group.slots, *(node - nodes[0] for node in nodes), *(rack - racks[0] for rack in racks))
+        if key not in alike:
+            gathered, reduced = ([nbytes[slot] for slot in group.slots] for nbytes in slices)
+            alike[key] = _of_collective(transfer, Grid.of(nodes), racks[::width], gathered, reduced)
+        inside, crossing = alike[key]
+        yield inside, ((nodes[width * row], nbytes, out_of_rack) for row, nbytes, out_of_rack in crossing)
+
+
+def _messages(transfer: Transfer, group: Group) -> Iterator[tuple[int, int, int]]:
+    """Yield the sender, the receiver and the bytes of each message that takes no route."""
+    payload, codec = transfer.payload, transfer.transport.encoding
+    if not isinstance(payload, Matrices):
+        yield 0, 1, transfer.message_bytes
+        return
+    for source, target, matrix, slot in owner_messages(transfer.move.op, payload.matrices, group):
+        yield source, target, piece_bytes(payload.matrices[matrix].pieces[slot], item_bytes(payload.dtype), codec)
+
+
+def _of_messages(
+    messages: Iterable[tuple[int, int, int]], nodes: Sequence[int], racks: Sequence[int]
+) -> tuple[int, list[_Crossing]]:
+    inside, crossing = 0, list[_Crossing]()
+    for source, target, nbytes in messages:
+        if nodes[source] == nodes[target]:
+            inside += nbytes
+        else:
+            crossing.append((nodes[source], nbytes, nbytes * (racks[source] != racks[target])))
+    return inside, crossing
+
+
+def _of_collective(
+    transfer: Transfer, grid: Grid, racks: Sequence[int], gathered: Sequence[int], reduced: Sequence[int]
+) -> tuple[int, list[_Crossing]]:
+    """Return the bytes of one group inside nodes, and those that leave each node, by its position in the grid.
 
     Args:
-        op: The collective. An all-reduce counts as a reduction and a gather.
+        racks: The rack of each node.
         gathered: The bytes of each member's slice in a gather, in ring order.
         reduced: The bytes of each member's slice in a reduction, in ring order.
     """
-    inside, leaving = 0, [0] * grid.nodes
+    op, form, inside, crossing = transfer.move.op, transfer.form, 0, list[_Crossing]()
     if op is not Op.ALL_GATHER:
-        used = effective_route(route, grid, op, form)
+        used = effective_route(transfer.route, grid, op, form)
         inside += _inside(used, grid, reduced)
-        leaving = _arriving_in_a_gather(used, grid, reduced)
+        crossing += _crossing(used, grid, racks, reduced, reverse=True)
     if op is not Op.REDUCE_SCATTER:
+        # Bytes of an encoded sum are gathered by the configured route, which may be a ring where sums go directly.
+        route = transfer.route if transfer.transport.encoding is None else transfer.transport.route
         used = effective_route(route, grid, Op.ALL_GATHER, form)
         inside += _inside(used, grid, gathered)
-        leaving = [a + b for a, b in zip(leaving, _leaving_in_a_gather(used, grid, gathered), strict=True)]
-    return Traffic(inside, tuple(leaving))
+        crossing += _crossing(used, grid, racks, gathered)
+    return inside, crossing
 
 
-def traffic_between_nodes(
-    op: Op,
-    route: str,
-    gather_route: str,
-    grid: Grid,
-    gathered: Sequence[int],
-    reduced: Sequence[int],
-    form: Form = Form.MESSAGES,
-) -> Iterator[tuple[int, int, int]]:
-    """Yield the bytes that one node of a group sends to another: source, target and bytes.
-
-    The nodes are positions in the grid. The bytes of each source add up to those that `traffic_of_group` returns. The
-    arguments are the same, but for `gather_route`: the route of a gather, or of the second half of an all-reduce.
-    """
-    if op is not Op.ALL_GATHER:
-        links = _links_of_a_gather(effective_route(route, grid, op, form), grid, reduced)
-        yield from ((target, source, nbytes) for source, target, nbytes in links)
-    if op is not Op.REDUCE_SCATTER:
-        yield from _links_of_a_gather(effective_route(gather_route, grid, Op.ALL_GATHER, form), grid, gathered)
-
-
-def _links_of_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _crossing(
+    route: str, grid: Grid, racks: Sequence[int], slices: Sequence[int], reverse: bool = False
+) -> Iterator[_Crossing]:
+    """Yield the bytes that leave each node in a gather. In a reduction (`reverse`), its messages go back."""
+    total, of_node = sum(slices), [sum(slices[i : i + grid.width]) for i in range(0, len(slices), grid.width)]
     if route in ALL_TO_ALL:  # each node sends its own slices directly to all other nodes
-        copies = grid.width if route == "one-hop" else 1
-        for source, own in enumerate(_by_node(grid, slices)):
-            yield from ((source, target, copies * own) for target in range(grid.nodes) if target != source)
+        copies, in_rack, rooms = grid.width if route == "one-hop" else 1, Counter[int](), Counter(racks)
+        for rack, own in zip(racks, of_node, strict=True):
+            in_rack[rack] += own
+        for node, (rack, own) in enumerate(zip(racks, of_node, strict=True)):
+            out, far = (grid.nodes - 1) * own, (grid.nodes - rooms[rack]) * own
+            if reverse:
+                out, far = total - own, total - in_rack[rack]
+            yield node, copies * out, copies * far
     elif grid.nodes > 1:
-        for target, nbytes in enumerate(_arriving_in_a_gather(route, grid, slices)):
-            yield (target - 1) % grid.nodes, target, nbytes
+        for node in range(grid.nodes):
+            # Everything but the slices that the receiver has: its own one in a ring, or else those of its node.
+            nbytes = total - (slices[node * grid.width] if route in ("flat", "ring") else of_node[node])
+            sender = node if reverse else (node - 1) % grid.nodes
+            yield sender, nbytes, nbytes * (racks[node] != racks[node - 1])
 
 
 def _inside(route: str, grid: Grid, slices: Sequence[int]) -> int:
@@ -106,108 +172,15 @@ def _inside(route: str, grid: Grid, slices: Sequence[int]) -> int:
     return (grid.width - 1) * total * (1 if route == "one-hop" else grid.nodes)
 
 
-def _arriving_in_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> list[int]:
-    """Return how many bytes each node receives from other nodes in a gather."""
-    if grid.nodes == 1:
-        return [0]
-    total, of_node = sum(slices), _by_node(grid, slices)
-    if route in ("flat", "ring"):
-        return [total - slices[first] for first in range(0, len(slices), grid.width)]
-    copies = grid.width if route == "one-hop" else 1
-    return [copies * (total - own) for own in of_node]
-
-
-def _leaving_in_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> list[int]:
-    if route in ("one-hop", "two-hop"):  # each node sends its own slices directly to all other nodes
-        receivers = (grid.nodes - 1) * (grid.width if route == "one-hop" else 1)
-        return [receivers * own for own in _by_node(grid, slices)]
-    arriving = _arriving_in_a_gather(route, grid, slices)
-    return [*arriving[1:], arriving[0]]  # what leaves a node arrives at the next one
-
-
-def _by_node(grid: Grid, slices: Sequence[int]) -> list[int]:
-    return [sum(slices[i : i + grid.width]) for i in range(0, len(slices), grid.width)]
-
-
-@lru_cache(maxsize=4096)
-def sent_by_all(
-    move: GroupCollective,
-    route: str,
-    topology: Topology,
-    parts: int,
-    elements: int,
-    item: int,
-    codec: Codec | None,
-    form: Form,
-) -> Traffic:
-    """Return the bytes that all groups send inside nodes, and out of each node of the topology."""
-    sizes_of_slots = _slice_sizes(move.members, parts, elements, item, codec)
-    inside, leaving = 0, [0] * topology.nodes
-    # Most groups have members on nodes in the same pattern, with slices in the same order. Each pattern is counted
-    # once.
-    alike: dict[tuple[object, ...], tuple[int, Traffic]] = {}
-    for group in move.groups:
-        nodes = tuple(map(topology.node_of, group.ranks))
-        key = (group.slots, tuple(node - nodes[0] for node in nodes))
-        if key not in alike:
-            grid = Grid.of(nodes)
-            sizes = ([nbytes[slot] for slot in group.slots] for nbytes in sizes_of_slots)
-            alike[key] = grid.width, traffic_of_group(move.op, route, grid, *sizes, form=form)
-        width, sent = alike[key]
-        inside += sent.inside
-        for node, nbytes in zip(nodes[::width], sent.leaving, strict=True):
-            leaving[node] += nbytes
-    return Traffic(inside, tuple(leaving))
-
-
-@lru_cache(maxsize=4096)
-def sent_out_of_racks(
-    move: GroupCollective,
-    route: str,
-    gather_route: str,
-    topology: Topology,
-    parts: int,
-    elements: int,
-    item: int,
-    codec: Codec | None,
-    form: Form,
-) -> tuple[int, ...]:
-    """Return the bytes that all groups send out of each rack of the topology."""
-    sizes_of_slots = _slice_sizes(move.members, parts, elements, item, codec)
-    leaving = [0] * topology.racks
-    for group in move.groups:
-        nodes = tuple(map(topology.node_of, group.ranks))
-        grid = Grid.of(nodes)
-        racks = [topology.rack_of(node) for node in nodes[:: grid.width]]
-        if len(set(racks)) > 1:
-            gathered, reduced = ([nbytes[slot] for slot in group.slots] for nbytes in sizes_of_slots)
-            links = traffic_between_nodes(move.op, route, gather_route, grid, gathered, reduced, form)
-            for source, target, nbytes in links:
-                leaving[racks[source]] += nbytes * (racks[source] != racks[target])
-    return tuple(leaving)
-
-
-def _slice_sizes(
-    members: int, parts: int, elements: int, item: int, codec: Codec | None
-) -> tuple[list[int], list[int]]:
+def _slice_sizes(transfer: Transfer) -> tuple[list[int], list[int]]:
     """Return the bytes of each slice in a gather, and in a reduction."""
-    plain = [(end - start) * item for start, end in (bounds(elements, members, slot) for slot in range(members))]
+    elements, members, codec = transfer.elements, transfer.move.members, transfer.transport.encoding
     if codec is None:
+        cuts = (bounds(elements, members, slot) for slot in range(members))
+        plain = [(end - start) * item_bytes(transfer.dtype) for start, end in cuts]
         return plain, plain
-    reduced = parts * codec.cell_bytes(cell_elements(elements, members, parts, codec.grain))
+    reduced = transfer.parts * codec.cell_bytes(cell_elements(elements, members, transfer.parts, codec.grain))
     return [encoded_slice(codec, elements, members)] * members, [reduced] * members
-
-
-def pair_traffic(move: GroupCollective, topology: Topology, message_bytes: int) -> Traffic:
-    """Return the bytes of one message for each pair of ranks."""
-    inside, leaving = 0, [0] * topology.nodes
-    for group in move.groups:
-        source, target = map(topology.node_of, group.ranks)
-        if source == target:
-            inside += message_bytes
-        else:
-            leaving[source] += message_bytes
-    return Traffic(inside, tuple(leaving))
 
 
 @lru_cache(maxsize=4096)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from math import ceil, prod
+from math import ceil
 from typing import Literal, NamedTuple, get_args
 
 from towpath.core.formats import CELL_ALIGNMENT, Codec, cell_alignment
@@ -372,59 +372,8 @@ def hops_of(route: str, grid: Grid) -> tuple[int, ...]:
     return {"one-hop": (grid.nodes * grid.width,), "two-hop": (grid.width, grid.nodes)}.get(route, ())
 
 
-def wire_elements(
-    op: Op,
-    route: str,
-    grid: Grid,
-    parts: int,
-    elements: int,
-    codec: Codec | None = None,
-    form: Form = Form.MESSAGES,
-    slots: tuple[int, ...] = (),
-) -> tuple[int, int]:
-    """Return how large a wire buffer one member needs for a collective.
-
-    Args:
-        slots: The slice that each member holds. By default, member i holds slice i.
-
-    Returns:
-        Two sizes. The first is in elements of the region's dtype, or in bytes with a codec. The second is in float32
-        elements: scratch memory to sum narrow dtypes in, or to compute what a codec rounds away.
-    """
-    members = grid.nodes * grid.width
-    gathered = encoded_slice(codec, elements, members) * members if codec else 0
-    gather_route = effective_route(route, grid, Op.ALL_GATHER, form)
-    route = effective_route(route, grid, op, form)
-    if op is Op.ALL_REDUCE and route == "flat":
-        return gathered, 0
-    gathering = gathered
-    if form is Form.COLLECTIVES:
-        gathering += grouped_wire_elements(gather_route, grid, gathered if codec else elements, slots)
-    if op is Op.ALL_GATHER:
-        return gathering, 0
-    if hops := hops_of(route, grid):
-        layout = AllToAll(hops, parts, elements, codec)
-        return max(layout.wire_elements, gathering if op is Op.ALL_REDUCE else 0), layout.sum_elements
-    if form is Form.COLLECTIVES and elements % members == 0:
-        return grouped_wire_elements(route, grid, elements, slots), 0
-    return _concurrent_receives(route, grid, parts) * cell_elements(elements, members, parts), 0
-
-
-def grouped_wire_elements(route: str, grid: Grid, elements: int, slots: tuple[int, ...] = ()) -> int:
-    """Return how large a wire buffer a gather or a reduce-scatter needs in the form of collectives.
-
-    It holds the bundle of this member's column, one slice of each node, unless columns are contiguous in the region.
-    If rows are not contiguous either, or if there are many nodes, it holds a copy of the region with such columns.
-    """
-    in_order = tuple(range(grid.nodes * grid.width))
-    if route == "flat":
-        return 0 if slots in ((), in_order) else elements
-    order = order_of(slots or in_order, grid)
-    return {Order.ROWS: elements // grid.width, Order.COLUMNS: 0, Order.OTHER: elements}[order]
-
-
 @lru_cache(maxsize=1024)
-def _concurrent_receives(route: str, grid: Grid, parts: int) -> int:
+def concurrent_receives(route: str, grid: Grid, parts: int) -> int:
     """Return how many messages the first member, like every other, receives at the same time in a reduction."""
     sent = _gather(route, range(grid.nodes * grid.width), grid, parts, [(0, 0)])
     steps = max((s.until for s in sent), default=0)
@@ -450,68 +399,3 @@ def byte_grain(nbytes: int, members: int) -> int:
     size, rest = divmod(nbytes, members)
     fits = (n for n in (cell_alignment(size), CELL_ALIGNMENT) if not rest and size % n == 0)
     return next(fits, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class AllToAll:
-    """The buffer sizes of a reduction by all-to-all, in one hop or two.
-
-    In hop i a member exchanges segments with `hops[i]` members, including itself, and sums what arrives. A *stage*
-    handles one part of every slice. Sizes are in elements of the region's dtype, or in bytes with a codec. `Transfer`
-    uses them to count memory, and `AllToAllReduceScatter` uses them to allocate it.
-    """
-
-    hops: tuple[int, ...]
-    stages: int
-    elements: int
-    codec: Codec | None = None
-
-    @property
-    def sets(self) -> int:
-        """Number of stages whose buffers are in use at the same time."""
-        return min(2, self.stages)
-
-    @property
-    def cell(self) -> int:
-        """Length of the largest piece, in elements."""
-        return cell_elements(self.elements, prod(self.hops), self.stages, self.codec.grain if self.codec else 1)
-
-    @property
-    def wire_cell(self) -> int:
-        """Size of one cell of the wire buffer."""
-        return self.codec.cell_bytes(self.cell) if self.codec else self.cell
-
-    def cells(self, hop: int) -> int:
-        """Return how many cells a stage's buffer for `hop` has, in all segments together."""
-        return prod(self.hops[hop:])
-
-    def starts(self, stage: int, hop: int) -> tuple[int, int]:
-        """Return where the wire buffer has what `stage` sends in `hop`, and the rows that it receives.
-
-        The rows are equally spaced. The row of this member is among them, in its place.
-        """
-        each = [self.cells(h) * self.wire_cell for h in range(len(self.hops))]
-        start = 2 * (stage % self.sets * sum(each) + sum(each[:hop]))
-        return start, start + each[hop]
-
-    @property
-    def wire_elements(self) -> int:
-        """Size of the wire buffer: the sent and received rows of all hops, for each set of buffers."""
-        return 2 * self.sets * sum(map(self.cells, range(len(self.hops)))) * self.wire_cell
-
-    @property
-    def sum_elements(self) -> int:
-        """Size of the float32 scratch memory of a reduction.
-
-        With a codec it holds one piece before encoding, and the same piece decoded again. Without a codec it holds the
-        sums of a dtype that is too narrow to sum in.
-        """
-        return 2 * self.cell if self.codec else self.cells(1) * self.cell
-
-    @property
-    def kept_elements(self) -> tuple[int, ...]:
-        """Size of the error feedback before each hop, if it is kept.
-
-        It is one float32 element for each element of the hop's buffer.
-        """
-        return tuple(self.stages * self.cells(h) * self.cell for h in range(len(self.hops)))

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from towpath.core.buffers import Needs, largest
 from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.passes import Compression, Message, Order, StagePass, messages
+from towpath.core.payloads import Activation, Range
 from towpath.core.placement import everyone, send
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
@@ -21,12 +23,12 @@ from towpath.core.scopes import log_bytes
 from towpath.core.steady_step import staged_tasks, steady_tasks
 from towpath.core.step_state import Task, slot_groups
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
-from towpath.core.transfer import Activation, Needs, Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
-from towpath.core.unit_plan import UnitPlan, largest, plan_unit
+from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import UnitSpec
 from towpath.errors import ConfigError
-from towpath.observe.sent_bytes import SentBytes
+from towpath.observe.totals import SentBytes
 from towpath.outer.exchanges import OuterPlan, plan_outer
 from towpath.topology.cluster import Extent, Topology
 

@@ -1,214 +1,29 @@
-"""The transfers of a step, and the bytes that each one sends over each class of link.
+"""The transfers of a step: what moves, among whom, and how.
 
 A *transfer* is one collective, run by all its groups at the same time, or one message between pairs of ranks. It says
 what moves (the payload), among which ranks, by which transport (route and codec), and for which
-purpose (`TransferKind`). The
-schedule, the simulator and the engine all read the same transfers.
+purpose (`TransferKind`). The schedule, the simulator and the engine all read the same transfers.
+
+`core/route_costs.py` counts the bytes that a transfer sends, `core/buffers.py` the memory that it needs, and
+`core/launches.py` what a rank launches for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
-from typing import ClassVar, NamedTuple
 
-from towpath.core.formats import NARROW, Codec, item_bytes
-from towpath.core.lossless import expected_share
-from towpath.core.lossless import wire_bytes as exact_bytes
+from towpath.core.formats import item_bytes
+from towpath.core.payloads import Activation, Matrices, Payload, Range
 from towpath.core.placement import GroupCollective
-from towpath.core.route_costs import Traffic, pair_traffic, sent_by_all, sent_out_of_racks
-from towpath.core.routes import (
-    COLLECTIVES,
-    WITH_OWNERS,
-    AllToAll,
-    Form,
-    Grid,
-    Group,
-    Op,
-    Order,
-    bounds,
-    byte_grain,
-    cell_elements,
-    grouped_wire_elements,
-    hops_of,
-    order_of,
-    parts_of,
-    slice_bytes,
-    wire_elements,
-)
-from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
+from towpath.core.route_costs import traffic
+from towpath.core.routes import COLLECTIVES, Form, Grid, Op, bounds, byte_grain, parts_of, slice_bytes
+from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """The part of a bucket's parameters, or of their gradients, that one group shares."""
-
-    unit: str  # the unit's name, empty for the root
-    # The bucket's name. It is empty for a transfer that concerns all units, such as `unused_params`.
-    bucket: str
-    elements: int
-    dtype: str  # the dtype in which the elements are sent
-    # How many matrix elements are replaced by low-rank factors. 0 if there are none.
-    factored: int = 0
-    # True if each rank stores its part in the transport's codec. It is then sent in that form.
-    encoded: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.unit or 'root'} [{self.bucket}]" if self.bucket else "all units"
-
-
-@dataclass(frozen=True, slots=True)
-class Activation:
-    """The output of a pipeline stage for one micro-batch, sent to the next stage; or its gradient, sent back."""
-
-    bucket: ClassVar[str] = ""  # it belongs to no bucket
-    stage: int
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def unit(self) -> str:
-        """Name of the stage, used in place of a unit's name."""
-        return f"stage {self.stage}"
-
-    def __str__(self) -> str:
-        return f"{self.unit} [{' × '.join(map(str, self.shape))}]"
-
-
-@dataclass(frozen=True, slots=True)
-class OwnedMatrix:
-    """A parameter that one rank of each copy of the optimizer states, its owner, steps as a full matrix."""
-
-    name: str
-    shape: tuple[int, ...]  # its global shape
-    pieces: tuple[int, ...]  # how many of its elements each slice holds, in the order of slices
-    owner: int  # the slice whose holder steps the matrix
-
-    @property
-    def numel(self) -> int:
-        return sum(self.pieces)
-
-    @property
-    def stays(self) -> bool:
-        """True if the owner already holds all of the matrix, so that none of it is sent."""
-        return self.pieces[self.owner] == self.numel
-
-    def bounds(self, slot: int) -> tuple[int, int]:
-        """Return the start and end of the elements that slice `slot` holds."""
-        start = sum(self.pieces[:slot])
-        return start, start + self.pieces[slot]
-
-
-@dataclass(frozen=True, slots=True)
-class Matrices:
-    """The full parameters, gradients or updates that one transfer moves between holders of pieces and owners."""
-
-    bucket: ClassVar[str] = ""  # they may come from several buckets
-    matrices: tuple[OwnedMatrix, ...]
-    dtype: str
-
-    @property
-    def elements(self) -> int:
-        """Total number of elements, including matrices that are already on their owner."""
-        return sum(matrix.numel for matrix in self.matrices)
-
-    @property
-    def unit(self) -> str:
-        """Names of the matrices, used in place of a unit's name."""
-        return ", ".join(matrix.name for matrix in self.matrices)
-
-    def __str__(self) -> str:
-        return self.unit
-
-
-Payload = Range | Activation | Matrices
-
-
-class OwnerMessage(NamedTuple):
-    """A message that carries the piece of matrix number `matrix` in slice `slot`, to its owner or back.
-
-    Member `source` sends it to member `target`. Both are positions in the group.
-    """
-
-    source: int
-    target: int
-    matrix: int  # index into the matrices of the transfer
-    slot: int
-
-
-def owner_messages(op: Op, matrices: Sequence[OwnedMatrix], group: Group) -> Iterator[OwnerMessage]:
-    """Yield every message of one group's transfer, matrix by matrix.
-
-    Args:
-        matrices: The matrices, in the order that all ranks agree on.
-    """
-    assert op in WITH_OWNERS
-    member = {slot: position for position, slot in enumerate(group.slots)}
-    for number, matrix in enumerate(matrices):
-        for slot, elements in enumerate(matrix.pieces):
-            if elements and slot != matrix.owner:
-                holder, owner = member[slot], member[matrix.owner]
-                source, target = (holder, owner) if op is Op.TO_OWNERS else (owner, holder)
-                yield OwnerMessage(source, target, number, slot)
-
-
-def piece_bytes(elements: int, item: int, codec: Codec | None) -> int:
-    """Return how many bytes a piece of a matrix takes when it is sent. Each piece is encoded separately."""
-    if not elements:
-        return 0
-    return codec.encoded_bytes(elements) if codec is not None else elements * item
-
-
-def encoded_by_a_rank(matrices: Sequence[OwnedMatrix], codec: Codec | None) -> int:
-    """Return the bytes of all encoded pieces that any rank sends and receives in one transfer, at most."""
-    if codec is None:
-        return 0
-    through = [0] * max(len(matrix.pieces) for matrix in matrices)
-    for matrix in matrices:
-        sent = [piece_bytes(n, 0, codec) if slot != matrix.owner else 0 for slot, n in enumerate(matrix.pieces)]
-        through = [a + b for a, b in zip(through, sent, strict=True)]
-        through[matrix.owner] += sum(sent)
-    return max(through)
-
-
-def traffic_of_owners(
-    op: Op, matrices: Sequence[OwnedMatrix], node_of_slot: Sequence[int], nodes: int, item: int, codec: Codec | None
-) -> Traffic:
-    """Return how many bytes one group sends when matrices move to their owners, or back.
-
-    On the way to the owners, each node sends all that it holds of a matrix to the owner's node. Inside the owner's
-    node, only the pieces of other ranks are sent. On the way back, the owner's node sends the same amounts out.
-
-    Args:
-        node_of_slot: The node of the rank that holds each slice.
-        item: Bytes per element without a codec.
-    """
-    inside, leaving = 0, [0] * nodes
-    for matrix in matrices:
-        held = [0] * nodes
-        for node, elements in zip(node_of_slot, matrix.pieces, strict=True):
-            held[node] += piece_bytes(elements, item, codec)
-        home = node_of_slot[matrix.owner]
-        inside += held[home] - piece_bytes(matrix.pieces[matrix.owner], item, codec)
-        held[home] = 0
-        if op is Op.TO_OWNERS:
-            leaving = [a + b for a, b in zip(leaving, held, strict=True)]
-        else:
-            leaving[home] += sum(held)
-    return Traffic(inside, tuple(leaving))
-
-
-# How many elements of memory something needs, by dtype.
-Needs = dict[str, int]
 # Sets of ranks that have every rank of the job once.
 Ranks = tuple[tuple[int, ...], ...]
 
@@ -293,29 +108,9 @@ class Transfer:
         return self.form is Form.COLLECTIVES and self.route in ("hierarchical", "two-hop")
 
     @property
-    def first_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The first of each of the groups whose collectives execute it: a row and a column, or a whole group."""
-        ranks = self.move.groups[0].ranks
-        width = self.grid.width
-        return (ranks[:width], ranks[::width]) if self.by_rows_and_columns else (ranks,)
-
-    def partition(self, first: tuple[int, ...]) -> Ranks:
-        """Return all rows, all columns, or all groups, of which `first` is the first one (`first_groups`)."""
-        if not self.by_rows_and_columns:
-            return tuple(group.ranks for group in self.move.groups)
-        return self.rows if first == self.first_groups[0] else self.columns
-
-    @property
-    def rows(self) -> Ranks:
-        """The ranks of each group that are on one node."""
-        width = self.grid.width
-        return tuple(g.ranks[i : i + width] for g in self.move.groups for i in range(0, len(g.ranks), width))
-
-    @property
-    def columns(self) -> Ranks:
-        """The ranks of each group that have the same place in their nodes."""
-        width = self.grid.width
-        return tuple(g.ranks[place::width] for g in self.move.groups for place in range(width))
+    def partitions(self) -> tuple[Ranks, ...]:
+        """The sets of ranks whose collectives execute it: all rows and all columns, or all whole groups."""
+        return _rows_and_columns(self.move, self.grid.width) if self.by_rows_and_columns else (_whole(self.move),)
 
     @property
     def parts(self) -> int:
@@ -342,12 +137,25 @@ class Transfer:
     @property
     def inter_bytes(self) -> int:
         """Bytes sent between nodes, summed over all ranks. Exact transfers send fewer: this is their upper bound."""
-        return sum(self._traffic.leaving)
+        return sum(traffic(self).leaving)
 
     @property
     def intra_bytes(self) -> int:
         """Bytes sent inside nodes, summed over all ranks. For an exact parameter sync, this is an upper bound, too."""
-        return self._traffic.inside
+        return traffic(self).inside
+
+    @property
+    def between_racks_bytes(self) -> int:
+        """Bytes sent between racks, summed over all ranks. They are part of those between nodes."""
+        return sum(traffic(self).leaving_racks)
+
+    def cable_bytes(self, node: int) -> int:
+        """Return how many bytes `node` sends to other nodes. Raise ConfigError if there is no such node."""
+        return _checked("node", node, traffic(self).leaving)
+
+    def rack_bytes(self, rack: int) -> int:
+        """Return how many bytes the nodes of `rack` send to other racks. Raise ConfigError if there is none."""
+        return _checked("rack", rack, traffic(self).leaving_racks)
 
     @property
     def encoded_inside(self) -> bool:
@@ -355,154 +163,14 @@ class Transfer:
         return self.exact and self.move.op is Op.ALL_GATHER
 
     @property
-    def expected_share(self) -> float:
-        """The expected bytes of its encoded messages, as a share of their values: 1 unless it is exact."""
-        return expected_share(self.move.op, self.dtype) if self.exact else 1.0
-
-    @property
-    def expected_inter_bytes(self) -> int:
-        """The expected part of `inter_bytes` that is sent. It differs for exact transfers only."""
-        return round(self.expected_share * self.inter_bytes)
-
-    @property
-    def expected_intra_bytes(self) -> int:
-        """The expected part of `intra_bytes` that is sent."""
-        return round(self.expected_share * self.intra_bytes) if self.encoded_inside else self.intra_bytes
-
-    @property
-    def expected_between_racks_bytes(self) -> int:
-        """The expected part of `between_racks_bytes` that is sent."""
-        return round(self.expected_share * self.between_racks_bytes)
-
-    def cable_bytes(self, node: int) -> int:
-        """Return how many bytes `node` sends to other nodes. Raise ConfigError if there is no such node."""
-        _check_number("node", node, self.topology.nodes)
-        return self._traffic.leaving[node]
-
-    def rack_bytes(self, rack: int) -> int:
-        """Return how many bytes the nodes of `rack` send to other racks. Raise ConfigError if there is none."""
-        _check_number("rack", rack, self.topology.racks)
-        return self._leaving_racks[rack]
-
-    @property
-    def between_racks_bytes(self) -> int:
-        """Bytes sent between racks, summed over all ranks. They are part of those between nodes."""
-        return sum(self._leaving_racks)
-
-    @property
     def message_bytes(self) -> int:
         """Bytes of one message between two ranks, after encoding. Only for activations."""
         assert isinstance(self.payload, Activation)
-        item, codec, low_rank = item_bytes(self.dtype), self.transport.encoding, self.transport.low_rank
-        if low_rank is not None:
-            return low_rank.encoded_elements(self.payload.shape) * item
-        return codec.encoded_bytes(self.elements) if codec else self.elements * item
-
-    @property
-    def _traffic(self) -> Traffic:
-        if self.move.op is Op.SEND:
-            return pair_traffic(self.move, self.topology, self.message_bytes)
-        item = item_bytes(self.dtype)
-        if isinstance(self.payload, Matrices):
-            return _owner_traffic(self.move, self.topology, self.payload.matrices, item, self.transport.encoding)
-        return sent_by_all(
-            self.move, self.route, self.topology, self.parts, self.elements, item, self.transport.encoding, self.form
-        )
-
-    @property
-    def _leaving_racks(self) -> tuple[int, ...]:
-        topology = self.topology
-        if topology.nodes_per_rack is None:
-            return (0,)
-        # A message that goes straight to its target leaves a rack as it would leave a node of that size.
-        racks_as_nodes = Topology(topology.racks, topology.nodes_per_rack * topology.ranks_per_node)
-        if self.move.op is Op.SEND:
-            return pair_traffic(self.move, racks_as_nodes, self.message_bytes).leaving
-        item, codec = item_bytes(self.dtype), self.transport.encoding
-        if isinstance(self.payload, Matrices):
-            return _owner_traffic(self.move, racks_as_nodes, self.payload.matrices, item, codec).leaving
-        # Bytes of an encoded sum are gathered by the configured route, which may be a ring where sums go directly.
-        gather = self.route if codec is None else self.transport.route
-        return sent_out_of_racks(
-            self.move, self.route, gather, topology, self.parts, self.elements, item, codec, self.form
-        )
+        return self.transport.message_bytes(self.payload.shape, self.dtype)
 
     @property
     def region_bytes(self) -> int:
         return self.elements * item_bytes(self.dtype)
-
-    @property
-    def wire_needs(self) -> Needs:
-        """Wire buffers that one rank needs for this transfer, in addition to the region."""
-        if self.kind in BETWEEN_HOSTS:
-            return {}
-        if isinstance(self.payload, Matrices):  # pieces without a codec are received in their final memory
-            return {"uint8": encoded_by_a_rank(self.payload.matrices, self.transport.encoding)}
-        if self.move.op is Op.SEND:
-            return {"uint8": self.message_bytes}
-        codec, slots = self.transport.encoding, self.move.groups[0].slots
-        own, sums = wire_elements(
-            self.move.op, self.route, self.grid, self.parts, self.elements, codec, self.form, slots
-        )
-        if codec is not None:
-            scratch = max(sums if any(self.kept_elements) else 0, 2 * self.kept_by_gather)
-            return {"uint8": own, "float32": scratch}
-        needs = {self.dtype: own} if self.dtype not in NARROW else {self.dtype: own, "float32": sums}
-        if self.exact:
-            parts = 1 if self.form is Form.COLLECTIVES else self.parts
-            encoded = exact_bytes(self.move.op, self.route, self.grid, parts, self.elements, self.dtype)
-            if self.form is Form.COLLECTIVES:  # in place of the values
-                encoded += grouped_wire_elements(self.route, self.grid, encoded, slots)
-                return {"uint8": encoded}
-            needs["uint8"] = encoded
-        return needs
-
-    @property
-    def coalesced_bytes(self) -> int:
-        """Bytes of the wire buffer that this gather needs if others of its group run with it as one.
-
-        As messages, the shards of all gathers are packed into it. Collectives that launch together need no copy, unless
-        slices are in an order that they cannot work on.
-        """
-        if self.form is Form.MESSAGES:
-            return self.region_bytes
-        slots = self.move.groups[0].slots
-        direct = order_of(slots, self.grid) is not Order.OTHER
-        if self.route == "flat":
-            direct = self.move.groups[0].in_order
-        grouped = grouped_wire_elements(self.route, self.grid, self.region_bytes, slots)
-        return grouped if direct else grouped + self.region_bytes
-
-    @property
-    def launches_with_others(self) -> bool:
-        """True if it is a reduce-scatter of the backend on the region itself. Several run together without a copy."""
-        group = self.move.groups[0]
-        direct = self.route == "flat" and group.in_order and self.elements % self.move.members == 0
-        return direct and self.form is Form.COLLECTIVES and self.move.op is Op.REDUCE_SCATTER
-
-    @property
-    def kept_elements(self) -> tuple[int, ...]:
-        """Number of float32 elements of codec state that one rank keeps between steps, for each hop.
-
-        This is the error feedback: what the codec rounded away, to be added in the next step. For a low-rank message it
-        also includes the factor that the next step starts from.
-        """
-        if isinstance(self.payload, Activation):
-            return (sum(self.transport.kept_for_message(self.payload.shape)),)
-        if self.transport.encoding is None or self.move.op is Op.ALL_GATHER or isinstance(self.payload, Matrices):
-            return ()
-        hops = hops_of(self.route, self.grid)
-        kept = AllToAll(hops, self.parts, self.elements, self.transport.encoding).kept_elements
-        last = len(hops) - 1
-        asked = {"none": (), "first": (0,), "second": (last,), "both": (0, 1), "all": (0, 1)}[self.transport.feedback]
-        return tuple(n if hop in asked else 0 for hop, n in enumerate(kept))
-
-    @property
-    def kept_by_gather(self) -> int:
-        """Number of float32 elements that one rank keeps of its sum, where an all-reduce rounds it, too."""
-        if self.transport.encoding is None or self.move.op is Op.SEND or self.transport.feedback != "all":
-            return 0
-        return cell_elements(self.elements, self.move.members, 1, self.grain) if self.move.op is Op.ALL_REDUCE else 0
 
     def in_micro_step(self, number: int) -> Transfer:
         return self if self.micro_step == number else replace(self, micro_step=number)
@@ -516,10 +184,12 @@ class Transfer:
         return f"{self.kind.value} of {self.payload}, {self.move.op.value} over {self.move.members} ranks"
 
 
-def _check_number(what: str, number: int, count: int) -> None:
-    """Raise unless the cluster has a node or rack of this number."""
-    if not 0 <= number < count:
-        raise ConfigError(f"{what} {number}: the cluster has {count}. Expected a number from 0 to {count - 1}.")
+def _checked(what: str, number: int, found: Sequence[int]) -> int:
+    """Return the bytes of a node or rack. Raise ConfigError unless the cluster has one of this number."""
+    if not 0 <= number < len(found):
+        last = len(found) - 1
+        raise ConfigError(f"{what} {number}: the cluster has {last + 1}. Expected a number from 0 to {last}.")
+    return found[number]
 
 
 @lru_cache(maxsize=1024)
@@ -527,15 +197,13 @@ def _grid(move: GroupCollective, topology: Topology) -> Grid:
     return Grid.of([topology.node_of(rank) for rank in move.groups[0].ranks])
 
 
-@lru_cache(maxsize=4096)
-def _owner_traffic(
-    move: GroupCollective, topology: Topology, matrices: tuple[OwnedMatrix, ...], item: int, codec: Codec | None
-) -> Traffic:
-    inside, leaving = 0, [0] * topology.nodes
-    for group in move.groups:
-        homes = {slot: topology.node_of(rank) for rank, slot in zip(group.ranks, group.slots, strict=True)}
-        by_slot = [homes[slot] for slot in range(len(homes))]
-        sent = traffic_of_owners(move.op, matrices, by_slot, topology.nodes, item, codec)
-        inside += sent.inside
-        leaving = [a + b for a, b in zip(leaving, sent.leaving, strict=True)]
-    return Traffic(inside, tuple(leaving))
+@lru_cache(maxsize=1024)
+def _rows_and_columns(move: GroupCollective, width: int) -> tuple[Ranks, Ranks]:
+    """Return the ranks of each group that are on one node, and those that have the same place in their nodes."""
+    rows = (g.ranks[i : i + width] for g in move.groups for i in range(0, len(g.ranks), width))
+    return tuple(rows), tuple(g.ranks[place::width] for g in move.groups for place in range(width))
+
+
+@lru_cache(maxsize=1024)
+def _whole(move: GroupCollective) -> Ranks:
+    return tuple(group.ranks for group in move.groups)

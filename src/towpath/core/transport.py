@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
 
-from towpath.core.formats import Codec
+from towpath.core.formats import Codec, item_bytes
 from towpath.core.lossless import can_be_exact
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
 from towpath.core.units import BucketSpec
@@ -230,6 +230,12 @@ class Transport:
         """
         plain = self.encoding is None and self.low_rank is None
         return self.exact and plain and can_be_exact(op, grid, elements, dtype, form)
+
+    def message_bytes(self, shape: Sequence[int], dtype: str) -> int:
+        """Return the bytes of a message between two ranks with a tensor of `shape`, after encoding."""
+        if self.encoding is not None:
+            return self.encoding.encoded_bytes(prod(shape))
+        return item_bytes(dtype) * (prod(shape) if self.low_rank is None else self.low_rank.encoded_elements(shape))
 
     def kept_for_message(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return how many elements a sender keeps for tensors of `shape`: of the factor Q, and of the error feedback.

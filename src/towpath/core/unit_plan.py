@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from towpath.core.buffers import Needs, coalesced_bytes, feedback_bytes, largest, wire_needs
 from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
 from towpath.core.lossless import message_cell
+from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective, Partition, everyone
-from towpath.core.routes import Form
+from towpath.core.routes import Form, Op
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.core.transfer import Needs, Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Factored, Transport
 from towpath.core.units import BucketSpec, UnitSpec, round_up
 from towpath.errors import ConfigError
@@ -97,7 +99,7 @@ class BucketPlan:
         transfers = self.transfers[TransferKind.GRAD_SYNC]
         if not transfers or self.factored or transfers[0].dtype == self.accumulate_dtype:
             return None
-        used = max(t.wire_needs.get(t.dtype, 0) for t in transfers)
+        used = max(wire_needs(t).get(t.dtype, 0) for t in transfers)
         start = round_up(used, _WIRE_ALIGNMENT)
         return start, start + transfers[0].elements
 
@@ -196,7 +198,7 @@ class BucketPlan:
         """
         if not self.params_on_host:
             return 0, 0
-        used = (t.wire_needs.get(self.compute_dtype, 0) for t in self.transfers[TransferKind.PARAM_SYNC])
+        used = (wire_needs(t).get(self.compute_dtype, 0) for t in self.transfers[TransferKind.PARAM_SYNC])
         start = round_up(max(self.cast_apart, *used, 0), _WIRE_ALIGNMENT)
         return start, start + self.numel // self.params.count
 
@@ -225,7 +227,7 @@ class BucketPlan:
     def _feedback_bytes(self) -> int:
         """Return the bytes that codecs keep from one step to the next."""
         transfers = [t for ts in self.transfers.values() for t in ts]
-        found = sum(4 * (sum(t.kept_elements) + t.kept_by_gather) for t in transfers)
+        found = sum(map(feedback_bytes, transfers))
         if self.factored is not None:
             feedback = self.transfers[TransferKind.GRAD_SYNC][0].transport.feedback != "none"
             found += self.factored.kept_elements(feedback) * item_bytes(wide(self.accumulate_dtype))
@@ -290,7 +292,7 @@ class UnitPlan:
         alike: dict[tuple[GroupCollective, str], list[int]] = {}
         for index, bucket in enumerate(self.buckets):
             for t in bucket.transfers[kind]:
-                possible = kind is not TransferKind.REDUCE or t.launches_with_others
+                possible = kind is not TransferKind.REDUCE or _launches_with_others(t)
                 if possible and t.transport.encoding is None and t.region_bytes <= SMALL_BYTES:
                     alike.setdefault((t.move, t.transport.route), []).append(index)
         most = max(alike.values(), key=len, default=[])
@@ -298,7 +300,7 @@ class UnitPlan:
 
     def wire_needs(self, kind: TransferKind) -> Needs:
         """Return the elements by dtype of the wire buffers that one rank needs for transfers of this kind."""
-        packed = sum(t.coalesced_bytes for i in self.together(kind) for t in self.buckets[i].transfers[kind])
+        packed = sum(coalesced_bytes(t) for i in self.together(kind) for t in self.buckets[i].transfers[kind])
         factors = [
             sum(t.region_bytes for t in b.transfers[kind])
             for b in self.buckets
@@ -311,8 +313,7 @@ class UnitPlan:
         for bucket in self.buckets if kind is TransferKind.PARAM_SYNC else ():
             end = max(bucket.cast_apart, bucket.synced_in[1])
             narrowed += [{bucket.own_dtype: bucket.staged}, {bucket.compute_dtype: end}]
-        transfers = (t.wire_needs for t in self.transfers(kind))
-        return largest([{"uint8": max([packed, *factors])}, *narrowed, *transfers])
+        return largest([{"uint8": max([packed, *factors])}, *narrowed, *map(wire_needs, self.transfers(kind))])
 
     @property
     def arriving_bytes(self) -> int:
@@ -334,20 +335,18 @@ class UnitPlan:
         return _sum_by_dtype((b.reduce_dtype, b.numel) for b in self.buckets if b.transfers[TransferKind.REDUCE])
 
 
+def _launches_with_others(transfer: Transfer) -> bool:
+    """Return whether it is a reduce-scatter of the backend on the region itself. Several need no copy to run as one."""
+    group = transfer.move.groups[0]
+    direct = transfer.route == "flat" and group.in_order and transfer.elements % transfer.move.members == 0
+    return direct and transfer.form is Form.COLLECTIVES and transfer.move.op is Op.REDUCE_SCATTER
+
+
 def _sum_by_dtype(sizes: Iterable[tuple[str, int]]) -> Needs:
     needs: Needs = {}
     for dtype, numel in sizes:
         needs[dtype] = needs.get(dtype, 0) + numel
     return needs
-
-
-def largest(needs: Iterable[Needs]) -> Needs:
-    """Return the elements by dtype that suffice for each of `needs`, one at a time."""
-    enough: Needs = {}
-    for need in needs:
-        for dtype, numel in need.items():
-            enough[dtype] = max(numel, enough.get(dtype, 0))
-    return enough
 
 
 def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision, form: Form = Form.MESSAGES) -> UnitPlan:

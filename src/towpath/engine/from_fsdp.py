@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from towpath.core.presets import Options
 from towpath.errors import ShardError
 
 # What to do instead of calling the methods of FSDP2's modules, which a sharded model does not have.
@@ -82,6 +83,10 @@ def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name in ARGUMENTS:
             raise ShardError(f"shard() has no {name}=. Use instead: {ARGUMENTS[name]}. See docs/start/from-fsdp2.md.")
+        if name in Options.__annotations__:
+            raise TypeError(
+                f"shard() got {name!r}, an option of towpath.strategy(). Pass towpath.strategy(preset, {name}=…)."
+            )
         nearest = difflib.get_close_matches(name, known, 1)
         meant = f" Did you mean {nearest[0]}=?" if nearest else ""
         raise TypeError(f"shard() got an unexpected keyword argument {name!r}.{meant}")

@@ -1,5 +1,5 @@
-"""What ran: one record of every transfer, from which statistics, metrics and traces are derived.
+"""What ran: one table of the transfers, from which statistics and metrics are derived, and traces of single steps.
 
-The engine reports to `record`, and `trace` keeps the intervals of single steps. `stats` is what users read, so it is
-above the engine. `sent_bytes` sums what a schedule sends, and needs no torch.
+The engine reports to `record`. `totals` has the table's rows and their sums, and `trace` the intervals of a trace and
+their file. Neither needs torch. `stats` is what users read, so it is above the engine.
 """

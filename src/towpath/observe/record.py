@@ -1,27 +1,33 @@
-"""Records of the transfers that were executed: their order, bytes and seconds, and the engine's own seconds.
+"""The record of what ran: counts, bytes and seconds of the transfers of one model, and the intervals of traced steps.
 
-`Record` counts and times the transfers of one model, for `towpath.stats`. While a `Trace` runs (`trace.py`), it also
-gets the intervals of time of single steps.
+The queues, the transfers and the engine report to `Record`. Its table has one row for each transfer, from which
+`towpath.stats` and the trainer's metrics are derived. While a `Trace` runs, it gets intervals of time as well.
+
+The begin and end of an interval are marked: on a CPU by the clock, on a GPU by an event in the stream that does the
+work. The events are read when the trace ends.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+import time
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch.autograd import profiler
 
+from towpath.codecs.kernels import Watch
+from towpath.core.formats import Codec
 from towpath.core.lossless import exact_codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.timing import HostClock, Mark, Timer
-from towpath.observe.trace import Trace
+from towpath.observe.totals import Totals, TransferStats
+from towpath.observe.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Args, Interval
 
 # Named ranges for `torch.profiler`.
 #
@@ -46,91 +52,6 @@ def profiled(what: str, transfers: Sequence[Transfer]) -> AbstractContextManager
 
 
 @dataclass(frozen=True, slots=True)
-class TransferStats:
-    """The calls, bytes and seconds of one transfer so far.
-
-    Bytes are those that all ranks of the job send together. Seconds are this rank's.
-    """
-
-    transfer: Transfer
-    calls: int
-    intra_bytes: int
-    inter_bytes: int
-    seconds_in_flight: float
-    seconds_exposed: float
-
-    def since(self, earlier: TransferStats) -> TransferStats:
-        return self.plus(earlier, sign=-1)
-
-    def plus(self, other: TransferStats, sign: int = 1) -> TransferStats:
-        """Return the sum of both, or the difference with `sign=-1`, for stats of the same transfer."""
-        return TransferStats(
-            self.transfer,
-            self.calls + sign * other.calls,
-            self.intra_bytes + sign * other.intra_bytes,
-            self.inter_bytes + sign * other.inter_bytes,
-            self.seconds_in_flight + sign * other.seconds_in_flight,
-            self.seconds_exposed + sign * other.seconds_exposed,
-        )
-
-    def of_groups(self, count: int) -> TransferStats:
-        """Return the total of `count` groups of ranks that all send this. Seconds stay those of one rank."""
-        return replace(self, intra_bytes=count * self.intra_bytes, inter_bytes=count * self.inter_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
-    """The sums over all transfers since the start. Bytes are those of all ranks together, seconds are this rank's.
-
-    `exact_bytes` are those that this rank saw encoded, by exact codec and dtype: of values, and of their messages.
-    """
-
-    calls: int = 0
-    intra_bytes: int = 0
-    inter_bytes: int = 0
-    exact_bytes: Mapping[tuple[str, str], tuple[int, int]] = field(
-        default_factory=dict[tuple[str, str], tuple[int, int]]
-    )
-    exposed_seconds: Mapping[TransferKind, float] = field(default_factory=dict[TransferKind, float])
-    host_seconds: float = 0.0
-
-    @property
-    def seconds_exposed(self) -> float:
-        return sum(self.exposed_seconds.values())
-
-    @property
-    def exact_shares(self) -> dict[tuple[str, str], float]:
-        """The bytes of exact messages as a share of their values, by codec and dtype."""
-        return {key: messages / values for key, (values, messages) in self.exact_bytes.items() if values}
-
-    def plus(self, other: Sums, sign: int = 1) -> Sums:
-        """Return the sum of both, or the difference with `sign=-1`."""
-        none = (0, 0)
-        encoded = {
-            key: (mine[0] + sign * theirs[0], mine[1] + sign * theirs[1])
-            for key in {**self.exact_bytes, **other.exact_bytes}
-            for mine, theirs in [(self.exact_bytes.get(key, none), other.exact_bytes.get(key, none))]
-        }
-        kinds = (*self.exposed_seconds, *other.exposed_seconds)
-        mine, theirs = self.exposed_seconds, other.exposed_seconds
-        return Sums(
-            calls=self.calls + sign * other.calls,
-            intra_bytes=self.intra_bytes + sign * other.intra_bytes,
-            inter_bytes=self.inter_bytes + sign * other.inter_bytes,
-            exact_bytes=encoded,
-            exposed_seconds={k: mine.get(k, 0.0) + sign * theirs.get(k, 0.0) for k in kinds},
-            host_seconds=self.host_seconds + sign * other.host_seconds,
-        )
-
-    def since(self, earlier: Sums) -> Sums:
-        return self.plus(earlier, sign=-1)
-
-    def of_groups(self, count: int) -> Sums:
-        """Return the total of `count` groups of ranks that all send this. Seconds stay those of one rank."""
-        return replace(self, intra_bytes=count * self.intra_bytes, inter_bytes=count * self.inter_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class _Span:
     """An interval in which `transfers` ran or, if `exposed`, were waited for. On a GPU it may not have ended yet."""
 
@@ -140,33 +61,144 @@ class _Span:
     exposed: bool
 
 
-@dataclass(slots=True)
-class _Total:
-    """The running totals of one transfer. Each call sends at most these bytes, and less if the transfer is exact."""
+_REST: tuple[str, str] = ("rest of the step", "")
 
-    intra_bytes_each: int
-    inter_bytes_each: int
-    encoded_inside: bool
-    calls: int = 0
-    seconds_in_flight: float = 0.0
-    seconds_exposed: float = 0.0
-    exact_values: int = 0
-    exact_messages: int = 0
 
-    @property
-    def sent(self) -> tuple[int, int]:
-        """The bytes sent between nodes so far, and inside nodes."""
-        return self.sent_since(0, 0, 0)
+class Trace:
+    """The intervals of the traced steps of one rank. `intervals` is complete, and sorted by start, after `end()`.
 
-    def sent_since(self, calls: int, values: int, messages: int) -> tuple[int, int]:
-        """Return the bytes sent between nodes, and inside nodes, since there were so many calls and exact bytes.
+    Until then, `Record` and the training loop report intervals to it.
 
-        An exact transfer is scaled by what this rank has seen of it.
+    Args:
+        timer: The clocks of the streams.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        self.intervals: tuple[Interval, ...] = ()
+        self._lock = threading.Lock()  # the threads of the streams add intervals, too
+        self._marked: list[tuple[str, str, Mark, Mark, Args]] = []
+        self._timer, self.mark = timer, timer.mark
+        timer.settle()  # on every stream, later marks then follow the zero
+        self._zero = timer.mark()
+        self._zero_on_host = self._zero if isinstance(self._zero, float) else time.perf_counter()
+        self._doing: list[tuple[str, str]] = [_REST]  # what the training thread does, outermost first
+        self._waiting: set[str] = set()  # names of phases that count as waiting
+        self._since = self._zero
+
+    def add(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> None:
+        """Add an interval between two marks. Any thread may call it."""
+        with self._lock:
+            self._marked.append((track, name, began, ended, args))
+
+    def end(self) -> None:
+        """End the trace and set `intervals`. No transfer may be under way."""
+        self._switch()
+        self._timer.settle()
+        found = [self._interval(*marked) for marked in self._marked]
+        self._marked.clear()
+        # Two changes of the work right after each other leave an empty interval between them.
+        kept = (i for i in found if i.seconds > 0 or i.track not in (COMPUTE, WAITING))
+        self.intervals = tuple(sorted(kept, key=lambda i: i.start_seconds))
+
+    def _interval(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> Interval:
+        # What ranks compare is marked by the host's clock, also where a device does everything else.
+        start, end = (
+            mark - self._zero_on_host if isinstance(mark, float) else self._timer.seconds(self._zero, mark)
+            for mark in (began, ended)
+        )
+        return Interval(track=track, name=name, start_seconds=start, seconds=max(0.0, end - start), args=args)
+
+    def enter(self, work: str, unit: str = "") -> None:
+        """Note that the training thread begins `work`, inside what it does already."""
+        self._switch()
+        self._doing.append((work, unit))
+
+    def leave(self, work: str, unit: str | None = "") -> None:
+        """Note that `work` on `unit` has ended; with None, that it has ended on all units.
+
+        It need not be the work that was entered last, because units end in the order of their gradients.
         """
-        values, messages = self.exact_values - values, self.exact_messages - messages
-        share = messages / values if values else 1.0
-        inter, intra = ((self.calls - calls) * each for each in (self.inter_bytes_each, self.intra_bytes_each))
-        return round(share * inter), round(share * intra) if self.encoded_inside else intra
+        self._switch()
+        found = [i for i, doing in enumerate(self._doing) if doing[0] == work and unit in (None, doing[1])]
+        for index in reversed(found if unit is None else found[-1:]):
+            del self._doing[index]
+
+    @contextmanager
+    def phase(self, name: str, *, waiting: bool = False) -> Generator[None]:
+        """Run work that the engine does not see, such as the optimizer's step or an evaluation.
+
+        Args:
+            name: The name of the interval.
+            waiting: Whether the phase counts as waiting, except for work that is entered inside.
+        """
+        if waiting:
+            self._waiting.add(name)
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave(name)
+
+    def _switch(self) -> None:
+        now = self._timer.mark()
+        self._computed(self._since, now)
+        self._since = now
+
+    def _computed(self, began: Mark, ended: Mark) -> None:
+        work, unit = self._doing[-1]
+        self.add(
+            WAITING if work in self._waiting else COMPUTE,
+            f"{work} {unit}".rstrip(),
+            began,
+            ended,
+            {"unit": unit} if unit else {},
+        )
+
+    def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
+        """Note that the training thread waited for these transfers between two marks."""
+        self._computed(self._since, began)
+        self._since = ended
+        self.add(WAITING, _name(transfers), began, ended, _args(transfers))
+
+    def transferred(
+        self, transfers: Sequence[Transfer], began: Mark, ended: Mark, micro_step: int, sent: tuple[int, int]
+    ) -> None:
+        """Add the interval of these transfers, which were one message, to the tracks of all links that it used.
+
+        `sent` has its bytes between nodes and inside nodes.
+        """
+        args = _args(transfers) | {"micro_step": micro_step}
+        for track, sent_bytes in zip((BETWEEN, INSIDE), sent, strict=True):
+            if sent_bytes:
+                self.add(track, _name(transfers), began, ended, {**args, "bytes": sent_bytes})
+
+    def watch_codecs(self, micro_step: int) -> Watch:
+        """Return the function with which codec kernels report their work for a transfer of this micro-step."""
+
+        @contextmanager
+        def coding(codec: Codec, work: str, elements: int) -> Generator[None]:
+            began = self._timer.mark()
+            yield
+            args: Args = {"elements": elements, "micro_step": micro_step}
+            self.add(f"{CODEC}{codec}", work, began, self._timer.mark(), args)
+
+        return coding
+
+
+def _name(transfers: Sequence[Transfer]) -> str:
+    first = transfers[0]
+    return first.kind.value if first.kind in BETWEEN_HOSTS else f"{first.kind.value} of {first.unit or 'root'}"
+
+
+def _args(transfers: Sequence[Transfer]) -> Args:
+    first = transfers[0]
+    return {
+        "kind": first.kind.value,
+        "unit": first.unit or "root",
+        "route": first.route,
+        "codec": exact_codec(first.move.op) if first.exact else str(first.transport.codec),
+        "calls": len(transfers),
+    }
 
 
 # How many spans may wait for the device before `Record` checks which of them have ended.
@@ -178,7 +210,7 @@ class Record:
 
     `CommContext` makes it. The queues, the transfers and the engine report to it, and pass the reports on to `trace`
     while a trace is recorded. `host` measures the engine's own seconds. Calls are always counted. Where timing is not
-    free, seconds are counted during a trace, and from the first call of `totals` or `sums` on.
+    free, seconds are counted during a trace, and from the first call of `totals` on.
     """
 
     def __init__(self, watchdog: Watchdog, timer: Timer, islands: int = 1) -> None:
@@ -192,7 +224,7 @@ class Record:
         self._look_again = _UNKNOWN  # the length of `_unknown` at which it is checked
         self._step: list[Transfer] = []
         self.last_step: tuple[Transfer, ...] = ()
-        self._totals: dict[Transfer, _Total] = {}
+        self._stats: dict[Transfer, TransferStats] = {}
 
     def submitted(self, transfers: Sequence[Transfer], micro_step: int) -> None:
         """Note transfers of the current step, in the order in which they are submitted."""
@@ -233,7 +265,10 @@ class Record:
         activity, timer = self.watchdog.status, self.timer_of(transfers)
         activity.begins(transfers)
         began = timer.mark() if self.is_timed(transfers) else None
-        before = self._counts(transfers) if self.trace is not None else None
+        before: list[TransferStats] = []
+        if self.trace is not None:
+            with self._lock:
+                before = [replace(self._stats_of(transfer)) for transfer in transfers]
         try:
             with profiled("", transfers):
                 yield
@@ -242,26 +277,21 @@ class Record:
             activity.ends()
         with self._lock:
             for transfer in transfers:
-                self._total(transfer).calls += 1
+                self._stats_of(transfer).calls += 1
             if began is None or ended is None:
                 return
             self._note(_Span(transfers, began, ended, exposed=False))
-        if self.trace is not None and before is not None:
-            sent = [self._totals[t].sent_since(*counts) for t, counts in zip(transfers, before, strict=True)]
-            inter, intra = map(sum, zip(*sent, strict=True))
+        if self.trace is not None and before:
+            sent = [self._stats[stats.transfer].plus(stats, -1) for stats in before]
+            inter, intra = sum(each.inter_bytes for each in sent), sum(each.intra_bytes for each in sent)
             self.trace.transferred(transfers, began, ended, micro_step, (inter, intra))
-
-    def _counts(self, transfers: Sequence[Transfer]) -> list[tuple[int, int, int]]:
-        """Return the calls of each transfer so far, and the bytes of its exact values and messages."""
-        with self._lock:
-            return [(t.calls, t.exact_values, t.exact_messages) for t in map(self._total, transfers)]
 
     def encoded(self, transfer: Transfer, values: int, messages: int) -> None:
         """Note that an exact transfer encoded `values` bytes of values in `messages` bytes of messages."""
         with self._lock:
-            total = self._total(transfer)
-            total.exact_values += values
-            total.exact_messages += messages
+            stats = self._stats_of(transfer)
+            stats.exact_values += values
+            stats.exact_messages += messages
 
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
         """Note that the computation waited for these transfers between two marks."""
@@ -286,9 +316,9 @@ class Record:
         seconds = self.timer.seconds(span.began, span.ended) / len(span.transfers)
         for transfer in span.transfers:
             if span.exposed:
-                self._total(transfer).seconds_exposed += seconds
+                self._stats_of(transfer).seconds_exposed += seconds
             else:
-                self._total(transfer).seconds_in_flight += seconds
+                self._stats_of(transfer).seconds_in_flight += seconds
 
     def _add_known(self) -> None:
         spans, self._unknown = self._unknown, []
@@ -297,14 +327,13 @@ class Record:
             self._note(span)
         self._look_again = 2 * len(self._unknown) + _UNKNOWN
 
-    def _total(self, transfer: Transfer) -> _Total:
-        total = self._totals.get(transfer)  # one look-up, because hashing a transfer is slow
-        if total is None:
+    def _stats_of(self, transfer: Transfer) -> TransferStats:
+        stats = self._stats.get(transfer)  # one look-up, because this runs for each transfer and each wait
+        if stats is None:
             # An exchange is one transfer of all islands.
-            count = 1 if transfer.kind in OUTER_KINDS else self._islands
-            total = _Total(count * transfer.intra_bytes, count * transfer.inter_bytes, transfer.encoded_inside)
-            self._totals[transfer] = total
-        return total
+            stats = TransferStats.of(transfer, 1 if transfer.kind in OUTER_KINDS else self._islands)
+            self._stats[transfer] = stats
+        return stats
 
     def begins(self, work: str, unit: str) -> None:
         """Note that the training thread begins `work` of `unit`."""
@@ -318,39 +347,13 @@ class Record:
         if self.trace is not None:
             self.trace.leave(work, None if unit is None else unit or "root")
 
-    def totals(self) -> list[TransferStats]:
+    def totals(self) -> Totals:
         self._is_read = True
         with self._lock:
             self._add_known()
-            return [
-                TransferStats(transfer, total.calls, intra, inter, total.seconds_in_flight, total.seconds_exposed)
-                for transfer, total in self._totals.items()
-                for inter, intra in [total.sent]
-                if total.calls
-            ]
-
-    def sums(self) -> Sums:
-        """Return the sums over all transfers. It is fast enough to be called after every step."""
-        self._is_read = True
-        with self._lock:
-            self._add_known()
-            totals = list(self._totals.items())
-        exposed: dict[TransferKind, float] = defaultdict(float)
-        encoded: dict[tuple[str, str], tuple[int, int]] = {}
-        for transfer, total in totals:
-            exposed[transfer.kind] += total.seconds_exposed
-            if total.exact_values:
-                key = exact_codec(transfer.move.op), transfer.dtype
-                values, messages = encoded.get(key, (0, 0))
-                encoded[key] = values + total.exact_values, messages + total.exact_messages
-        return Sums(
-            calls=sum(t.calls for _, t in totals),
-            intra_bytes=sum(t.sent[1] for _, t in totals),
-            inter_bytes=sum(t.sent[0] for _, t in totals),
-            exact_bytes=encoded,
-            exposed_seconds=dict(exposed),
-            host_seconds=self.host.seconds,
-        )
+            # Copies, because later calls change what is counted here.
+            transfers = tuple(replace(each) for each in self._stats.values() if each.calls)
+        return Totals(transfers=transfers, seconds_host=self.host.seconds)
 
 
 @final

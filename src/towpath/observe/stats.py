@@ -1,4 +1,4 @@
-"""Counts, times and traces of a sharded model: `stats`, `sums` and `trace`.
+"""What users read of a sharded model: `stats`, `totals` and `trace`.
 
 Use `stats` for bytes and seconds per transfer, and for memory. Use `trace` to see when each transfer runs.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -19,71 +21,33 @@ from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import StepError
-from towpath.observe.record import Sums, TransferStats
-from towpath.observe.trace import Interval, Trace
+from towpath.observe.record import Trace
+from towpath.observe.totals import Totals
+from towpath.observe.trace import Interval, write_intervals
 from towpath.topology.groups import Groups
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats(Totals):
     """The totals of a sharded model since `shard`. Bytes are those of all ranks, seconds and memory those of this rank.
 
     Attributes:
         transfers: Calls, bytes and seconds of each transfer.
+        seconds_host: The time of the engine's bookkeeping on the training thread, around each unit's forward and
+            backward. Waiting for transfers is not part of it: see `seconds_exposed`.
         last_step: The transfers of the last complete step, in order.
         memory_bytes: The bytes on the device, by kind. "arriving gradients" is an upper bound: the gradients of the
             largest unit, as autograd makes them. "communicators" is an estimate of what NCCL takes itself.
-        buffers_made: The buffers that the engine has allocated. It makes none after the second step of a training loop.
-        seconds_host: The time of the engine's bookkeeping on the training thread, around each unit's forward and
-            backward. Waiting for transfers is not part of it: see `seconds_exposed`.
         host_memory_bytes: The bytes in the host's memory, by kind, if the strategy offloads.
+        buffers_made: The buffers that the engine has allocated. It makes none after the second step of a training loop.
     """
 
-    transfers: tuple[TransferStats, ...]
     last_step: tuple[Transfer, ...]
     memory_bytes: dict[str, int]
+    host_memory_bytes: dict[str, int]
     buffers_made: int
-    seconds_host: float
-    host_memory_bytes: dict[str, int] = field(default_factory=dict[str, int])
 
-    def since(self, earlier: Stats) -> Stats:
-        """Return the counts since `earlier`, which must be of the same model. Memory and `last_step` stay as they are.
-
-        Use it to measure some steps: take `stats` before and after them.
-
-        Args:
-            earlier: The stats before these steps.
-        """
-        before = {t.transfer: t for t in earlier.transfers}
-        transfers = tuple(t.since(before[t.transfer]) if t.transfer in before else t for t in self.transfers)
-        return replace(
-            self,
-            transfers=tuple(t for t in transfers if t.calls or t.seconds_exposed),
-            buffers_made=self.buffers_made - earlier.buffers_made,
-            seconds_host=self.seconds_host - earlier.seconds_host,
-        )
-
-    def of_groups(self, count: int) -> Stats:
-        """Return the stats with the bytes of `count` groups of ranks that all send the same.
-
-        Memory and seconds are unchanged.
-        """
-        return replace(self, transfers=tuple(transfer.of_groups(count) for transfer in self.transfers))
-
-    @property
-    def inter_bytes(self) -> int:
-        """The bytes that all ranks together sent between nodes."""
-        return sum(t.inter_bytes for t in self.transfers)
-
-    @property
-    def intra_bytes(self) -> int:
-        """The bytes that all ranks together sent inside nodes."""
-        return sum(t.intra_bytes for t in self.transfers)
-
-    @property
-    def seconds_exposed(self) -> float:
-        """The seconds in which this rank's computation did nothing but wait for transfers."""
-        return sum(t.seconds_exposed for t in self.transfers)
+    _COUNTS: ClassVar = ("seconds_host", "buffers_made")
 
     def __str__(self) -> str:
         heads = f"{'inside nodes':>15} {'between nodes':>15} {'in flight':>10} {'exposed':>10}"
@@ -105,24 +69,24 @@ class Stats:
 
 
 class Observable(ABC):
-    """A model of several sharded modules, such as a pipeline's stages. The functions of this file call its methods."""
+    """A model of several sharded modules, such as a pipeline's stages."""
+
+    @property
+    @abstractmethod
+    def engines(self) -> list[Engine]:
+        """The engines of this rank."""
 
     @abstractmethod
     def stats(self) -> Stats:
         """Return what `towpath.stats` returns, of all stages."""
 
     @abstractmethod
-    def sums(self) -> Sums:
-        """Return the totals over all transfers so far, of all stages."""
-
-    @property
-    @abstractmethod
-    def running_trace(self) -> Trace | None:
-        """The trace of the `trace` context that is active, or None."""
+    def totals(self) -> Totals:
+        """Return the counts of all transfers so far, of all stages."""
 
     @abstractmethod
-    def trace(self) -> AbstractContextManager[Trace]:
-        """Record this rank's stages for the duration of a context. Yield the trace."""
+    def prepare_trace(self) -> list[Groups]:
+        """Prepare a trace, and return groups through which all ranks meet."""
 
     @abstractmethod
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
@@ -133,7 +97,7 @@ def stats(model: nn.Module | Observable) -> Stats:
     """Return calls, bytes and seconds of each transfer so far, and the memory by kind. Printing it gives a table.
 
     Calls and bytes are always counted. On a GPU, timing costs two events for each transfer and each wait. So seconds
-    are counted there from the first call of `stats` or `sums` for this model, and during a `trace`.
+    are counted there from the first call of `stats` for this model, and during a `trace`.
 
     Args:
         model: A model that `shard` returned, or a `Pipeline`. Every rank of a pipeline must call it.
@@ -141,20 +105,29 @@ def stats(model: nn.Module | Observable) -> Stats:
     Raises:
         ShardError: The model is not sharded.
     """
-    if isinstance(model, Observable):
-        return model.stats()
-    engine = engine_of(model)
-    memory, host_memory = _memory_bytes(engine), _host_memory_bytes(engine)
-    memory["optimizer"], on_host = _optimizer_bytes(engine)
-    if "master" in host_memory:
-        host_memory["optimizer"] = on_host
+    return model.stats() if isinstance(model, Observable) else stats_of(engine_of(model))
+
+
+def stats_of(engine: Engine) -> Stats:
+    """Return the stats of one engine."""
+    memory, host_memory = _memory_bytes(engine)
+    buckets = [b for unit in engine.units for b in unit.buckets]
+    held = (nbytes for b in buckets for each in (b.memory_bytes(), b.host_memory_bytes()) for nbytes in each.values())
+    made = engine.weights.made + engine.gradients.made + engine.comm.queues.buffers_made + sum(n > 0 for n in held)
     record = engine.comm.record
-    transfers = tuple(record.totals())
-    return Stats(transfers, record.last_step, memory, _buffers_made(engine), record.host.seconds, host_memory)
+    totals = record.totals()
+    return Stats(
+        transfers=totals.transfers,
+        seconds_host=totals.seconds_host,
+        last_step=record.last_step,
+        memory_bytes=memory,
+        host_memory_bytes=host_memory,
+        buffers_made=made,
+    )
 
 
-def sums(model: nn.Module | Observable) -> Sums:
-    """Return the totals over all transfers so far. This takes less time than `stats`, so use it in each step.
+def totals(model: nn.Module | Observable) -> Totals:
+    """Return the counts of all transfers so far. This takes less time than `stats`, so use it in each step.
 
     Args:
         model: A model that `shard` returned, or a `Pipeline`. Every rank of a pipeline must call it.
@@ -162,16 +135,16 @@ def sums(model: nn.Module | Observable) -> Sums:
     Raises:
         ShardError: The model is not sharded.
     """
-    if isinstance(model, Observable):
-        return model.sums()
-    return engine_of(model).comm.record.sums()
+    return model.totals() if isinstance(model, Observable) else engine_of(model).comm.record.totals()
+
+
+def _engines(model: nn.Module | Observable) -> list[Engine]:
+    return model.engines if isinstance(model, Observable) else [engine_of(model)]
 
 
 def running_trace(model: nn.Module | Observable) -> Trace | None:
     """Return the trace of the `trace` context that is active for `model`, or None."""
-    if isinstance(model, Observable):
-        return model.running_trace
-    return engine_of(model).comm.record.trace
+    return _engines(model)[0].comm.record.trace
 
 
 @contextmanager
@@ -188,12 +161,8 @@ def trace(model: nn.Module | Observable) -> Generator[Trace]:
         ShardError: The model is not sharded.
         StepError: A trace of the model is active already.
     """
-    if isinstance(model, Observable):
-        with model.trace() as recorded:
-            yield recorded
-        return
-    engine = engine_of(model)
-    with traced([engine], [engine.comm.job]) as recorded:
+    meshes = model.prepare_trace() if isinstance(model, Observable) else [engine_of(model).comm.job]
+    with traced(_engines(model), meshes) as recorded:
         yield recorded
 
 
@@ -229,31 +198,41 @@ def intervals_of_ranks(model: nn.Module | Observable, trace: Trace) -> dict[int,
     return dict(enumerate(engine_of(model).comm.job.collect_objects(trace.intervals)))
 
 
-def _memory_bytes(engine: Engine) -> dict[str, int]:
-    total = {"weight slots": engine.weights.nbytes, "gradient slots": engine.gradients.nbytes}
-    total["arriving gradients"] = max(unit.plan.arriving_bytes for unit in engine.units)
-    total["wire"] = engine.comm.queues.wire_buffer_bytes
-    total |= communicator_bytes([unit.plan for unit in engine.units])
-    if engine.outer is not None:
-        added = outer_communicator_bytes(engine.outer.plan.transfers)
-        total |= {"communicators": total.get("communicators", 0) + added} if added else {}
+def write_trace(path: Path, model: nn.Module | Observable, trace: Trace) -> None:
+    """Write the traces of all ranks in one file, on rank 0. Every rank must call it.
+
+    Args:
+        path: The file. Its folder is made if there is none.
+        model: A model that `shard` returned, or a `Pipeline`.
+        trace: This rank's trace, after its `trace` context has ended.
+
+    Raises:
+        ShardError: The model is not sharded.
+    """
+    if ranks := intervals_of_ranks(model, trace):
+        write_intervals(path, ranks)
+
+
+def _memory_bytes(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes by kind that this rank holds on its device, and in host memory."""
+    memory = {"weight slots": engine.weights.nbytes, "gradient slots": engine.gradients.nbytes}
+    memory["arriving gradients"] = max(unit.plan.arriving_bytes for unit in engine.units)
+    memory["wire"] = engine.comm.queues.wire_buffer_bytes
+    memory |= communicator_bytes([unit.plan for unit in engine.units])
     if engine.matrix_steps:
-        total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
-    total |= sum_by_kind(bucket.memory_bytes() for unit in engine.units for bucket in unit.buckets)
-    return total | ({} if engine.outer is None else engine.outer.memory_bytes()[0])
-
-
-def _host_memory_bytes(engine: Engine) -> dict[str, int]:
-    held = sum_by_kind(bucket.host_memory_bytes() for unit in engine.units for bucket in unit.buckets)
-    return held | ({} if engine.outer is None else engine.outer.memory_bytes()[1])
-
-
-def _buffers_made(engine: Engine) -> int:
-    """Return the number of buffers allocated so far: slots, wire buffers, and each bucket's own memory."""
+        memory["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
     buckets = [b for unit in engine.units for b in unit.buckets]
-    held = (nbytes for b in buckets for each in (b.memory_bytes(), b.host_memory_bytes()) for nbytes in each.values())
-    kept = sum(nbytes > 0 for nbytes in held)
-    return engine.weights.made + engine.gradients.made + engine.comm.queues.buffers_made + kept
+    memory |= sum_by_kind(bucket.memory_bytes() for bucket in buckets)
+    host_memory = sum_by_kind(bucket.host_memory_bytes() for bucket in buckets)
+    if engine.outer is not None:
+        if added := outer_communicator_bytes(engine.outer.plan.transfers):
+            memory["communicators"] = memory.get("communicators", 0) + added
+        of_outer, of_outer_on_host = engine.outer.memory_bytes()
+        memory, host_memory = memory | of_outer, host_memory | of_outer_on_host
+    memory["optimizer"], on_host = _optimizer_bytes(engine)
+    if "master" in host_memory:
+        host_memory["optimizer"] = on_host
+    return memory, host_memory
 
 
 def _optimizer_bytes(engine: Engine) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The traced steps of this rank, as intervals of time on tracks.
+"""Traces: intervals of time on tracks, traced or simulated, and their file for Perfetto.
 
     compute         what the training thread computes: the forward and backward of each unit, and the loop's phases
     waiting         what the training thread waited for
@@ -6,27 +6,19 @@
     inside nodes    transfers that send bytes inside nodes
     codec NAME      encoding and decoding, one track per codec
 
-The begin and end of an interval are marked: on a CPU by the clock, on a GPU by an event in the stream that does the
-work. The events are read when the trace ends. Bytes are those that all ranks send together, as in `towpath.stats`.
+Bytes are those that all ranks send together, as in `towpath.stats`.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-from towpath.codecs.kernels import Watch
-from towpath.core.formats import Codec
-from towpath.core.lossless import exact_codec
-from towpath.core.strategy import BETWEEN_HOSTS
-from towpath.core.transfer import Transfer
-from towpath.engine.timing import Mark, Timer
+from pathlib import Path
+from typing import Any
 
 COMPUTE, WAITING, BETWEEN, INSIDE, CODEC = "compute", "waiting", "between nodes", "inside nodes", "codec "
-_REST: tuple[str, str] = ("rest of the step", "")
+_ORDER = (COMPUTE, WAITING, BETWEEN, INSIDE)  # the tracks of codecs come after these, by name
 
 Args = dict[str, str | int]
 
@@ -55,146 +47,57 @@ class Interval:
         return self.start_seconds + self.seconds
 
 
-class Trace:
-    """The intervals of the traced steps of one rank. `intervals` is complete, and sorted by start, after `end()`.
-
-    Until then, `Record` and the training loop report intervals to it.
-
-    Args:
-        timer: The clocks of the streams.
-    """
-
-    def __init__(self, timer: Timer) -> None:
-        self.intervals: tuple[Interval, ...] = ()
-        self._lock = threading.Lock()  # the threads of the streams add intervals, too
-        self._marked: list[tuple[str, str, Mark, Mark, Args]] = []
-        self._timer = timer
-        timer.settle()  # on every stream, later marks then follow the zero
-        self._zero = timer.mark()
-        self._zero_on_host = self._zero if isinstance(self._zero, float) else time.perf_counter()
-        self._doing: list[tuple[str, str]] = [_REST]  # what the training thread does, outermost first
-        self._waiting: set[str] = set()  # names of phases that count as waiting
-        self._since = self._zero
-
-    def mark(self) -> Mark:
-        """Return a mark of the current time."""
-        return self._timer.mark()
-
-    def add(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> None:
-        """Add an interval between two marks. Any thread may call it."""
-        with self._lock:
-            self._marked.append((track, name, began, ended, args))
-
-    def end(self) -> None:
-        """End the trace and set `intervals`. No transfer may be under way."""
-        self._switch()
-        self._timer.settle()
-        found = [self._interval(*marked) for marked in self._marked]
-        self._marked.clear()
-        # Two changes of the work right after each other leave an empty interval between them.
-        kept = (i for i in found if i.seconds > 0 or i.track not in (COMPUTE, WAITING))
-        self.intervals = tuple(sorted(kept, key=lambda i: i.start_seconds))
-
-    def _interval(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> Interval:
-        start = self._since_zero(began)
-        seconds = max(0.0, self._since_zero(ended) - start)
-        return Interval(track=track, name=name, start_seconds=start, seconds=seconds, args=args)
-
-    def _since_zero(self, mark: Mark) -> float:
-        return mark - self._zero_on_host if isinstance(mark, float) else self._timer.seconds(self._zero, mark)
-
-    # The training thread --------------------------------------------------------------------------------------------
-
-    def enter(self, work: str, unit: str = "") -> None:
-        """Note that the training thread begins `work`, inside what it does already."""
-        self._switch()
-        self._doing.append((work, unit))
-
-    def leave(self, work: str, unit: str | None = "") -> None:
-        """Note that `work` on `unit` has ended; with None, that it has ended on all units.
-
-        It need not be the work that was entered last, because units end in the order of their gradients.
-        """
-        self._switch()
-        found = [i for i, doing in enumerate(self._doing) if doing[0] == work and unit in (None, doing[1])]
-        for index in reversed(found if unit is None else found[-1:]):
-            del self._doing[index]
-
-    @contextmanager
-    def phase(self, name: str, *, waiting: bool = False) -> Generator[None]:
-        """Run work that the engine does not see, such as the optimizer's step or an evaluation.
-
-        Args:
-            name: The name of the interval.
-            waiting: Whether the phase counts as waiting, except for work that is entered inside.
-        """
-        if waiting:
-            self._waiting.add(name)
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.leave(name)
-
-    def _switch(self) -> None:
-        now = self._timer.mark()
-        self._computed(self._since, now)
-        self._since = now
-
-    def _computed(self, began: Mark, ended: Mark) -> None:
-        work, unit = self._doing[-1]
-        self.add(
-            WAITING if work in self._waiting else COMPUTE,
-            f"{work} {unit}".rstrip(),
-            began,
-            ended,
-            {"unit": unit} if unit else {},
-        )
-
-    def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
-        """Note that the training thread waited for these transfers between two marks."""
-        self._computed(self._since, began)
-        self._since = ended
-        self.add(WAITING, _name(transfers), began, ended, _args(transfers))
-
-    # Transfers ------------------------------------------------------------------------------------------------------
-
-    def transferred(
-        self, transfers: Sequence[Transfer], began: Mark, ended: Mark, micro_step: int, sent: tuple[int, int]
-    ) -> None:
-        """Add the interval of these transfers, which were one message, to the tracks of all links that it used.
-
-        `sent` has its bytes between nodes and inside nodes.
-        """
-        args = _args(transfers) | {"micro_step": micro_step}
-        for track, sent_bytes in zip((BETWEEN, INSIDE), sent, strict=True):
-            if sent_bytes:
-                self.add(track, _name(transfers), began, ended, {**args, "bytes": sent_bytes})
-
-    def watch_codecs(self, micro_step: int) -> Watch:
-        """Return the function with which codec kernels report their work for a transfer of this micro-step."""
-
-        @contextmanager
-        def coding(codec: Codec, work: str, elements: int) -> Generator[None]:
-            began = self._timer.mark()
-            yield
-            args: Args = {"elements": elements, "micro_step": micro_step}
-            self.add(f"{CODEC}{codec}", work, began, self._timer.mark(), args)
-
-        return coding
+def write_intervals(
+    path: Path, ranks: Mapping[int, Sequence[Interval]], names: Mapping[int, str] | None = None
+) -> None:
+    """Write the intervals of each rank, traced or simulated, as a trace file. `names` has names of the ranks."""
+    found = {"displayTimeUnit": "ms", "traceEvents": list(_events(ranks, names or {}))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _name(transfers: Sequence[Transfer]) -> str:
-    first = transfers[0]
-    return first.kind.value if first.kind in BETWEEN_HOSTS else f"{first.kind.value} of {first.unit or 'root'}"
+def _events(ranks: Mapping[int, Sequence[Interval]], names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+    def metadata(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+        return {"ph": "M", "name": name, "ts": 0, "pid": rank, "tid": thread, "args": args}
+
+    for rank, intervals in sorted(ranks.items()):
+        yield metadata("process_name", rank, 0, {"name": names.get(rank, f"rank {rank}")})
+        yield metadata("process_sort_index", rank, 0, {"sort_index": rank})
+        for thread, (row, inside) in enumerate(_rows(intervals), start=1):
+            yield metadata("thread_name", rank, thread, {"name": row})
+            yield metadata("thread_sort_index", rank, thread, {"sort_index": thread})
+            for interval in inside:
+                start, end = _nanoseconds(interval)
+                yield {
+                    "ph": "X",
+                    "name": interval.name,
+                    "cat": interval.track,
+                    "ts": start / 1e3,  # microseconds
+                    "dur": (end - start) / 1e3,
+                    "pid": rank,
+                    "tid": thread,
+                    "args": interval.args,
+                }
 
 
-def _args(transfers: Sequence[Transfer]) -> Args:
-    first = transfers[0]
-    return {
-        "kind": first.kind.value,
-        "unit": first.unit or "root",
-        "route": first.route,
-        "codec": exact_codec(first.move.op) if first.exact else str(first.transport.codec),
-        "calls": len(transfers),
-    }
+def _rows(intervals: Iterable[Interval]) -> Iterator[tuple[str, list[Interval]]]:
+    """Yield the name and the intervals of each row. An interval takes the first free row of its track."""
+    tracks: dict[str, list[Interval]] = {}
+    for interval in sorted(intervals, key=_nanoseconds):
+        tracks.setdefault(interval.track, []).append(interval)
+    for track in sorted(tracks, key=lambda t: (_ORDER.index(t) if t in _ORDER else len(_ORDER), t)):
+        rows: list[list[Interval]] = []
+        for interval in tracks[track]:
+            start, _ = _nanoseconds(interval)
+            free = next((row for row in rows if _nanoseconds(row[-1])[1] <= start), None)
+            if free is None:
+                rows.append([interval])
+            else:
+                free.append(interval)
+        for number, row in enumerate(rows, start=1):
+            yield (track if number == 1 else f"{track} ({number})"), row
+
+
+def _nanoseconds(interval: Interval) -> tuple[int, int]:
+    """Return whole nanoseconds: intervals that touch must not overlap after rounding."""
+    return round(interval.start_seconds * 1e9), round(interval.end_seconds * 1e9)

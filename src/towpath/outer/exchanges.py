@@ -10,17 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from towpath.core.buffers import Needs, feedback_bytes, largest, wire_needs
 from towpath.core.formats import ENCODED, item_bytes, wide
+from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective, Partition, over_islands, subdivided
 from towpath.core.queues import QUEUES, outer_communicator_bytes
 from towpath.core.routes import Form, Op
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
-from towpath.core.transfer import Needs, Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
-from towpath.core.unit_plan import UnitPlan, largest
+from towpath.core.unit_plan import UnitPlan
 from towpath.core.units import round_up
 from towpath.errors import ConfigError
-from towpath.observe.sent_bytes import SentBytes
+from towpath.observe.totals import SentBytes
 from towpath.outer.settings import Outer
 
 # Elements. The region of an all-gather starts in the wire buffer at a multiple of this.
@@ -106,7 +108,7 @@ class OuterPlan(SentBytes):
         """Return the bytes that one rank keeps for outer steps on its device, and in host memory."""
         slow = sum(fragment.rank_bytes for fragment in self.fragments)
         exchanges = [t for fragment in self.fragments for part in fragment.parts for t in part.exchange]
-        feedback = sum(4 * (sum(t.kept_elements) + t.kept_by_gather) for t in exchanges)
+        feedback = sum(map(feedback_bytes, exchanges))
         return memory_of(self, slow, slow if self.settings.momentum else 0, feedback)
 
     def buffer_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:
@@ -122,7 +124,7 @@ class OuterPlan(SentBytes):
         """Return the elements by dtype of the wire buffers that one rank needs for transfers of this kind."""
         mine = [t for t in self.transfers if t.kind is kind]
         gathers = [{t.dtype: gathered_in(t)[1]} for t in mine if t.move.op is Op.ALL_GATHER]
-        return largest([*gathers, *(t.wire_needs for t in mine)])
+        return largest([*gathers, *map(wire_needs, mine)])
 
     def __str__(self) -> str:
         every, mean = self.settings.every, f"{self.mean_inter_bytes:,.0f}"
@@ -133,7 +135,7 @@ class OuterPlan(SentBytes):
 
 def gathered_in(transfer: Transfer) -> tuple[int, int]:
     """Return start and end of an all-gather's region in the wire buffer, which the transfer uses up to the start."""
-    start = round_up(transfer.wire_needs.get(transfer.dtype, 0), _WIRE_ALIGNMENT)
+    start = round_up(wire_needs(transfer).get(transfer.dtype, 0), _WIRE_ALIGNMENT)
     return start, start + transfer.elements
 
 

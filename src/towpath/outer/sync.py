@@ -85,10 +85,11 @@ class OuterSync:
             self._problems.append(f"the slow weights of fragment {action.fragment}")
         settings = self.plan.settings
         if action.average:
-            settings = replace(settings, lr=1.0, momentum=0.0, blend=0.0)
+            settings = replace(settings, lr=1.0, momentum=0.0, blend=0.0)  # the slow weights become the plain mean
         for part in exchange.parts:
+            # Every rank of an island steps its own part only, so no two ranks can disagree about one element.
             part.step(settings, self.plan.strategy.islands)
-        if action.gather is None:
+        if action.gather is None:  # no other rank of the island has this optimizer slice
             for part in exchange.parts:
                 part.write()
         else:
@@ -118,8 +119,7 @@ class OuterSync:
     def check_steps(self, step: int, awaits_step: bool) -> None:
         """Compare how many steps all islands have made, and check that none has begun another. Every rank must call it.
 
-        Args:
-            awaits_step: Whether this rank has gradients of the last one that no optimizer has used.
+        `awaits_step` tells whether this rank has gradients of the last one that no optimizer has used.
         """
         advice = "Let every island make equally many steps, for example with towpath.join(model, batches)."
         try:

@@ -7,57 +7,45 @@ number of steps and the job's schedule. The time that a message is in flight is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
-from towpath.core.lossless import exact_codec
-from towpath.core.schedule import JobSchedule
+from towpath.core.schedule import JobSchedule, sum_by_kind
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
-from towpath.observe.stats import Stats, Sums, Trace, TransferStats, stats, sums
+from towpath.engine.executor import Engine
+from towpath.observe.record import Trace
+from towpath.observe.stats import Stats, stats_of
+from towpath.observe.totals import Totals, TransferStats, exact_key
 from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
-# By exact codec and dtype: the upper bound of the bytes that are encoded between nodes, and inside nodes.
-ExactBytes = dict[tuple[str, str], tuple[int, int]]
-
-
-def _exact_bytes(job: JobSchedule) -> ExactBytes:
-    found: ExactBytes = {}
-    for transfer in job.transfers:
-        if transfer.exact:
-            key = exact_codec(transfer.move.op), transfer.dtype
-            between, inside = found.get(key, (0, 0))
-            inside += transfer.intra_bytes if transfer.encoded_inside else 0
-            found[key] = between + transfer.inter_bytes, inside
-    return found
 
 
 class StepCounter:
     """The number of steps of a pipeline so far, and the stats that follow from it.
 
-    `modules` returns the modules of this rank that have an engine. `plan` returns the job's schedule of an optimizer
-    step with a number of steps inside `no_sync`. `changes` has the steps from which on the schedule is different. All
-    ranks with other modules meet through one of the `groups` after the other.
+    `engines` are those of this rank. `plan` returns the job's schedule of an optimizer step with a number of steps
+    inside `no_sync`. `changes` has the steps from which on the schedule is different. All ranks with other modules meet
+    through one of the `groups` after the other.
     """
 
     def __init__(
         self,
-        modules: Callable[[], Iterable[nn.Module]],
+        engines: Sequence[Engine],
         plan: Callable[[int, int], JobSchedule],
         changes: Set[int],
         groups: Sequence[Groups],
     ) -> None:
-        self._modules, self._plan, self._groups = modules, plan, groups
+        self._engines, self._plan, self._groups = engines, plan, groups
         self._changes = sorted({0, *changes})
         self.steps = 0  # how many optimizer steps were made
         # How many steps there were of each schedule: of the first step that has it, with no or one step inside no_sync.
         self._counts = Counter[tuple[int, int]]()
-        self._planned: dict[tuple[int, int], tuple[Counter[Transfer], Sums, ExactBytes]] = {}
+        self._planned: dict[tuple[int, int], list[TransferStats]] = {}
         # For neighbors: in the bubble, and for what links take. On a GPU, the host's seconds, which are not the GPU's.
         self.seconds_waited = 0.0
 
@@ -72,75 +60,61 @@ class StepCounter:
         self._counts[first, 0] += 1 - accumulated
         self._counts[first, 1] += accumulated
 
-    def _counted(self) -> Iterator[tuple[int, Counter[Transfer], Sums, ExactBytes]]:
-        """Yield how often each schedule was executed, its messages, its totals, and its exact transfers.
+    def _sent(self) -> list[TransferStats]:
+        """Return the calls of all transfers of the job in the steps so far, by its schedules. Every rank must call it.
 
-        Every rank must call it.
+        The first message has the seconds in which this rank waited for any of them.
         """
+        found: list[TransferStats] = []
         for key, count in self._counts.items():
             if count and key not in self._planned:
-                job = self._plan(*key)
-                sent = Counter(replace(t, micro_step=0) for t in job.transfers if t.kind in _MESSAGES)
-                total = Sums(calls=sent.total(), intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
-                self._planned[key] = sent, total, _exact_bytes(job)
-            if count:
-                yield count, *self._planned[key]
+                calls = Counter(transfer.in_micro_step(0) for transfer in self._plan(*key).transfers)
+                self._planned[key] = [TransferStats.of(transfer, calls=n) for transfer, n in calls.items()]
+            found += [replace(each, calls=count * each.calls) for each in self._planned[key]] if count else []
+        if first := next((each for each in found if each.transfer.kind in _MESSAGES), None):
+            first.seconds_exposed = self.seconds_waited
+        return found
 
     def stats(self) -> Stats:
         """Return the stats of this rank's stages, with the transfers of all ranks. Every rank must call it."""
-        each = [stats(module) for module in self._modules()]
-        memory: Counter[str] = Counter()
-        host_memory: Counter[str] = Counter()
-        for one in each:
-            memory.update(one.memory_bytes)
-            host_memory.update(one.host_memory_bytes)
-        transfers = [transfer for one in each for transfer in one.transfers]
+        own = [stats_of(engine) for engine in self._engines]
+        transfers = [transfer for one in own for transfer in one.transfers]
         for group in self._groups:
             gathered = group.gather_objects(transfers)
             del gathered[group.rank]
             transfers += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for rank in gathered for t in rank]
-        # Transfers of different stages may be equal. Differences between two stats find them by their transfer.
-        total: dict[Transfer, TransferStats] = {}
-        for one in (*transfers, *self._messages()):
-            total[one.transfer] = total[one.transfer].plus(one) if one.transfer in total else one
+        messages = [each for each in self._sent() if each.transfer.kind in _MESSAGES]
         return Stats(
-            tuple(total.values()),
-            tuple(transfer for one in each for transfer in one.last_step),
-            dict(memory),
-            sum(one.buffers_made for one in each),
-            sum(one.seconds_host for one in each),
-            dict(host_memory),
+            transfers=_merged([*transfers, *messages]),
+            seconds_host=sum(one.seconds_host for one in own),
+            last_step=tuple(transfer for one in own for transfer in one.last_step),
+            memory_bytes=sum_by_kind(one.memory_bytes for one in own),
+            host_memory_bytes=sum_by_kind(one.host_memory_bytes for one in own),
+            buffers_made=sum(one.buffers_made for one in own),
         )
 
-    def _messages(self) -> list[TransferStats]:
-        """Return the messages by kind and transport. The first one has the seconds of waiting for any of them."""
-        sent: Counter[Transfer] = Counter()
-        for steps, messages, *_ in self._counted():
-            for message, count in messages.items():
-                sent[message] += steps * count
-        waited = [self.seconds_waited, *[0.0] * len(sent)]
-        return [
-            TransferStats(each, n, n * each.intra_bytes, n * each.inter_bytes, 0.0, seconds)
-            for (each, n), seconds in zip(sent.items(), waited, strict=False)
-        ]
-
-    def sums(self) -> Sums:
-        """Return the totals over all transfers. Every rank must call it.
+    def totals(self) -> Totals:
+        """Return the counts of all transfers. Every rank must call it.
 
         Exact transfers of other ranks' stages are scaled by what this rank has seen of its own.
         """
-        own = Sums()
-        for module in self._modules():
-            own = own.plus(sums(module))
-        calls, intra, inter, shares = own.calls, 0.0, 0.0, own.exact_shares
-        for count, _, total, exact in self._counted():
-            calls += count * total.calls
-            intra, inter = intra + count * total.intra_bytes, inter + count * total.inter_bytes
-            for key, (between, inside) in exact.items():  # without what was saved
-                saved = count * (1.0 - shares.get(key, 1.0))
-                intra, inter = intra - saved * inside, inter - saved * between
-        exposed = {**own.exposed_seconds, TransferKind.ACTIVATION: self.seconds_waited}
-        return replace(own, calls=calls, intra_bytes=round(intra), inter_bytes=round(inter), exposed_seconds=exposed)
+        each = [engine.comm.record.totals() for engine in self._engines]
+        transfers = _merged(transfer for one in each for transfer in one.transfers)
+        own = Totals(transfers=transfers, seconds_host=sum(one.seconds_host for one in each))
+        seen, sent = own.exact_bytes, self._sent()
+        for stats in (stats for stats in sent if stats.transfer.exact):
+            stats.exact_values, stats.exact_messages = seen.get(exact_key(stats.transfer), (0, 0))
+        # The schedules have the calls of this rank's stages, too.
+        waits = (replace(stats, calls=0) for stats in transfers)
+        return replace(own, transfers=_merged([*sent, *waits]))
+
+
+def _merged(transfers: Iterable[TransferStats]) -> tuple[TransferStats, ...]:
+    """Return one entry for each transfer, as transfers of different stages may be equal. `since` finds them by it."""
+    found: dict[Transfer, TransferStats] = {}
+    for each in transfers:
+        found[each.transfer] = found[each.transfer].plus(each) if each.transfer in found else each
+    return tuple(found.values())
 
 
 # A traced pipeline shows its passes and the messages between stages, next to what its engines show. A message begins

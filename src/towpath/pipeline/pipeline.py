@@ -42,7 +42,10 @@ from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ConfigError, ShardError, StepError, TowpathError
-from towpath.observe.stats import Interval, Observable, Stats, Sums, Trace, traced
+from towpath.observe.record import Trace
+from towpath.observe.stats import Observable, Stats
+from towpath.observe.totals import Totals
+from towpath.observe.trace import Interval
 from towpath.pipeline.agreement import (
     ACCUMULATE,
     EVALUATE,
@@ -183,7 +186,7 @@ class Pipeline(Observable):
         groups = [Groups(mesh[name].get_group()) for name in mesh.mesh_dim_names or () if name != "dp"]
         # The steps at which a codec of a strategy begins or ends. Those of presets are always used.
         changes = self._compression.changes.union(*(s.changes for s in strategies if isinstance(s, Strategy)))
-        self._counter = StepCounter(self._sharded_modules, partial(self.schedule, None), changes, groups)
+        self._counter = StepCounter(self.engines, partial(self.schedule, None), changes, groups)
         self._accumulated = 0  # steps inside no_sync since the last boundary
         self._unfinished = ""  # the call that runs, or has failed while it ran
         number: int = next(self._ranks.shared("pipelines made", count_up))
@@ -381,7 +384,7 @@ class Pipeline(Observable):
         self._calls.check(call, self._stages[0].engine.step, refusal)
         self._unfinished = f"Pipeline.{call} of step {self._stages[0].engine.step + 1}"
         losses: list[torch.Tensor] = []
-        trace = self.running_trace
+        trace = self._stages[0].trace
         with nullcontext() if trace is None else trace.phase("for neighbors", waiting=True):
             walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
         return losses
@@ -493,32 +496,25 @@ class Pipeline(Observable):
         """
         return self._counter.stats()
 
-    def sums(self) -> Sums:
-        """Return the totals over all transfers so far. Every rank must call it.
+    def totals(self) -> Totals:
+        """Return the counts of all transfers so far. Every rank must call it.
 
         Use it in each step, because it takes less time than `stats`.
         """
-        return self._counter.sums()
+        return self._counter.totals()
 
-    @contextmanager
-    def trace(self) -> Generator[Trace]:
-        """Record this rank's stages for the duration of a context. Every rank must trace the same steps.
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines of this rank's stages, and of tied embeddings that are sharded by themselves."""
+        return [engine_of(module) for module in self._sharded_modules()]
 
-        Raises:
-            StepError: A trace of the pipeline is active already.
-        """
-        meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
+    def prepare_trace(self) -> list[Groups]:
+        """Find out which messages leave a node. Return the groups through which all ranks meet."""
         transfers = self.schedule().transfers
         leaves_node = {t.unit: t.inter_bytes > 0 for t in transfers if t.kind is TransferKind.ACTIVATION}
         for stage in self._stages:
             stage.leaves_node = leaves_node
-        with traced([engine_of(module) for module in self._sharded_modules()], meshes) as trace:
-            yield trace
-
-    @property
-    def running_trace(self) -> Trace | None:
-        """The trace of the `trace` context that is active, or None."""
-        return self._stages[0].trace
+        return [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
 
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
         """Return the intervals of all ranks' traces by rank, on the mesh's first rank. Every rank must call it.

@@ -26,7 +26,8 @@ from towpath.core.schedule import Shape, transport_for
 from towpath.core.transport import Transport, matrix_of
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import torch_dtype
-from towpath.observe.trace import BETWEEN, INSIDE, Trace
+from towpath.observe.record import Trace
+from towpath.observe.trace import BETWEEN, INSIDE
 from towpath.pipeline.observed import trace_messages
 
 # A message in fewer bytes: as low-rank factors, or in a codec of blocks. Both ends of a link have the same encodings,

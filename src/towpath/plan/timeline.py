@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from towpath.core.strategy import TransferKind
+from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Event:
     crosses: bool = False
 
 
+_TRACKS = {"compute": COMPUTE, "waiting": WAITING}
 _SECONDS = ("seconds", "computed", "launching", "unlaunched")
 _BYTES = ("inter_bytes", "intra_bytes", "saved_inter_bytes", "saved_intra_bytes", "host_bytes")
 
@@ -43,6 +45,20 @@ class Timeline:
     saved_inter_bytes: int = 0  # how many of the bytes between nodes exact transfers are expected not to send
     saved_intra_bytes: int = 0  # the same inside nodes
     host_bytes: int = 0  # bytes copied between the device and the host, both directions together
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """The events as the intervals of a traced step."""
+        return [
+            Interval(
+                track=_TRACKS.get(event.track, BETWEEN if event.crosses else INSIDE),
+                name=event.name,
+                start_seconds=event.start,
+                seconds=event.end - event.start,
+                args={"queue": event.track, "micro-step": event.micro_step},
+            )
+            for event in self.events
+        ]
 
     def waited(self, kind: TransferKind, name: str, began: float, ended: float) -> None:
         """Record that the computation waited for a transfer."""

@@ -11,11 +11,12 @@ from math import ceil, log2
 
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.lossless import exact_codec
+from towpath.core.payloads import Activation, Range
 from towpath.core.queues import Communicator
 from towpath.core.route_costs import Phase, phases, share_leaving_racks
 from towpath.core.routes import Form, Grid, Op, effective_route, hops_of, parts_of, slice_bytes
 from towpath.core.strategy import MoveShape
-from towpath.core.transfer import Activation, Range, Transfer
+from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.plan.hardware import CABLE, INSIDE, PROCESSOR, SPINE, GroupMesh, Hardware, StageLocation
 

@@ -16,7 +16,7 @@ from towpath.errors import CheckpointError, ConfigError, StepError
 from towpath.train.config import Config
 
 if TYPE_CHECKING:
-    from towpath.train.trainer import Trainer
+    from towpath.train.trainer import TrainingRun
 
 # Options of the optimizer for which the current configuration counts, and not the one of the checkpoint.
 _CONFIGURED_OPTIONS = ("betas", "eps", "weight_decay", "momentum")
@@ -71,7 +71,7 @@ class CheckpointManager:
     Every rank must create it and make the same calls.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainingRun) -> None:
         config = trainer.config
         self._folder, self._source = _folder(config), _source(config)
         self._every, self._steps = config.checkpoint.every, config.train.steps

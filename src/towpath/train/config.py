@@ -27,32 +27,6 @@ from towpath.topology.cluster import Topology
 
 DTYPES: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16"}
 
-_STRATEGY_FILE = "name a strategy's TOML file in strategy.name (towpath.Strategy.to_toml writes one)"
-# The keys of older configurations, by section, and what to write instead.
-_GONE: tuple[tuple[str, str, str], ...] = (
-    ("model", "kv_heads hidden tied vocabulary", "write a config.json of this shape, and name it in model.hf"),
-    ("data", "text dataset column tokenizer", "run `towpath data prepare` once, and name its folder in data.tokens"),
-    ("data", "weights", "mix with datasets.interleave_datasets(…).save_to_disk(…), and prepare that"),
-    ("train", "muon_learning_rate muon_momentum", "set train.learning_rate: Muon's updates are scaled to suit it"),
-    ("train", "final_share betas eps loss_scale evaluate_batches", "leave it out: it is a constant now"),
-    ("train", "reduce accumulate", "set train.precision; towpath.shard takes the other dtypes, in a loop of your own"),
-    ("train", "tf32", "set the environment variable TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1"),
-    ("train", "not_finite", "leave it out: a loss that is not finite always stops the run"),
-    ("strategy", "nodes_per_rack group frozen frozen_codec sync_gradients", _STRATEGY_FILE),
-    ("strategy", "params grads optimizer backward_params", _STRATEGY_FILE),
-    ("strategy", "gradients_after gradients_until interleaved", _STRATEGY_FILE),
-    ("strategy", "exact_from", "run `towpath plan --exact-from`"),
-    ("strategy", "pipelines tensors schedules compressions", "run `towpath plan`, and write its layout to [parallel]"),
-    ("strategy.outer", "lr momentum blend", _STRATEGY_FILE),
-    ("parallel", "activation_gradients activations gradients", "set parallel.compression"),
-    ("log", "every", "leave it out: every step has a row"),
-    ("log", "wandb_offline", "set the environment variable WANDB_MODE=online"),
-    ("checkpoint", "folder", "leave it out: they are in checkpoints/ of log.folder"),
-    ("checkpoint", "every_minutes", "leave it out: without checkpoint.every, they are ten minutes apart"),
-    ("checkpoint", "keep_every background", "leave it out: checkpoints are always written in the background"),
-)
-GONE = {f"{section}.{key}": hint for section, keys, hint in _GONE for key in keys.split()}
-
 
 # How a key is declared ------------------------------------------------------------------------------------------------
 
@@ -405,12 +379,11 @@ def _made(kind: type[Any], name: str, table: Any) -> Any:
     known = {f.name for f in fields(kind)}
     for each, value in cast("Mapping[str, Any]", table).items():
         full = f"{name}.{each}" if name else each
-        if full in GONE:
-            raise ConfigError(f"the key {full} is gone: {GONE[full]}.")
         if each not in known:
             what = f"unknown key {full}" if name else f"unknown section [{full}]"
-            close = difflib.get_close_matches(each, sorted(known), n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{what}; did you mean {close!r}? Known: {', '.join(sorted(known))}.")
+            close = difflib.get_close_matches(each, sorted(known), n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else "."
+            raise ConfigError(f"{what}{meant} Known: {', '.join(sorted(known))}. CHANGELOG.md tells where others went.")
         is_section = isinstance(types[each], type) and issubclass(types[each], Section)
         values[each] = _made(types[each], full, value) if is_section else _typed(types[each], value, full)
     return kind(**values)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
-from towpath.train.prepare import Manifest
+from towpath.train.prepare import PreparedTokens
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, int64 [count, length]
 
@@ -100,7 +100,7 @@ def open_tokens(config: DataConfig, length: int, *, seed: int = 0, verify: bool 
     """
     if config.tokens:
         folder = Path(config.tokens).expanduser()
-        manifest = Manifest.load(folder)
+        manifest = PreparedTokens.load(folder)
         tokens, vocabulary, fingerprint = manifest.map(folder, verify), manifest.vocabulary, manifest.sha256
     else:
         text = python_sources()

@@ -12,7 +12,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -25,13 +25,14 @@ import torch
 from towpath.core.lossless import METRICS
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError
-from towpath.observe.stats import Stats, Sums, stats, sums, trace, traced
+from towpath.observe.stats import Stats, stats, totals, trace, traced
+from towpath.observe.totals import Totals
+from towpath.observe.trace import write_intervals
 from towpath.progress import size
-from towpath.tracing import write_intervals
 from towpath.train.config import DTYPES, Config
 
 if TYPE_CHECKING:
-    from towpath.train.trainer import StepResult, Trainer
+    from towpath.train.trainer import StepResult, TrainingRun
 
 # Dense FLOP/s in half precision, as the data sheets state them. The first name that is a word of the device's counts.
 _GPUS = {
@@ -67,14 +68,11 @@ class JsonLines:
                     self._file.write(b"\n")
         except OSError as error:
             raise ConfigError(f"log: cannot write {path}: {error.strerror}.") from None
+        self.close = self._file.close
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one row."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}).encode() + b"\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 class TensorBoard:
@@ -147,7 +145,7 @@ def open_writers(config: Config, topology: Any, first_step: int) -> list[Writer]
 class MetricsLogger:
     """Reports the steps of a run. Use it as a context around the steps. Rank 0 writes, and every rank must call it."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainingRun) -> None:
         config, job, parallel = trainer.config, trainer.job, trainer.config.parallel
         self._config, self._job, self._model, self._timers = config, job, trainer.model, trainer.timers
         self._first_step = self._step = trainer.state.step
@@ -162,28 +160,24 @@ class MetricsLogger:
         with job.together():
             self._writers = open_writers(config, self._topology, self._first_step) if job.rank == 0 else []
         self._printed = -math.inf  # when the progress was printed last
-        self._sums = self._current_sums()
+        self._totals = self._totals_now()
         self._began, self._seconds = time.perf_counter(), 0.0  # of the whole context
 
-    def _current_sums(self) -> Sums:
-        return sums(self._model).of_groups(self._groups)
+    def _totals_now(self) -> Totals:
+        return totals(self._model).of_groups(self._groups)
 
     def __enter__(self) -> MetricsLogger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._seconds = time.perf_counter() - self._began
-        for writer in self._writers:
-            try:
-                writer.close()
-            except Exception as failure:  # as in _write: the last state must still be saved
-                self._job.print_once(f"{type(writer).__name__} could not write its last rows: {failure}")
+        self._on_each_writer(lambda writer: writer.close())
 
     def log_step(self, result: StepResult) -> None:
         """Report a step that has ended."""
-        self._step, before = result.step, self._sums
-        self._sums = self._current_sums()
-        sent = self._sums.since(before)
+        self._step, before = result.step, self._totals
+        self._totals = self._totals_now()
+        sent = self._totals.since(before)
         row = asdict(result) | {
             "tokens": self._tokens,
             "tokens_per_second": self._tokens / result.seconds,
@@ -204,20 +198,23 @@ class MetricsLogger:
 
     def log_evaluation(self, loss: float | None, seconds: float) -> None:
         """Report an evaluation after the last step. Without held-out data the loss is None."""
-        self._sums = self._current_sums()  # what it sent is no part of the next step
+        self._totals = self._totals_now()  # what it sent is no part of the next step
         if loss is not None:
             self._write("validation", {"loss": loss, "seconds": seconds})
             self._job.print_once(f"step {self._step}: held-out loss {loss:.4f}")
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        self._on_each_writer(lambda writer: writer.write(kind, self._step, known))
+
+    def _on_each_writer(self, call: Callable[[Writer], None]) -> None:
         for writer in list(self._writers):
             try:
-                writer.write(kind, self._step, known)
+                call(writer)
             except Exception as error:  # a full disk, or an error of a library, is no reason to end the training
                 self._writers.remove(writer)
                 name = type(writer).__name__
-                self._job.print_once(f"step {self._step}: {name} cannot write: {error}. Its next rows are lost too.")
+                self._job.print_once(f"step {self._step}: {name} cannot write: {error}. Rows are lost.")
 
     @contextmanager
     def traced(self, step: int) -> Generator[None]:
@@ -290,15 +287,14 @@ def times(done: Stats, timers: Mapping[str, float], total_seconds: float) -> dic
 
     On a GPU, the thread launches work and waits only where it reads a value. So these are not the GPU's seconds.
     """
-    exposed: dict[str, float] = {}
-    for each in done.transfers:
-        name = f"waiting for {each.transfer.kind.value}"
-        exposed[name] = exposed.get(name, 0.0) + each.seconds_exposed
-    passes = timers.get("passes", 0.0)
-    found = {"compute": max(0.0, passes - sum(exposed.values()) - done.seconds_host), **exposed}
-    found["the engine's own work"] = done.seconds_host
-    for name, timer in (("the optimizer", "optimizer"), ("agreeing on the loss", "agreement"), ("the data", "data")):
-        found[name] = timers.get(timer, 0.0)
+    found = {
+        "compute": max(0.0, timers.get("passes", 0.0) - done.seconds_exposed - done.seconds_host),
+        **{f"waiting for {kind.value}": seconds for kind, seconds in done.exposed_by_kind.items()},
+        "the engine's own work": done.seconds_host,
+        "the optimizer": timers.get("optimizer", 0.0),
+        "agreeing on the loss": timers.get("agreement", 0.0),
+        "the data": timers.get("data", 0.0),
+    }
     found["the rest"] = max(0.0, total_seconds - sum(found.values()))
     return found
 

@@ -57,9 +57,3 @@ def learning_rate(config: TrainConfig, done: int) -> float:
     progress = (done - warmup) / max(1, config.steps - warmup)
     cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
     return config.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate

@@ -32,7 +32,7 @@ DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
 
 # Files up to this size are verified at every start, which takes about a second.
 _VERIFIED_BYTES = 1 << 30
-Pieces = list[tuple[bytes, bool]]  # text, and whether a document ends with it
+Texts = list[tuple[bytes, bool]]  # text, and whether a document ends with it
 
 _PIECE_BYTES = 1 << 24  # a larger file is cut at the next end of a line
 _ROWS = 256  # of a dataset, encoded at once
@@ -41,7 +41,7 @@ _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class PreparedTokens:
     """The description of a folder of tokens, as in its tokens.json."""
 
     dtype: str
@@ -55,7 +55,7 @@ class Manifest:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @staticmethod
-    def load(folder: Path) -> Manifest:
+    def load(folder: Path) -> PreparedTokens:
         """Read the manifest of a folder.
 
         Raises:
@@ -66,7 +66,7 @@ class Manifest:
             table = json.loads(path.read_text(encoding="utf-8"))
             if table.pop("format") != FORMAT or table["dtype"] not in DTYPES:
                 raise ValueError("another format")
-            return Manifest(**table)
+            return PreparedTokens(**table)
         except OSError as error:
             what = "Expected a folder that `towpath data prepare` made"
             raise ConfigError(f"data.tokens: cannot read {path}: {error.strerror}. {what}.") from None
@@ -141,7 +141,7 @@ def prepare(
     split: str = "train",
     name: str | None = None,
     progress: Callable[[int], object] | None = None,
-) -> Manifest:
+) -> PreparedTokens:
     """Write the tokens of texts into a folder.
 
     Args:
@@ -180,7 +180,7 @@ def prepare(
             os.fsync(file.fileno())
         if not documents:
             raise ConfigError(f"no text in {', '.join(sources)}: expected text files, or a dataset with rows.")
-        manifest = Manifest(
+        manifest = PreparedTokens(
             dtype=dtype,
             vocabulary=encoder.vocabulary,
             tokenizer=encoder.name,
@@ -208,7 +208,7 @@ def _is_dataset(sources: Sequence[str]) -> bool:
     return True
 
 
-def _files(paths: Sequence[str]) -> Iterator[Pieces]:
+def _files(paths: Sequence[str]) -> Iterator[Texts]:
     for path in paths:
         try:
             with Path(path).open("rb") as file:
@@ -219,7 +219,7 @@ def _files(paths: Sequence[str]) -> Iterator[Pieces]:
             raise ConfigError(f"cannot read {path}: {error.strerror}. Check its rights.") from None
 
 
-def _rows_of(sources: Sequence[str], column: str, split: str, name: str | None) -> Iterator[Pieces]:
+def _rows_of(sources: Sequence[str], column: str, split: str, name: str | None) -> Iterator[Texts]:
     try:
         import datasets
     except ImportError:

@@ -1,10 +1,10 @@
 """The trainer of `towpath train`, from top to bottom.
 
 run_training            one rank's run: signal handlers and process group (job.py), trainer
-Trainer.__init__        setup: data, model, strategy, sharding, optimizer
-Trainer.train           the loop: steps, metrics (metrics.py), saving (checkpoints.py), evaluation, signals
-Trainer.train_step      one step: gradient accumulation, clipping, agreement of the ranks (job.py), optimizer
-Trainer.evaluate        the loss of the held-out part
+TrainingRun.__init__        setup: data, model, strategy, sharding, optimizer
+TrainingRun.train           the loop: steps, metrics (metrics.py), saving (checkpoints.py), evaluation, signals
+TrainingRun.train_step      one step: gradient accumulation, clipping, agreement of the ranks (job.py), optimizer
+TrainingRun.evaluate        the loss of the held-out part
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from towpath.train.job import SIGNALS, Agreement, Job, StopRequest, handle_signa
 from towpath.train.metrics import JsonLines, MetricsLogger
 from towpath.train.models.bundle import build_model, checkpoint_blocks, compile_blocks, next_token_loss
 from towpath.train.models.tensor_parallel import plan_for
-from towpath.train.optimizers import build_optimizer, learning_rate, set_learning_rate
+from towpath.train.optimizers import build_optimizer, learning_rate
 from towpath.train.parallel import build_pipeline, choose_strategy, copies_of_model, shard_model, topology_of_copies
 
 _EVALUATED_BATCHES = 4  # of train.batch sequences
@@ -56,7 +56,7 @@ def run_training(config: Config) -> int:
     with handle_signals() as stop, init_distributed() as job, job.as_step_errors():
         if alone():
             job.print_once("one rank; for several: torchrun --nproc-per-node N -m towpath train …")
-        return Trainer(config, job, stop).train()
+        return TrainingRun(config, job, stop).train()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class StepResult:
     loss_of_islands: float | None  # with outer steps: of all islands, in the step before
 
 
-class Trainer:
+class TrainingRun:
     """A sharded model with its data and optimizer, on one rank. Every rank must make the same calls."""
 
     # Setup ------------------------------------------------------------------------------------------------------------
@@ -188,7 +188,8 @@ class Trainer:
         """
         config, state, began = self.config.train, self.state, time.perf_counter()
         rate = learning_rate(config, state.step)
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
 
         # Forward and backward passes of all micro-batches, with gradient accumulation.
         local_loss = self._pipeline_passes() if self.pipelined else self._accumulate_gradients()

@@ -24,12 +24,12 @@ from torch import nn
 
 from towpath.collectives.collective import Collective, Workspace
 from towpath.collectives.exact import AgreedAllGather, ExactSync
+from towpath.core.buffers import Needs, largest
 from towpath.core.formats import item_bytes
 from towpath.core.placement import Partition
 from towpath.core.step_state import ParamVersion, Slot, Slots
 from towpath.core.strategy import TransferKind
-from towpath.core.transfer import Needs
-from towpath.core.unit_plan import BucketPlan, largest
+from towpath.core.unit_plan import BucketPlan
 from towpath.engine.aliases import exchanged
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype

@@ -49,7 +49,7 @@ class Matrix(nn.Linear):
         nn.init.normal_(self.weight, std=self.spread)
 
 
-class Tokens(nn.Embedding):
+class TokenEmbedding(nn.Embedding):
     """An embedding whose weights are drawn from a normal distribution."""
 
     def reset_parameters(self) -> None:
@@ -112,7 +112,7 @@ class GPT(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.tokens = Tokens(shape.vocabulary, shape.width)
+        self.tokens = TokenEmbedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
         self.norm = nn.RMSNorm(shape.width, NORM_EPS)
         self.head = Matrix(shape.width, shape.vocabulary)

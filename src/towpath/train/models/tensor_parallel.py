@@ -93,14 +93,22 @@ def plan_for(model: nn.Module, plan: TensorPlan | None, ranks: int) -> TensorPla
 
 def share_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> nn.Module:
     """Let every rank of `mesh` keep its part of each shared layer of `model`, which may be a stage. Return `model`."""
-    from torch.distributed.tensor.parallel import parallelize_module
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+    parallel_styles = {
+        COLUMNS: ColwiseParallel(),
+        WHOLE_OUTPUT: ColwiseParallel(output_layouts=Replicate()),
+        ROWS: RowwiseParallel(),
+        WORDS: RowwiseParallel(input_layouts=Replicate()),
+        EACH_HEAD: SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
+    }
     layers = list(plan.layers_of(model))
     weights = {name: layer.weight for name, layer, _ in layers}
     for name, layer, style in layers:
         if style == EACH_HEAD:
             layer.register_forward_pre_hook(partial(_check_heads, name))
-        parallelize_module(layer, mesh, _parallel_style(style))
+        parallelize_module(layer, mesh, parallel_styles[style])
     first: dict[int, nn.Module] = {}
     for name, layer, _ in layers:  # tied weights stay tied
         layer.weight = first.setdefault(id(weights[name]), layer).weight
@@ -109,23 +117,6 @@ def share_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> nn.Mod
         if count > 1:
             model.get_submodule(name).register_forward_pre_hook(partial(_replicate_input, mesh), with_kwargs=True)
     return model
-
-
-def _parallel_style(style: str) -> Any:
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-
-    match style:
-        case "colwise":
-            return ColwiseParallel()
-        case "colwise_gather_output":
-            return ColwiseParallel(output_layouts=Replicate())
-        case "rowwise":
-            return RowwiseParallel()
-        case "embedding_rowwise":
-            return RowwiseParallel(input_layouts=Replicate())
-        case _:
-            return SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
 
 
 def _check_heads(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
