@@ -148,9 +148,8 @@ class Partial(torch.Tensor):
 
     @staticmethod
     def stacked(parts: Sequence[Partial], dim: int = 0) -> Partial:
-        first = parts[0]
         names = tuple(name for p in parts for name in p.names)
-        return Partial(torch.stack([p.part for p in parts], dim), first.order, first.replica, names, first.dtype)
+        return parts[0]._like(torch.stack([p.part for p in parts], dim), names)
 
     def resolve(self) -> torch.Tensor:
         """Return the value, combined over the replica, as a plain tensor. Every rank of the replica must call it."""
@@ -232,7 +231,7 @@ class Partial(torch.Tensor):
         if any(isinstance(a, Partial) and a.order in (WHOLE, _WRITTEN) for a in args):
             return on_whole()
         if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
-            return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
+            return args[0]._like(args[0].part, dtype=kwargs.get("dtype"))
         if packet is aten.stack and _same_kind_of_partial(args[0]):
             # Stages hold other parameters, and only the pipeline can combine norms over them.
             if args[0][0].replica.is_a_stage:
@@ -249,12 +248,12 @@ class Partial(torch.Tensor):
                 return args[0].of_all().resolve()
         if sums and packet is aten.add:
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
-            return Partial(args[0].part + args[1].part, "sum", args[0].replica, args[0].names + args[1].names, dtype)
+            return args[0]._like(args[0].part + args[1].part, args[0].names + args[1].names, dtype)
         # Python's sum() starts with 0.
         if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:
-            return args[0].as_dtype(args[0].dtype)
+            return args[0]._like(args[0].part)
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
-            return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].names, args[0].dtype)
+            return args[0]._like(args[0].part.sum())
         return on_whole()
 
     def become_whole(self) -> None:
@@ -268,11 +267,10 @@ class Partial(torch.Tensor):
     def of_all(self) -> Partial:
         """Return the partial norm of all elements, from the partial norms in this tensor."""
         assert isinstance(self.order, float)
-        norm = torch.linalg.vector_norm(self.part, self.order)
-        return Partial(norm, self.order, self.replica, self.names, self.dtype)
+        return self._like(torch.linalg.vector_norm(self.part, self.order))
 
-    def as_dtype(self, dtype: torch.dtype) -> Partial:
-        return Partial(self.part, self.order, self.replica, self.names, dtype)
+    def _like(self, part: torch.Tensor, names: tuple[str, ...] = (), dtype: torch.dtype | None = None) -> Partial:
+        return Partial(part, self.order, self.replica, names or self.names, dtype or self.dtype)
 
 
 def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
