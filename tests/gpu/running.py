@@ -96,7 +96,7 @@ def towpath_train_does_not_wait(folder: Path, offload: str | None, offload_activ
         "train": {"steps": 6, "batch": 16, "micro_batch": 4, "length": 64, "offload_activations": offload_activations},
         "strategy": strategy | ({"offload": offload} if offload else {}),
     }
-    some_of_a_pass = mock.patch.object(saved_activations, "_WINDOW_BYTES", 1 << 18)
+    some_of_a_pass = mock.patch.object(saved_activations, "_AHEAD_BYTES", 1 << 18)
     with init_distributed() as job, some_of_a_pass:
         training = TrainingRun(Config.from_dict(sections), job)
         try:

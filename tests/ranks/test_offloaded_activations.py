@@ -39,7 +39,7 @@ def _compare(label: str, checkpointed: bool) -> None:
         for block in run.model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_activations, "_WINDOW_BYTES", 1 << 12)  # on a GPU, some of a pass
+        patch.setattr(saved_activations, "_AHEAD_BYTES", 1 << 12)  # on a GPU, some of a pass
         kept = _count_kept(patch)
         for step in range(3):
             for run in (plain, offloaded):
@@ -67,9 +67,9 @@ def _count_kept(patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         kept.append(copied(tensor))
         return kept[-1]
 
-    def begin(self: saved_activations.DeviceCopies, tensor: torch.Tensor, window: Any) -> Any:
+    def begin(self: saved_activations.DeviceCopies, tensor: torch.Tensor, passed: Any) -> Any:
         kept.append(tensor.clone())
-        return offload(self, tensor, window)
+        return offload(self, tensor, passed)
 
     patch.setattr(saved_activations, "_copied", copy)
     patch.setattr(saved_activations.DeviceCopies, "offload", begin)  # on a GPU
@@ -111,7 +111,7 @@ def test_weights_that_may_be_another_unit_s_are_refused_as_without_it() -> None:
     with towpath.offload_activations(run.model, smallest_bytes=1):
         loss = entry.loss(run.model, *entry.micro_batch(0, 0, 0, torch.float32))
     for unit in engine_of(run.model).units:
-        unit.invalidate_views(True)  # raised once more than the engine will put back
+        unit.shown.invalidate_views(True)  # raised once more than the engine will put back
     with pytest.raises(StepError, match="was modified since its forward pass"):
         loss.backward()
 

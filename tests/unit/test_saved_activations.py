@@ -13,7 +13,7 @@ import torch
 
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.engine import saved_activations
-from towpath.engine.saved_activations import DeviceCopies, _Window
+from towpath.engine.saved_activations import DeviceCopies, _Pass
 from towpath.engine.transfer_queues import Handle, Stream, StreamJob
 from towpath.errors import StepError
 from towpath.observe.record import TransferWait
@@ -73,51 +73,47 @@ class LateHandle(Handle):
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Generator[Any]:
-    """Windows of two tensors, and slabs of four."""
-    monkeypatch.setattr(saved_activations, "_WINDOW_BYTES", 2 * NBYTES)
-    monkeypatch.setattr(saved_activations, "_FIRST_SLAB_BYTES", 4 * NBYTES)
+    """Two tensors are on the device ahead of their use, and four in a block of the host's memory."""
+    monkeypatch.setattr(saved_activations, "_AHEAD_BYTES", 2 * NBYTES)
+    monkeypatch.setattr(saved_activations, "_BLOCK_BYTES", 4 * NBYTES)
     yield DeviceCopies(CPU, Late(), Late())
 
 
 def saved(copies: DeviceCopies, values: Sequence[int]) -> list[Any]:
-    """What a forward pass saves, in windows of two."""
-    found: list[Any] = []
-    window = _Window(None)
-    for value in values:
-        if window.nbytes == 2 * NBYTES:
-            window = _Window(window)
-        found.append(copies.offload(torch.full((NBYTES // 4,), float(value)), window))
-    return found
+    """What a forward pass saves."""
+    passed = _Pass()
+    return [copies.offload(torch.full((NBYTES // 4,), float(value)), passed) for value in values]
 
 
-def test_a_window_is_requested_while_the_one_after_it_is_used(copies: Any) -> None:
+def test_tensors_are_requested_ahead_of_their_use(copies: Any) -> None:
     tensors = saved(copies, range(6))
-    assert len(copies.to_host.jobs) == 6 and copies.to_host.done == 4  # the last window need not have left
+    assert len(copies.to_host.jobs) == 6 and copies.to_host.done == 4  # the last two need not have left
     back = copies.to_device.jobs
     requested: list[int] = []
     for number in reversed(range(6)):
         assert torch.equal(tensors[number].unpacked(), torch.full((NBYTES // 4,), float(number)))
         tensors[number] = None
         requested.append(len(back))
-    # The last two are on the device still. The first of each window brings the whole window before it.
-    assert requested == [2, 2, 4, 4, 4, 4]
+    # The last two are on the device still. Each brings the tensor that will be the second after it.
+    assert requested == [1, 2, 3, 4, 4, 4]
     assert copies.to_device.done == 4
 
 
 def test_each_tensor_waits_for_its_own_copy_only(copies: Any) -> None:
     tensors = saved(copies, range(6))
     tensors[5].unpacked()
+    tensors[4].unpacked()
     assert len(copies.to_device.jobs) == 2 and copies.to_device.done == 0
     assert tensors[3].unpacked()[0] == 3  # the first that was requested
     assert copies.to_device.done == 1
 
 
 def test_tensors_leave_the_device_as_later_ones_are_saved(copies: Any) -> None:
-    values, window = [torch.full((NBYTES // 4,), float(n)) for n in range(4)], _Window(None)
+    values, passed = [torch.full((NBYTES // 4,), float(n)) for n in range(4)], _Pass()
     memory = [weakref.ref(v.untyped_storage()) for v in values]
     kept: list[Any] = []
     while values:
-        kept.append(copies.offload(values.pop(0), window))
+        kept.append(copies.offload(values.pop(0), passed))
     assert [reference() is not None for reference in memory] == [False, False, True, True]
 
 
@@ -127,36 +123,57 @@ def test_a_graph_is_kept_for_a_second_backward_pass(copies: Any) -> None:
         assert [int(t.unpacked()[0]) for t in reversed(tensors)] == [5, 4, 3, 2, 1, 0]
 
 
-def test_memory_on_the_host_is_reused_once_graphs_are_dropped(copies: Any) -> None:
+def test_large_tensors_are_requested_ahead_too(copies: Any) -> None:
+    passed = _Pass()
+    tensors = [copies.offload(torch.full((NBYTES,), float(number)), passed) for number in range(4)]
+    copies._leave(0)
+    assert tensors[3].unpacked()[0] == 3 and len(copies.to_device.jobs) == 2
+
+
+def test_a_backward_pass_through_early_tensors_brings_none_of_the_later_ones(copies: Any) -> None:
+    tensors = saved(copies, range(6))
+    assert [int(tensors[number].unpacked()[0]) for number in (1, 0)] == [1, 0]
+    assert len(copies.to_device.jobs) == 2
+
+
+def test_memory_on_the_host_is_dropped_with_the_graphs(copies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps page-locked memory for later blocks, and waits for the copies to it and from it."""
+    made: list[weakref.ref[Any]] = []
+    allocate = saved_activations.gradients.host_memory
+
+    def host_memory(*args: Any) -> torch.Tensor:
+        memory = allocate(*args)
+        made.append(weakref.ref(memory.untyped_storage()))
+        return memory
+
+    monkeypatch.setattr(saved_activations.gradients, "host_memory", host_memory)
     for _ in range(3):
-        tensors = saved(copies, range(6))
-        for number in reversed(range(6)):
+        tensors = saved(copies, range(8))
+        kept = [tensor.kept.data_ptr() for tensor in tensors]
+        assert len(set(kept)) == 8 and kept[1] - kept[0] == NBYTES
+        for number in reversed(range(8)):
             assert tensors.pop().unpacked()[0] == number
-        assert copies.host_bytes == 8 * NBYTES  # two slabs
-    # Of other sizes and orders, too.
-    tensors = [copies.offload(torch.ones(NBYTES // 8), _Window(None)) for _ in range(16)]
-    assert copies.host_bytes == 8 * NBYTES
-    del tensors[::2]
-    tensors += [copies.offload(torch.ones(NBYTES // 8), _Window(None)) for _ in range(8)]
-    assert copies.host_bytes == 8 * NBYTES
+        for stream in (copies.to_host, copies.to_device):
+            stream.finish()
+        gc.collect()
+    assert len(made) == 6 and sum(reference() is not None for reference in made) == 1  # the block in use
 
 
-def test_a_graph_that_is_dropped_with_copies_under_way_gives_its_memory_back(copies: Any) -> None:
+def test_a_graph_that_is_dropped_with_copies_under_way_keeps_their_memory(copies: Any) -> None:
     tensors = saved(copies, range(6))
     tensors[5].unpacked()
+    arriving, leaving = tensors[3].arriving[0].data_ptr(), [t.leaving.data_ptr() for t in tensors[4:]]
     tensors.clear()
-    assert copies.to_device.done == 0 and copies.to_host.done == 4
+    assert copies.to_device.done == 0 and copies.to_device.told_of == [arriving]
+    assert copies.to_host.done == 4 and sorted(copies.to_host.told_of) == sorted(leaving)
     again = saved(copies, range(10, 16))
-    # The computation has waited for the copies: it may get the memory that they write to and read.
-    assert all(job.done for job in (*copies.to_device.jobs[:2], *copies.to_host.jobs[:6]))
     assert [int(t.unpacked()[0]) for t in reversed(again)] == [15, 14, 13, 12, 11, 10]
-    assert copies.host_bytes == 8 * NBYTES
 
 
 def test_what_is_written_to_after_it_was_saved_is_refused(copies: Any) -> None:
-    window, tensors, kept = _Window(None), [torch.zeros(NBYTES // 4) for _ in range(4)], list[Any]()
+    passed, tensors, kept = _Pass(), [torch.zeros(NBYTES // 4) for _ in range(4)], list[Any]()
     for tensor in tensors:
-        kept.append(copies.offload(tensor, window))
+        kept.append(copies.offload(tensor, passed))
         if tensor is tensors[0]:
             tensor.add_(1)
     tensors[3].add_(1)
@@ -168,11 +185,11 @@ def test_what_is_written_to_after_it_was_saved_is_refused(copies: Any) -> None:
 
 def test_copies_keep_dtype_shape_and_strides(copies: Any) -> None:
     base = torch.arange(240.0).view(4, 6, 10)
-    window = _Window(None)
+    passed = _Pass()
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float64):
         whole = base.to(dtype)
         for tensor in (whole, whole.mT, whole[:, 1:5, ::3], whole[:1].expand(3, 6, 10), whole.unfold(2, 4, 2).mT):
-            kept = copies.offload(tensor, window)
+            kept = copies.offload(tensor, passed)
             copies._leave(0)
             found = kept.unpacked()
             assert torch.equal(found, tensor) and found.dtype == dtype and found.stride() == tensor.stride()
@@ -182,10 +199,10 @@ def test_host_and_device_exchange_dense_memory_only(copies: Any, monkeypatch: py
     """PyTorch copies anything else through pageable memory, and the host waits for that copy."""
     copied: list[tuple[bool, bool]] = []
     copy = torch.Tensor.copy_
+    blocks: set[tuple[int, int]] = set()
 
     def on_host(tensor: torch.Tensor) -> bool:
-        starts = [(slab.memory.data_ptr(), slab.memory.nbytes) for slab in copies._slabs]
-        return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in starts)
+        return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in blocks)
 
     def checked(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if on_host(target) or on_host(source):
@@ -194,10 +211,17 @@ def test_host_and_device_exchange_dense_memory_only(copies: Any, monkeypatch: py
             copied.append((on_host(target), on_host(source)))
         return copy(target, source, non_blocking)
 
+    def host_memory(nbytes: int) -> torch.Tensor:
+        memory = allocate(nbytes)
+        blocks.add((memory.data_ptr(), nbytes))
+        return memory
+
+    allocate = copies.host_memory
+    monkeypatch.setattr(copies, "host_memory", host_memory)
     monkeypatch.setattr(torch.Tensor, "copy_", checked)
     q, k, v = torch.randn(2, 8, 3, 4, 16).transpose(1, 3).unbind(2)
-    window = _Window(None)
-    kept = [copies.offload(each, window) for each in (q, k, v)]
+    passed = _Pass()
+    kept = [copies.offload(each, passed) for each in (q, k, v)]
     copies._leave(0)
     for saved_one, each in zip(kept, (q, k, v), strict=True):
         found = saved_one.unpacked()
@@ -208,11 +232,11 @@ def test_host_and_device_exchange_dense_memory_only(copies: Any, monkeypatch: py
 def test_gaps_of_tensors_count_as_memory_of_the_device(copies: Any) -> None:
     """They come back with the tensors. So fewer tensors are on the device at a time."""
     wide = torch.randn(NBYTES // 4, 2)
-    window, kept = _Window(None), list[Any]()
+    passed, kept = _Pass(), list[Any]()
     for _ in range(3):
-        kept.append(copies.offload(wide[:, 0], window))
+        kept.append(copies.offload(wide[:, 0], passed))
         assert copies._leaving_bytes <= 2 * NBYTES
-    assert copies.to_host.done == 2 and copies.host_bytes == 4 * NBYTES
+    assert copies.to_host.done == 2 and copies._block.numel() == 4 * NBYTES
 
 
 def test_memory_of_other_streams_is_kept_from_them(copies: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +249,10 @@ def test_memory_of_other_streams_is_kept_from_them(copies: Any, monkeypatch: pyt
     assert copies.to_host.told_of == []
     tensors += saved(copies, range(3, 5))
     assert len(copies.to_host.told_of) == 2  # those that were saved on the first stream
-    tensors[0].unpacked()
+    tensors[1].unpacked()  # requests the one before
     assert recorded == []
     monkeypatch.setattr(copies, "current_stream", lambda: "third")
-    tensors[1].unpacked()
+    tensors[0].unpacked()
     assert recorded == ["third"]
 
 
@@ -236,9 +260,9 @@ def test_what_stays_on_the_device_keeps_no_graph_alive(copies: Any) -> None:
     """Also where a node saves its own output."""
 
     def pack(tensor: torch.Tensor) -> Any:
-        return copies.offload(tensor, window)
+        return copies.offload(tensor, passed)
 
-    window = _Window(None)
+    passed = _Pass()
     x = torch.zeros(NBYTES // 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.unpacked()):
         y = x.exp().exp()
@@ -248,5 +272,4 @@ def test_what_stays_on_the_device_keeps_no_graph_alive(copies: Any) -> None:
     del y
     copies.to_host.finish()
     gc.collect()
-    copies._give_back()
-    assert node() is None and copies._slabs[0].free == [(0, 4 * NBYTES)]
+    assert node() is None

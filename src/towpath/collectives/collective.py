@@ -126,11 +126,9 @@ class GroupRank:
 
 
 def message_tag(transfer: Transfer) -> int:
-    """Return the tag of a collective's messages, so that messages of collectives that do not fit each other never meet.
-
-    gloo ends a process that receives more than it expects. Collectives that do fit share a tag. If ranks mix them up,
-    the collective logs reveal it, without a wait.
-    """
+    """Return the tag of a collective's messages, so that those of collectives that do not fit each other never meet."""
+    # gloo ends a process that receives more than it expects. Collectives that do fit share a tag. If ranks mix them up,
+    # the collective logs reveal it, without a wait.
     told = transfer.move.op.value, transfer.route, transfer.elements, transfer.dtype, transfer.encoding
     return crc32(" ".join(map(str, told)).encode()) >> 8
 

@@ -166,6 +166,7 @@ def grouped(op: Op, route: str, members: GroupRank, elements: int, device: torch
     if not is_direct(route, members):
         slots = tuple(range(len(members.group.ranks))) if route == "flat" else columns_first(members.grid)
         ordered = replace(members, group=Group(members.group.ranks, slots))
+        # The copy is in an order for which the call below needs no copy itself.
         inner = grouped(op, route, ordered, elements, device, start + elements)
         return Reordered(op, members, slots, inner, device, start)
     if route == "flat":

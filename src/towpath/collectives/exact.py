@@ -74,7 +74,8 @@ class ExactSync(Collective):
     def _encode(self, region: torch.Tensor, shard: torch.Tensor, cells: Sequence[torch.Tensor]) -> bool:
         """Encode the parts of this member's slice, and write them to the region. Return whether as differences."""
         before, in_place = region[self._own], shard.data_ptr() == region[self._own].data_ptr()
-        if in_place:  # the optimizer has overwritten the region itself
+        # The optimizer has overwritten the region itself.
+        if in_place:
             if self._sent is None:
                 self._sent = torch.empty_like(shard)
             before = self._sent
@@ -82,6 +83,7 @@ class ExactSync(Collective):
         for cell, (start, end) in zip(cells, self._pieces[self._members.slot], strict=True):
             part = slice(start - self._own.start, end - self._own.start)
             encode(None if is_first else before[part], shard[part], cell)
+        # The receivers will hold these values, which the next differences refer to.
         before.copy_(shard)
         return not is_first
 
@@ -171,15 +173,15 @@ class AgreedAllGather(ExactSync):
             return
         slices = region.view(count, -1)
         outcomes = decode_slices(gathered.view(count, size), slices, self._members.slot, self._as_differences)
+        # To page-locked memory, so that the host does not wait.
         self._outcomes.copy_(outcomes, non_blocking=True)
+        # The event tells the host when the outcomes are there, without a wait for the device now.
         self._end = torch.cuda.Event()
         self._end.record()
 
     def problems(self) -> Sequence[str]:
-        """Return which slices hold old values. The host waits for the last run.
-
-        At the boundary that run has long ended: the backward pass, which follows it, is enqueued behind it.
-        """
+        """Return which slices hold old values. The host waits for the last run."""
+        # At the boundary that run has long ended: the backward pass, which follows it, is enqueued behind it.
         self._read_outcomes()
         return super().problems()
 

@@ -27,10 +27,8 @@ from towpath.core.transport import Transport
 def all_gather_single(
     region: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """All-gather `shard` into `region`, under the name that the installed PyTorch has for it.
-
-    PyTorch 2.13 and later warn about the older name.
-    """
+    """All-gather `shard` into `region`, under the name that the installed PyTorch has for it."""
+    # PyTorch 2.13 and later warn about the older name.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     return getattr(dist, name)(region, shard, group=group, async_op=async_op)
 
@@ -127,6 +125,7 @@ class EncodedAllGather(Collective):
         assert isinstance(transfer.payload, Range) and transfer.transport.encoding is not None
         codec, count = transfer.transport.encoding, len(members.group.ranks)
         self._inner, self._rests, self._kernels = inner, transfer.payload.encoded, kernels_for(device)
+        # All slices have the same encoded length, because collectives of the backend take equal ones.
         cell = encoded_slice(codec, transfer.elements, count)
         self._bytes, self._mine = cell * count, slice(members.slot * cell, (members.slot + 1) * cell)
         bounds = [transfer.bounds(slot) for slot in range(count)]

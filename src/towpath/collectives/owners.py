@@ -63,6 +63,7 @@ class OwnersExchange(Collective):
         for piece in exchanged:
             if piece.leaves and kernels is not None and self._codec is not None:
                 kernels.encode(self._codec, piece.tensor, piece.content, _NO_SEED)
+        # All messages are posted in one batch, so that no order between holders and owners can block.
         messages = [
             PeerMessage(piece.leaves, piece.message.target if piece.leaves else piece.message.source, piece.content)
             for piece in exchanged
@@ -100,6 +101,7 @@ class OwnersExchange(Collective):
     ) -> list[_PieceMessage]:
         lengths = [self._matrices[m.matrix].pieces[m.slot] for m in self._mine]
         sizes = [piece_bytes(n, self._item, self._codec) for n in lengths]
+        # One buffer for all messages, because each `take` returns the same bytes.
         transports = workspace.take(sum(sizes), torch.uint8).split(sizes) if self._codec is not None and sizes else None
         found: list[_PieceMessage] = []
         for index, message in enumerate(self._mine):

@@ -44,10 +44,8 @@ class PeerMessage:
     cell: torch.Tensor | None = None
 
     def encoded(self) -> torch.Tensor:
-        """Encode the content, if there is a cell. Return what to send, or the memory to receive in.
-
-        That memory may be larger than what arrives.
-        """
+        """Encode the content, if there is a cell. Return what to send, or the memory to receive in."""
+        # That memory may be larger than what arrives.
         if self.cell is None:
             return self.content
         return self.cell[: encode(None, self.content, self.cell)] if self.leaves else self.cell
@@ -80,10 +78,8 @@ class Posted:
 
 
 def post(messages: Sequence[PeerMessage], members: GroupRank, where: str, workspace: Workspace, tag: int) -> Posted:
-    """Start to send and receive `messages`, and return the batch to wait for.
-
-    Both ends must post the messages that they exchange under a tag in the same order.
-    """
+    """Start to send and receive `messages`, and return the batch to wait for."""
+    # Both ends must post the messages that they exchange under a tag in the same order.
     group = members.process_group
     # Receives are posted first. gloo notifies a sender that it may start through the connection that also has the data
     # of the other direction. Queued behind that data, the notification would arrive late, and the two directions would

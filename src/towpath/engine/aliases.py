@@ -27,6 +27,7 @@ _OF_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 def check_memory(places: Sequence[ParameterPlace]) -> None:
     """Raise ShardError if two parameters overlap in memory. They may be neighbors in one storage."""
     for sharing in _by_storage(places).values():
+        # In order of their addresses, each parameter is compared only with those that begin before its end.
         sharing.sort(key=lambda pair: _bounds(pair[1])[0])
         for number, (place, values) in enumerate(sharing):
             for other, theirs in sharing[number + 1 :]:
@@ -83,6 +84,7 @@ def _items(holder: Holder, key: Any, value: Any, name: str, seen: set[int]) -> I
     if isinstance(value, (list, dict)):
         if id(value) in seen:
             return
+        # Lists may contain themselves.
         seen.add(id(value))
         inside = cast(Holder, value)
         pairs: Iterable[Any] = enumerate(cast(Any, value)) if isinstance(value, list) else cast(Any, value).items()

@@ -56,10 +56,8 @@ class _BackwardInputs(torch._C._ImperativeEngine):  # pyright: ignore
 
 
 def _of_tensors(inputs: Sequence[Any], found: Sequence[Any], may_be_none: bool) -> tuple[Any, ...]:
-    """Return the gradients of `inputs`, as `torch.autograd.grad` does; raise if a sharded parameter has one.
-
-    The gradient of a parameter that modules have computed with would be this rank's own. Other inputs are fine.
-    """
+    """Return the gradients of `inputs`, as `torch.autograd.grad` does; raise if a sharded parameter has one."""
+    # The gradient of a parameter that modules have computed with would be this rank's own. Other inputs are fine.
     wanted, of_views = tuple(found[: len(inputs)]), found[len(inputs) :]
     if any(gradient is not None for gradient in of_views):
         raise ShardError(
@@ -105,12 +103,10 @@ def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
 
 
 def expect_gradients(unit: Unit, passed: ForwardPass, inputs: Sequence[Node]) -> None:
-    """Count the gradients of `unit` that the running backward pass will compute. `inputs` compute those of its inputs.
-
-    With `backward(inputs=...)` no hook reports what autograd leaves out. If the pass ends in this unit, the unit has
-    finished once the named parameters have gradients. If not, the weights may be read again afterwards, for the
-    gradients of its inputs.
-    """
+    """Count the gradients of `unit` that the running backward pass will compute, `inputs` those of its inputs."""
+    # With `backward(inputs=...)` no hook reports what autograd leaves out. If the pass ends in this unit, the unit has
+    # finished once the named parameters have gradients. If not, the weights may be read again afterwards, for the
+    # gradients of its inputs.
     passed.inputs_awaited = passed.inputs
     if _reached is None:
         return

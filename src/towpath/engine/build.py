@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from math import prod
 
@@ -21,12 +21,12 @@ from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
-from towpath.core.unit_plan import UnitPlan, plan_unit
+from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.aliases import check_memory, find_kept
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
-from towpath.engine.layout import ParameterPlace, UnitLayout, device_of, is_saved
+from towpath.engine.layout import UnitLayout, device_of, is_saved
 from towpath.engine.optimizer_hooks import watch_optimizers
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
@@ -54,7 +54,7 @@ _LOG = logger("engine")
 
 def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Groups) -> None:
     """Raise ShardError if `strategy` cannot shard a model in place, before any parameter is changed."""
-    places = _places(layouts)
+    places = [place for layout in layouts for place in layout.places]
     for place in places:
         over = place.parallel.ranks if place.parallel is not None else []
         both = sorted(set(over) & set(groups.members))
@@ -74,7 +74,8 @@ def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Gr
                 # The module would notice new weights by these references. `ModuleParameters.swap` sets its weights.
                 module._flat_weight_refs = [None] * len(module._flat_weights_names)  # pyright: ignore
             for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
-                if isinstance(hook, WeightNorm):  # Every forward pass computes the weight anew.
+                # Every forward pass computes the weight anew.
+                if isinstance(hook, WeightNorm):
                     setattr(module, hook.name, getattr(module, hook.name).detach())
         reason = _in_use(place.parameter)
         if reason is not None:
@@ -83,18 +84,16 @@ def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Gr
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raise ShardError for modules and buffers that would differ between the ranks.
-
-    An embedding with `max_norm` writes to its weight in each forward, to different rows on each rank. Rank 0 cannot
-    broadcast sparse, quantized and expanded buffers.
-    """
+    """Raise ShardError for modules and buffers that would differ between the ranks."""
+    # An embedding with `max_norm` writes to its weight in each forward, to different rows on each rank. Rank 0 cannot
+    # broadcast sparse, quantized and expanded buffers.
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ShardError(
-                f"{name!r} is an {type(module).__name__} with max_norm={module.max_norm}. It writes to its weight in "
-                "each forward, on every rank to the rows that this rank looks up. Leave max_norm out, and bound the "
-                "norms after optimizer.step(), on every rank: with towpath.full_parameters(model, [embedding]), "
-                "torch.no_grad(): embedding.weight.copy_(torch.renorm(embedding.weight, 2, 0, max_norm))"
+                f"{name!r} is an {type(module).__name__} with max_norm={module.max_norm}, which writes to its weight "
+                "in each forward, to other rows on every rank. Leave it out; after optimizer.step(), on every rank: "
+                "with towpath.full_parameters(model, [embedding]), torch.no_grad(): "
+                "embedding.weight.copy_(torch.renorm(embedding.weight, 2, 0, max_norm))"
             )
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided:
@@ -152,19 +151,20 @@ def build(
     there is one island.
     """
     job = job or groups
+    # Ranks compare logs by this number, so it counts alike on all of them.
     number: int = next(groups.shared("models made", count))
     log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
     comm = CommContext(groups, device_of(layouts, groups), log, job)
-    mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
+    places = [place for layout in layouts for place in layout.places]
+    mesh = mesh_of([place.parallel for place in places if place.parallel is not None])
     if mesh.groups and (
         strategy.frozen_codec != "none"
         or any(strategy.transport(kind).encoding for kind in TransferKind)
         or (strategy.outer is not None and strategy.outer.transport.codec != "none")
     ):
         raise ShardError(
-            f"{strategy.name} has codecs, and the model is on a tensor-parallel mesh. What is replicated there would "
-            "share blocks with what is split, be rounded otherwise on every rank, and drift apart. Take a strategy "
-            "without codecs."
+            f"{strategy.name} has codecs, and the model is on a tensor-parallel mesh, whose replicas would be rounded "
+            "otherwise on every rank, and drift apart. Take a strategy without codecs."
         )
     if mesh.groups and strategy.optimizer_on_host:
         raise ShardError(
@@ -197,27 +197,37 @@ def build(
     else:
         source = FromValues(values, comm.rank, comm.device)
     trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
-    shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
+    on_host, writes = _host_replica(strategy, groups, trainable), ParamVersion()
+    # Before any ShardTensor exists, so that no optimizer steps one unseen.
     watch_optimizers()
     if root_is_real:
         materialise_buffers(model, comm.device, starts, source)
     else:
-        with together(job):  # one rank's model may be on the meta device, and another's not
+        # One rank's model may be on the meta device, and another's not.
+        with together(job):
             if values is None:
-                check_initialisers(model, _places(layouts))
+                check_initialisers(model, places)
             materialise_buffers(model, comm.device, starts, source)
     if groups.chosen is not None:
         move_all_but_parameters(model, groups.chosen)
-    units = [
-        _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
-    ]
-    _fill_buffers(model, source, job)  # after the parameters, because a module may initialize both together
+    units: list[Unit] = []
+    for index, (layout, plan) in enumerate(zip(layouts, plans, strict=True)):
+        version = ParamVersion(writes)
+        buckets: list[Bucket] = []
+        for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
+            bucket.follow(planned.spec)
+            replica = (on_host if planned.optimizer_on_host else trainable) if planned.spec.trainable else frozen
+            # One bucket's values at a time: `source` reuses their memory for the next.
+            buckets.append(Bucket(bucket, planned, source.flat(bucket, planned), comm, replica, mesh, version))
+        units.append(Unit(index, layout, plan, buckets, version, comm))
+    # Buffers follow the parameters, because a module may initialize both together.
+    _fill_buffers(model, source, job)
     if values is not None:
         with together(job):
             if source.failure is not None:
                 raise source.failure
     synced = None if outer is None else OuterSync(outer, units, comm)
-    return Engine(strategy, precision, units, comm, shared.writes, synced)
+    return Engine(strategy, precision, units, comm, writes, synced)
 
 
 def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
@@ -226,36 +236,6 @@ def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
         values = (source.buffer(name, buffer) if is_saved(model, name) else buffer).detach().contiguous()
         groups.broadcast(values)
         buffer.data.copy_(values)
-
-
-def _places(layouts: list[UnitLayout]) -> list[ParameterPlace]:
-    return [p for unit in layouts for bucket in unit.buckets for p in bucket.places]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """The objects that all buckets of a model share."""
-
-    comm: CommContext
-    trainable: Replica
-    on_host: Replica  # the ranks of `trainable`, for tensors in the host's memory
-    frozen: Replica
-    mesh: TensorParallelMesh
-    writes: ParamVersion
-
-
-def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared: _Shared) -> Unit:
-    buckets: list[Bucket] = []
-    version = ParamVersion(shared.writes)
-    for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
-        bucket.follow(planned.spec)
-        flat = source.flat(bucket, planned)
-        if not planned.spec.trainable:
-            replica = shared.frozen
-        else:
-            replica = shared.on_host if planned.optimizer_on_host else shared.trainable
-        buckets.append(Bucket(bucket, planned, flat, shared.comm, replica, shared.mesh, version))
-    return Unit(index, layout, plan, buckets, version, shared.comm)
 
 
 def _replica(strategy: Strategy, trains: bool, comm: CommContext, mesh: TensorParallelMesh) -> Replica:

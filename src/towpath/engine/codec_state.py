@@ -34,6 +34,7 @@ def codec_state(engine: Engine) -> dict[str, torch.Tensor]:
 def load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
     """Restore codec state, such as error feedback, that `codec_state` returned at the step where the engine is now."""
     mine = codec_state(engine)
+    # The manifest has compared `fingerprint` before, so other keys would be a bug and no damaged file.
     assert mine.keys() == values.keys(), (mine.keys(), values.keys())
     for name, value in values.items():
         if name != _SEEDS:
@@ -62,6 +63,7 @@ def fingerprint(engine: Engine) -> str:
             lines.append(f"{bucket.plan.numel} {bucket.plan.spec.alignment}")
             for p in bucket.layout.places:
                 lines.append(f"{unit.name} {p.names[0]} {tuple(p.shape)} {p.offset}")
+                # On a tensor-parallel mesh the same shape may be another part of the tensor.
                 lines += [f"{p.parallel.describe()} on {p.parallel.ranks}"] if p.parallel is not None else []
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -95,11 +95,9 @@ class Streams(dict[str, Stream]):
 
 
 def leave(streams: weakref.ref[Streams], peers: Watchdog) -> None:
-    """Wait at the program's end for jobs that are under way, because their threads cannot be stopped.
-
-    If the ranks have diverged, such a job can never end. It would block the program until the process group's timeout.
-    So the process then exits at once, with status 1.
-    """
+    """Wait at the program's end for jobs that are under way, because their threads cannot be stopped."""
+    # If the ranks have diverged, such a job can never end. It would block the program until the process group's
+    # timeout. So the process then exits at once, with status 1.
     if peers.diverged:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -118,10 +116,8 @@ MAX_CTAS = 16
 
 
 def shares_groups(backend: str) -> bool:
-    """Return whether queues share the process groups of their lane.
-
-    The threads of gloo's queues need groups of their own. Their messages overlap, and groups cost little.
-    """
+    """Return whether queues share the process groups of their lane."""
+    # The threads of gloo's queues need groups of their own. Their messages overlap, and groups cost little.
     return backend != "gloo"
 
 
@@ -186,14 +182,16 @@ class CommContext:
 
     def tell(self, failure: str) -> None:
         """Post the error of an exchange between islands. Ranks of all islands that wait for this rank quote it."""
-        if self.watchdog.status.failure:  # the first failure is the cause of others
+        # The first failure is the cause of others.
+        if self.watchdog.status.failure:
             return
         for monitor in {self.watchdog, self._everyone}:
             monitor.tell(failure)
 
     def _members(self, transfer: Transfer) -> GroupRank:
         queue, topology = QUEUES[transfer.kind], transfer.topology
-        if transfer.kind in OUTER_KINDS:  # its ranks are those of the job
+        # Transfers between islands number ranks as the job does.
+        if transfer.kind in OUTER_KINDS:
             return group_rank(transfer, self.job.rank, lambda ranks, part: self._of_job(ranks, f"{queue}{part}"))
 
         def group_of(ranks: Ranks, part: str) -> dist.ProcessGroup:
@@ -207,22 +205,22 @@ class CommContext:
 
     def control(self, ranks: Ranks, topology: Topology) -> dist.ProcessGroup:
         """Return this rank's process group for collectives on the training thread, such as those of full parameters."""
+        # NCCL's communicators take memory on the device, so collectives on the training thread borrow one.
         if shares_groups(self._backend):
             return self._of_lane(ranks, "control", topology, borrows=True)
         return self.groups.of(ranks, "control", self._backend)
 
     def _of_lane(self, ranks: Ranks, queue: str, topology: Topology, borrows: bool) -> dist.ProcessGroup:
-        """Return this rank's process group of the lane of `queue`.
-
-        With `borrows`, the parent serves where the lane has no group of all ranks. It is used in optimizer steps, and
-        between steps, when no transfer overlaps.
-        """
+        """Return this rank's process group of the lane of `queue`."""
+        # With `borrows`, the parent serves where the lane has no group of all ranks. It is used in optimizer steps, and
+        # between steps, when no transfer overlaps.
         mine = next(each for each in ranks if self.rank in each)
         lane, parent = self._lanes.lane(queue, mine, topology), self.groups.parent
         if borrows and len(ranks) == 1 and parent is not None and not self.groups.has(ranks, lane):
             return parent
         crosses = len(set(map(topology.node_of, mine))) > 1
-        is_limited = crosses or (ranks[0], lane) in self._lanes.with_all_to_alls  # alike on all ranks
+        # All ranks ask for the first group, so that they find the same limit.
+        is_limited = crosses or (ranks[0], lane) in self._lanes.with_all_to_alls
         limit = MAX_CTAS if is_limited and "NCCL_MAX_CTAS" not in os.environ else None
         return self.groups.of(ranks, lane, self._backend, limit)
 

@@ -46,6 +46,7 @@ from towpath.engine.agree.boundary import UnusedParams
 from towpath.engine.agree.program import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
+from towpath.engine.layout import own_parameters
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.param_syncs import ParamSyncs
@@ -222,6 +223,7 @@ class Engine:
         kind, reduced = TransferKind.REDUCE, unit.reduced
         gradients = [each for _, each in reduced]
         # A parameter that this rank did not use adds zero to the sum. All ranks send the same bytes.
+        # All copies and sums are enqueued before the reduction, which follows them on its own stream.
         for each in gradients:
             each.fill_missing()
         works: list[Work] = [
@@ -242,7 +244,8 @@ class Engine:
             return None
         handle = self.comm.queues.submit(kind, _bound(sending, kind), [b.param_sync for b in sending])
         for bucket in sending:
-            if bucket.plan.optimizer_on_host:  # the host must not write to the master while the device copies it
+            # The host must not write to the master while the device copies it.
+            if bucket.plan.optimizer_on_host:
                 bucket.version.read_until(partial(handle.wait, on_host=True))
         return handle
 
@@ -273,17 +276,20 @@ class Engine:
         self._calls -= 1
         if not (self._calls or graph_follows or in_backward()):
             self.comm.record.forget_gathers(self._before_call)
+            # Inference has no boundary at which all ranks would learn of the problem.
             self.param_syncs.raise_problems()
 
     @on_host
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
         """Unshard `unit` before its forward. `comes_back`: whether a backward pass may follow."""
-        recomputing = in_backward()  # activation checkpointing runs forwards inside a backward pass
+        # Activation checkpointing runs forwards inside a backward pass.
+        recomputing = in_backward()
         unit.shown.check()
         self._check_registrations()
         if not recomputing:
             self.begin()
-            if torch.is_grad_enabled():  # evaluation must not decide when islands synchronize
+            # Evaluation must not decide when islands synchronize.
+            if torch.is_grad_enabled():
                 self.sync_islands()
         actions = self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing)
         self.execute(actions)
@@ -294,7 +300,8 @@ class Engine:
         if not self.machine.is_kept_unsharded(unit.index):
             for each in (unit, *(self.leaves if unit is self.root else ())):
                 each.shown.check_unwritten()
-            if unit is not self.root:  # the root stays unsharded until the end of the backward pass
+            # The root stays unsharded until the end of the backward pass.
+            if unit is not self.root:
                 unit.check_returned(outputs)
         self._check_registrations()
 
@@ -307,16 +314,12 @@ class Engine:
             unit.shown.check()
         (model,) = self.root.modules
         known = {id(p) for unit in self.units for p in (*unit.parameters, *unit.views, *unit.shown.leaf_parameters)}
-        apart = tuple(
-            f"{name}." for name, module in model.named_modules() if name and hasattr(module, "towpath_engine")
-        )
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in known and not name.startswith(apart):
+        for name, parameter in own_parameters(model):
+            if id(parameter) not in known:
                 raise StepError(
-                    f"rank {self.comm.number}: parameter {name!r} was added after shard(): a module was replaced, or "
-                    "got another parameter. It is not sharded, and its gradient would be this rank's own. Change the "
-                    "model first and shard it then. New values for a module: load_state_dict(), or copy_() to each "
-                    "parameter."
+                    f"rank {self.comm.number}: parameter {name!r} was added after shard(): it is not sharded, and its "
+                    "gradient would be this rank's own. Change the model first and shard it then. For new values use "
+                    "load_state_dict(), or copy_() to each parameter."
                 )
         self._registrations = made
 
@@ -437,9 +440,9 @@ class Engine:
         """Make the model a pipeline stage: its passes interleave, and each mean gradient averages `terms` gradients."""
         self.machine.staged = True
         self._terms = terms
-        for place in (p for unit in self.units for bucket in unit.buckets for p in bucket.layout.places):
-            assert isinstance(place.parameter, ShardTensor)
-            place.parameter.shard_spec.replica.is_a_stage = True
+        for parameter in (p for unit in self.units for p in unit.parameters):
+            assert isinstance(parameter, ShardTensor)
+            parameter.shard_spec.replica.is_a_stage = True
 
     def sync_islands(self, *, average: bool = False) -> None:
         """Begin and apply the exchanges between islands that belong to the last optimizer step, if that is still to do.
@@ -491,6 +494,7 @@ class Engine:
         self._writes_before_step = self.writes
         if self.outer is not None:
             self.outer.begin()
+        # Peers that wait for this rank quote the step that it has reached.
         self.comm.watchdog.status.step = self.step
         if self.step in self._changes:
             self._use_transports()
@@ -505,7 +509,8 @@ class Engine:
             self._use_transports()
 
     def _use_transports(self) -> None:
-        self.comm.queues.finish()  # a discarded prefetch may still use the transfers of before
+        # A discarded prefetch may still use the transfers of before.
+        self.comm.queues.finish()
         now = self.strategy.at(self.step)
         plans = [plan_unit(now, unit.plan.spec, self.precision, self.comm.form) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):

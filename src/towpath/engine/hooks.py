@@ -43,6 +43,7 @@ def attach(model: nn.Module, engine: Engine) -> None:
         # Past nn.Module.__setattr__, which a user's class may override.
         object.__setattr__(module, "towpath_forward", forward)
 
+    # The dtype first, so that the call of a unit is around that of the module that keeps its dtype.
     for module in kept:
         keep_dtype(module)
     for module in _parts(engine):
@@ -71,7 +72,8 @@ def _parts(engine: Engine) -> list[nn.Module]:
 
     def visit(module: nn.Module) -> bool:
         if id(module) in units and module is not model:
-            return units[id(module)]  # the modules around a leaf may read its parameters
+            # The modules around a leaf may read its parameters.
+            return units[id(module)]
         inside = [visit(child) for child in module.children()]
         computes = id(module) in owners or any(inside)
         if computes and has_forward(module) and module is not model and not isinstance(module, torch.jit.ScriptModule):
@@ -99,10 +101,9 @@ class HookedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
-            f"{type(self).__name__} is sharded, and can be neither copied nor pickled: its process groups are its own. "
-            "To save it, use towpath.checkpoint, or model.state_dict() inside `with towpath.full_parameters(model):`. "
-            "Instead of a copy build and shard another; for averaged weights keep [p.detach().clone() for p in "
-            "model.parameters()] and use torch._foreach_lerp_ on that list."
+            f"{type(self).__name__} is sharded, and can be neither copied nor pickled. To save it, use "
+            "towpath.checkpoint, or model.state_dict() inside `with towpath.full_parameters(model):`. Instead of a "
+            "copy build and shard another; for averaged weights use torch._foreach_lerp_ on clones of the parameters."
         )
 
 
@@ -313,9 +314,8 @@ class _Forward:
         if is_transformed(tensor):
             raise StepError(
                 f"rank {self._engine.comm.number}: unit {self.unit.name or 'root'!r} got an input that torch.func "
-                "differentiates (grad, vjp, jacrev and the like): its backward pass does not say when weights "
-                "must be unsharded. Call torch.autograd.grad(loss, x) under model.no_sync(), or take the same model "
-                "without shard()."
+                "differentiates, whose backward pass does not say when weights must be unsharded. Call "
+                "torch.autograd.grad(loss, x) under model.no_sync(), or take the same model without shard()."
             )
         # A view of its own. Its hook runs when this unit has finished, before the unit that made the tensor begins.
         watched.append(tensor.view_as(tensor))
@@ -332,7 +332,8 @@ def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable
     def arrived(view: torch.Tensor) -> None:
         engine, unit, bucket = its_engine(), its_unit(), its_bucket()
         if engine is None or unit is None or bucket is None:
-            return  # the model was freed, and only its graph is left
+            # The model was freed, and only its graph is left.
+            return
         # Taken at once: the view would keep the full gradient alive until the next backward pass adds to it.
         grad, view.grad = view.grad, None
         assert grad is not None

@@ -63,11 +63,9 @@ class ParameterPlace:
 
     @property
     def matrix(self) -> tuple[int, int] | None:
-        """Rows and columns, if the gradient may be sent in low rank; else None.
-
-        A parameter that a tensor-parallel mesh replicates has none. Each rank of the mesh would round its own copy, and
-        the copies would drift apart.
-        """
+        """Rows and columns, if the gradient may be sent in low rank; else None."""
+        # A parameter that a tensor-parallel mesh replicates has none. Each rank of the mesh would round its own copy,
+        # and the copies would drift apart.
         if len(self.shape) < 2 or self.replicated:
             return None
         return self.shape[0], self.shape[1:].numel()
@@ -108,6 +106,10 @@ class UnitLayout:
     spec: UnitSpec
     buckets: list[BucketLayout]
 
+    @property
+    def places(self) -> Iterator[ParameterPlace]:
+        return (place for bucket in self.buckets for place in bucket.places)
+
 
 def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precision | None = None) -> list[UnitLayout]:
     """Divide a model into units and buckets, without changing it.
@@ -127,6 +129,7 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
     on_a_mesh = any(place.parallel is not None for place in places)
     for place in places:
         keeps = {id(owner) in kept for owner, _ in place.owners}
+        # One memory cannot have two dtypes.
         if len(keeps) > 1:
             raise ShardError(
                 f"Precision(keep=): {' and '.join(place.names)} are one parameter, and keep= names a module of one of "
@@ -134,6 +137,7 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
             )
         place.keeps_dtype = keeps == {True}
         place.replicated = on_a_mesh and (place.parallel is None or not place.parallel.is_split)
+    # By identity: modules may define equality, and a module may appear under several names.
     homes = {id(module): name for name, modules in chosen.items() for module in modules}
     inside = _unit_of_modules(model, homes)
     leaves = _large_leaves(model, places, inside) if units is None else {}
@@ -166,12 +170,10 @@ def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace], lea
 
 
 def _large_leaves(model: nn.Module, places: Sequence[ParameterPlace], inside: dict[int, str]) -> dict[str, nn.Module]:
-    """Return the large embeddings of the root, and its last large linear layer if it is after all blocks, by name.
-
-    Tied ones are left out. The forward of the others is PyTorch's own, without hooks that might read the weights. It
-    returns new memory, and reads the weights only for gradients of inputs. There is one linear layer at most: two in
-    one checkpoint would need the slot that leaves share at the same time.
-    """
+    """Return the large embeddings of the root, and its last large linear layer if it is after all blocks, by name."""
+    # Tied ones are left out. The forward of the others is PyTorch's own, without hooks that might read the weights. It
+    # returns new memory, and reads the weights only for gradients of inputs. There is one linear layer at most: two in
+    # one checkpoint would need the slot that leaves share at the same time.
     elements: dict[int, int] = {}
     for place in places:
         for module, _ in place.owners:
@@ -182,7 +184,8 @@ def _large_leaves(model: nn.Module, places: Sequence[ParameterPlace], inside: di
     for name, module in model.named_modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())  # pyright: ignore
         if inside[id(module)]:
-            head = {}  # a block follows
+            # A block follows.
+            head = {}
         elif (
             name
             and elements.get(id(module), 0) >= LARGE_LEAF
@@ -201,12 +204,11 @@ def _large_leaves(model: nn.Module, places: Sequence[ParameterPlace], inside: di
 
 
 def _default_units(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of every list of modules whose children have one class. Units do not nest.
-
-    A child without a forward, such as an inner ModuleList, is no unit. Its modules that have a forward are units.
-    """
+    """Return the children of every list of modules whose children have one class. Units do not nest."""
+    # A child without a forward, such as an inner ModuleList, is no unit. Its modules that have a forward are units.
     found: dict[str, nn.Module] = {}
-    taken: set[nn.Module] = set()  # a module that several lists share belongs to the first of them
+    # A module that several lists share belongs to the first of them.
+    taken: set[nn.Module] = set()
 
     def visit(module: nn.Module, prefix: str) -> None:
         children = list(module.named_children())
@@ -319,13 +321,18 @@ def _unit_of_modules(model: nn.Module, homes: dict[int, str]) -> dict[int, str]:
     return inside
 
 
-def _places(model: nn.Module) -> list[ParameterPlace]:
-    found: dict[int, ParameterPlace] = {}
-    # A submodule that is sharded already has its own engine. The tied embeddings of a pipeline are an example.
+def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model by all of their names, without those of submodules that are sharded already."""
+    # Such a submodule has its own engine. The tied embeddings of a pipeline are an example.
     apart = tuple(f"{name}." for name, module in model.named_modules() if name and hasattr(module, "towpath_engine"))
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name.startswith(apart):
-            continue
+        if not name.startswith(apart):
+            yield name, parameter
+
+
+def _places(model: nn.Module) -> list[ParameterPlace]:
+    found: dict[int, ParameterPlace] = {}
+    for name, parameter in own_parameters(model):
         path, _, attribute = name.rpartition(".")
         owner = (model.get_submodule(path), attribute)
         if id(parameter) not in found:
@@ -346,8 +353,7 @@ def _check_class(name: str, parameter: nn.Parameter) -> Parallel | None:
         raise ShardError(
             f"{name} is a {type(parameter).__name__}; shard() takes plain parameters, and DTensors on a "
             "tensor-parallel mesh. A lazy one needs a forward pass first; a model that is sharded already cannot be "
-            "sharded again. Parameters that quantize themselves cannot be sharded: for torchao's float8 training, set "
-            "enable_fsdp_float8_all_gather=False."
+            "sharded again. For torchao's float8 training, set enable_fsdp_float8_all_gather=False."
         )
     return parallel
 
@@ -385,12 +391,12 @@ def describe(model: nn.Module, layouts: list[UnitLayout], groups: Groups) -> Ite
     """Yield one line for every parameter and buffer. Ranks with the same model get the same lines."""
     home = device_of(layouts, groups)
     for unit in layouts:
-        for bucket in unit.buckets:
-            for place in bucket.places:
-                shape = shape_text(place.shape)
-                shape += f" {place.parallel.describe()}" if place.parallel is not None else ""
-                state = ("trains" if bucket.spec.trainable else "frozen") + " kept" * bucket.spec.keeps_dtype
-                yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
+        for place in unit.places:
+            shape = shape_text(place.shape)
+            shape += f" {place.parallel.describe()}" if place.parallel is not None else ""
+            dtype, trains, keeps = place.key
+            state = ("trains" if trains else "frozen") + " kept" * keeps
+            yield f"{place.names[0]}: {shape} {dtype} {state}, in unit {unit.name or 'root'!r}"
     for name, buffer in model.named_buffers():
         # A meta buffer will be made on the parameters' device. So a rank with meta buffers matches one with real ones.
         device = home if buffer.device.type == "meta" or groups.chosen else buffer.device
@@ -405,7 +411,7 @@ def is_saved(model: nn.Module, buffer: str) -> bool:
 
 
 def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.device:
-    parameters = [p.parameter for unit in layouts for bucket in unit.buckets for p in bucket.places]
+    parameters = [place.parameter for unit in layouts for place in unit.places]
     if not parameters:
         raise ShardError("the model has no parameters; there is nothing to shard.")
     return device_of_parameters(parameters, groups or Groups())
@@ -422,27 +428,24 @@ _MEMINFO, _BOOT = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
 def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
     """Return the free bytes of the rank with the least memory. Every rank must call it.
 
-    The memory of the model's own parameters there counts as free, because sharding releases it.
-
     Returns:
         The bytes, or None if no rank knows them. Only CUDA devices and Linux hosts report free memory.
     """
+    # The memory of the model's own parameters there counts as free, because sharding releases it.
     device = device_of(layouts, groups)
-    places = [place for unit in layouts for bucket in unit.buckets for place in bucket.places]
-    own = [local_part(p.parameter) for p in places if p.parameter.device.type == device.type]
+    parameters = (place.parameter for unit in layouts for place in unit.places)
+    own = [local_part(parameter) for parameter in parameters if parameter.device.type == device.type]
     returned = sum(values.numel() * values.element_size() for values in own)
     mine = available_bytes() if device.type == "cpu" else None
     if device.type == "cuda":
         mine = torch.cuda.mem_get_info(device)[0]
     # All containers of a machine share this identifier.
+    # Host names may repeat, and ranks in containers of one machine share its memory.
     machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
     told: list[tuple[str, int | None, int]] = groups.gather_objects((machine, mine, returned))
     hosts = [host for host, _, _ in told]
-    found: list[int] = []
-    for host, free, theirs in told:
-        if free is not None:
-            found.append((free if device.type == "cuda" else free // hosts.count(host)) + theirs)
-    return min(found, default=None)
+    shared = {host: 1 if device.type == "cuda" else hosts.count(host) for host in hosts}
+    return min((free // shared[host] + theirs for host, free, theirs in told if free is not None), default=None)
 
 
 def available_bytes() -> int | None:

@@ -24,6 +24,7 @@ class _Registrations:
     def count(self) -> None:
         """Start counting in this process. Later calls do nothing."""
         if not self._counting:
+            # PyTorch's hooks are global, and each further one would count every registration again.
             self._counting = True
             register_module_module_registration_hook(self._add)
             register_module_parameter_registration_hook(self._add)

@@ -2,12 +2,11 @@
 
 On a GPU, two streams copy activations while the model computes:
 
-    forward    pack     copies a saved tensor to the host; the tensor stays on the device for a window of later ones
-    backward   unpack   waits for the copy on the device; the first of a window requests the window before it
+    forward    pack     copies a saved tensor to the host; it stays on the device for `_AHEAD_BYTES` of later tensors
+    backward   unpack   waits for the copy on the device; requests tensors that were saved up to `_AHEAD_BYTES` earlier
 
-A window is `_WINDOW_BYTES` of tensors that were saved one after the other. Up to two of them are on the device at a
-time, in addition to what the computation uses. A tensor comes back with the strides that it had, and its gaps count. On
-a CPU, copies are synchronous.
+So up to two times `_AHEAD_BYTES` are on the device, in addition to what the computation uses. A tensor comes back with
+the strides that it had, and its gaps count. On a CPU, copies are synchronous.
 """
 
 from __future__ import annotations
@@ -33,13 +32,11 @@ from towpath.errors import StepError
 # Smaller tensors stay on the device, because copying them costs more time than their memory is worth.
 SMALLEST_BYTES = 1 << 16
 
-# Large enough that a copy of one window lasts far longer than its launch, and small next to a GPU's memory.
-_WINDOW_BYTES = 1 << 27
+# Large enough that its copy lasts far longer than the launches, and small next to a GPU's memory.
+_AHEAD_BYTES = 1 << 27
 
-# Page-locked memory is allocated in slabs of these sizes and powers of two between them. PyTorch would round each
-# tensor up to a power of two.
-_FIRST_SLAB_BYTES, _LARGEST_SLAB_BYTES = 1 << 26, 1 << 30
-_ALIGNED_BYTES = 512
+# Page-locked memory is allocated in blocks, because PyTorch would round each tensor up to a power of two.
+_BLOCK_BYTES, _ALIGNED_BYTES = 1 << 29, 512
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -49,8 +46,6 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
     """Return the view of a tensor that has each element of an expanded dimension once."""
-    if 0 not in tensor.stride():
-        return tensor.detach()
     shape = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.detach().as_strided(shape, tensor.stride())
 
@@ -64,160 +59,104 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _device_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element of a tensor to its last. Those of a tensor with gaps exceed its own."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
-def _modified(tensor: torch.Tensor, version: int) -> StepError:
-    return StepError(
-        f"a tensor of shape {tuple(tensor.shape)} that the backward pass needs was modified since its "
-        f"forward pass: it is at version {tensor._version}, expected {version}. Call backward() "
-        "before the next forward pass of the unit, and change nothing in place that a graph still needs."
-    )
+def _check_version(tensor: torch.Tensor, found: int, expected: int) -> None:
+    # With saved-tensor hooks, autograd no longer checks whether a tensor was written to since.
+    if found != expected:
+        raise StepError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward pass needs was modified since its forward "
+            f"pass: it is at version {found}, expected {expected}. Call backward() before the next forward pass of "
+            "the unit, and change nothing in place that a graph still needs."
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _LeftOnDevice:
-    """A saved tensor that stays where it is.
-
-    With saved-tensor hooks, autograd no longer checks whether a tensor was written to since. `version` replaces that
-    check.
-    """
+    """A saved tensor that stays where it is."""
 
     tensor: torch.Tensor
     version: int
 
     def unpacked(self) -> torch.Tensor:
-        """Return the tensor; raise StepError if it was modified since."""
-        if self.tensor._version != self.version:
-            raise _modified(self.tensor, self.version)
+        _check_version(self.tensor, self.tensor._version, self.version)
         return self.tensor
 
 
-@dataclass(slots=True, eq=False)
-class _Slab:
-    """Page-locked memory of several tensors. `free`: its unused ranges of bytes, in order.
+@dataclass(slots=True)
+class _Pass:
+    """The tensors that one forward pass saved, in order. Nothing has requested the first `unrequested` of them."""
 
-    `last_read` is the last copy to the device out of this memory. Before a range is written again, the copy out of it
-    must have ended. These copies run in order, so a wait for the last one will do.
-    """
-
-    memory: torch.Tensor
-    free: list[tuple[int, int]]
-    last_read: Handle | None = None
-
-    def take(self, nbytes: int) -> int | None:
-        """Return the start of a range of `nbytes`, or None if no free range is as large."""
-        for number, (start, end) in enumerate(self.free):
-            if end - start >= nbytes:
-                self.free[number : number + 1] = [(start + nbytes, end)] if end - start > nbytes else []
-                return start
-        return None
-
-    def give_back(self, start: int, end: int) -> None:
-        """Make a range free again, and join it with free neighbors."""
-        joined: list[tuple[int, int]] = []
-        for first, last in sorted([*self.free, (start, end)]):
-            if joined and joined[-1][1] == first:
-                joined[-1] = joined[-1][0], last
-            else:
-                joined.append((first, last))
-        self.free = joined
-
-
-@dataclass(frozen=True, slots=True)
-class _SlabRange:
-    """The bytes of one tensor in a slab."""
-
-    slab: _Slab
-    start: int
-    end: int
-
-
-@dataclass(slots=True, eq=False)
-class _Window:
-    """Tensors that were saved one after the other. `before`: the window before it in the same forward pass.
-
-    Graphs hold the tensors, so that each gives its memory back as soon as its part of the graph is dropped.
-    """
-
-    before: _Window | None
-    nbytes: int = 0
+    # Weak, so that each tensor gives its memory back as soon as its part of the graph is dropped.
     tensors: list[weakref.ref[_Offloaded]] = field(default_factory=list["weakref.ref[_Offloaded]"])
-    requested: bool = False  # its copies to the device have been enqueued
-
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """A tensor on the device that a copy reads or writes. `stream`: the CUDA stream that its memory belongs to."""
-
-    tensor: torch.Tensor
-    handle: Handle
-    stream: torch.cuda.Stream | None
+    unrequested: int = 0
+    nbytes: int = 0
 
 
 @final
 class _Offloaded:
-    """A saved tensor on its way to the host, there, or on its way back. `kept` is its memory on the host.
+    """A saved tensor on its way to the host, there (`kept`), or on its way back.
 
-    `like` has the shape and the strides of the tensor, and no memory.
+    `like` has the shape and strides of the tensor, and no memory. `start` and `end` are bytes of those its pass saved.
     """
 
-    def __init__(self, copies: DeviceCopies, tensor: torch.Tensor, window: _Window, place: _SlabRange) -> None:
-        self.copies, self.window, self.place, self.stream = copies, window, place, copies.current_stream()
-        self.leaving: torch.Tensor | None = None
-        self.arriving: _Copied | None = None
-        self.modified: StepError | None = None
-        self.like = _like(tensor, torch.device("meta"))
+    leaving: torch.Tensor | None = None  # the tensor, until the computation waits for the copy out of it
+    arriving: tuple[torch.Tensor, Handle] | None = None
+
+    def __init__(self, copies: DeviceCopies, tensor: torch.Tensor, passed: _Pass) -> None:
+        self.copies, self.passed, self.index = copies, passed, len(passed.tensors)
+        self.like, self.start = _like(tensor, torch.device("meta")), passed.nbytes
+        self.end = self.start + _device_bytes(tensor)
+        # The memory of a tensor belongs to the stream that was current when it was allocated.
+        self.stream, self.version = copies.current_stream(), tensor._version
         # A dense copy with the same order of dimensions. A small view of a large tensor is copied alone.
         source = _once(tensor)
-        strides = torch.empty_like(source, device="meta").stride()
-        memory = place.slab.memory[place.start : place.start + source.nbytes].view(tensor.dtype)
-        self.kept = memory.as_strided(source.shape, strides)
-        after = [] if place.slab.last_read is None else [place.slab.last_read]
-        self.left = copies.copy(copies.to_host, self.kept, source, after)
-        self.version = tensor._version
-        self.leaving = tensor.detach()  # a tensor that is its own node's output would else keep its graph alive
+        memory = copies.host_memory(source.nbytes).view(tensor.dtype)
+        self.kept = memory.as_strided(source.shape, torch.empty_like(source, device="meta").stride())
+        self.left = copies.copy(copies.to_host, self.kept, source)
+        # Detached, because a tensor that is its own node's output would else keep its graph alive.
+        self.leaving = tensor.detach()
 
     def leave(self) -> None:
         """Drop the tensor on the device, once the computation has waited for the copy out of it."""
         if self.leaving is not None:
-            self.copies.wait_for(_Copied(self.leaving, self.left, self.stream), self.copies.to_host)
-            if self.leaving._version != self.version:
-                self.modified = _modified(self.leaving, self.version)
-            self.leaving = None
+            # Its memory goes back to the computation's stream, which would else write to it during the copy. The copy
+            # has long ended, unless the link is slower than the computation.
+            self.left.wait()
+            if self.copies.current_stream() != self.stream:  # the memory belongs to a stream that has not waited
+                self.copies.to_host.uses(0, self.leaving)
+            self.written, self.leaving = self.leaving._version, None
 
     def request(self) -> None:
         """Enqueue the copy to the device, unless the tensor is still there or the copy was enqueued before."""
-        if self.leaving is not None or self.arriving is not None:
-            return
-        copies, kept = self.copies, self.kept
-        tensor = _like(self.like, copies.device)
-        arrived = copies.copy(copies.to_device, _once(tensor), kept, [self.left])
-        self.arriving = _Copied(tensor, arrived, copies.current_stream())
-        self.place.slab.last_read = arrived
+        if self.leaving is None and self.arriving is None:
+            tensor, self.stream = _like(self.like, self.copies.device), self.copies.current_stream()
+            self.arriving = tensor, self.copies.copy(self.copies.to_device, _once(tensor), self.kept, [self.left])
 
     def unpacked(self) -> torch.Tensor:
         """Return the tensor on its device; raise StepError if it was modified since."""
         self.copies.request(self)
-        if self.leaving is not None:  # one of the last that were saved
+        # It is one of the last that were saved.
+        if self.leaving is not None:
             return _LeftOnDevice(self.leaving, self.version).unpacked()
-        if self.modified is not None:
-            raise self.modified
+        _check_version(self.like, self.written, self.version)
         assert self.arriving is not None
-        found, self.arriving = self.arriving, None
-        found.handle.wait()
+        (tensor, arrived), self.arriving = self.arriving, None
+        arrived.wait()
         current = self.copies.current_stream()
-        if current is not None and current != found.stream:  # the memory belongs to the stream that requested it
-            found.tensor.record_stream(current)
-        return found.tensor
+        if current is not None and current != self.stream:
+            tensor.record_stream(current)
+        return tensor
 
     def __del__(self) -> None:
-        # The garbage collector may call it anywhere. So it only leaves a note for the next copy.
-        leaving = None if self.leaving is None else _Copied(self.leaving, self.left, self.stream)
-        self.copies.dropped.append((self.place, leaving, self.arriving))
+        # A graph may be dropped with copies under way. The garbage collector may call this anywhere, so no stream waits
+        # here: PyTorch keeps the memory on the device until the copies have ended, and page-locked memory always.
+        if self.leaving is not None:
+            self.copies.to_host.uses(0, self.leaving)
+        if self.arriving is not None:
+            self.copies.to_device.uses(0, self.arriving[0])
 
 
 @final
@@ -227,93 +166,60 @@ class DeviceCopies:
     def __init__(self, device: torch.device, to_host: Stream, to_device: Stream) -> None:
         self.device, self.to_host, self.to_device = device, to_host, to_device
         self._workspace = Workspace(WireBuffers(device))
-        self._slabs: list[_Slab] = []
-        self._leaving: deque[weakref.ref[_Offloaded]] = deque()  # tensors that are still on the device, oldest first
+        self._block, self._used = torch.empty(0, dtype=torch.uint8), 0
+        # Tensors that are still on the device, oldest first, each with its bytes there.
+        self._leaving: deque[tuple[weakref.ref[_Offloaded], int]] = deque()
         self._leaving_bytes = 0
-        # What was dropped since the last copy: its memory on the host, and the copies to it and from it, if nobody has
-        # waited for them.
-        self.dropped: deque[tuple[_SlabRange, _Copied | None, _Copied | None]] = deque()
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of page-locked memory that were allocated. They stay allocated for later passes."""
-        return sum(slab.memory.nbytes for slab in self._slabs)
-
-    def offload(self, tensor: torch.Tensor, window: _Window) -> _Offloaded:
-        """Begin to copy a tensor to the host. It is the next of `window`."""
-        made = _Offloaded(self, tensor, window, self._take(_once(tensor).nbytes))
-        window.tensors.append(weakref.ref(made))
-        window.nbytes += _device_bytes(tensor)
-        self._leaving.append(weakref.ref(made))
-        self._leaving_bytes += _device_bytes(tensor)
-        # The oldest tensors leave the device. Their memory goes back to the computation's stream, which therefore waits
-        # for the copies out of it. These have long ended, unless the link is slower than the computation.
-        self._leave(_WINDOW_BYTES)
+    def offload(self, tensor: torch.Tensor, passed: _Pass) -> _Offloaded:
+        """Begin to copy a tensor to the host. It is the next of `passed`."""
+        made = _Offloaded(self, tensor, passed)
+        self._leaving.append((weakref.ref(made), made.end - made.start))
+        self._leaving_bytes += made.end - made.start
+        passed.tensors.append(weakref.ref(made))
+        passed.unrequested, passed.nbytes = len(passed.tensors), made.end
+        self._leave(_AHEAD_BYTES)
         return made
 
     def _leave(self, most_bytes: int) -> None:
         """Let the oldest tensors leave the device, until it has at most so many bytes of them."""
         while self._leaving and self._leaving_bytes > most_bytes:
-            oldest = self._leaving.popleft()()
-            if oldest is not None:
-                self._leaving_bytes -= _device_bytes(oldest.like)
+            reference, nbytes = self._leaving.popleft()
+            self._leaving_bytes -= nbytes
+            if (oldest := reference()) is not None:
                 oldest.leave()
 
     def request(self, wanted: _Offloaded) -> None:
         """Enqueue copies to the device: of a tensor that is needed now, and of what is needed soon."""
-        self._give_back()
-        if wanted.leaving is None:  # the backward pass is through with the tensors that were last saved
+        # The backward pass is through with the tensors that were last saved.
+        if wanted.leaving is None:
             self._leave(0)
         wanted.request()
         # The backward pass needs the last saved tensor first. The copies wait for what the computation has enqueued so
         # far, because it may still use the memory that they write to. So they run beside what it enqueues from here on.
-        window = wanted.window
-        for each in (window, window.before):
-            if each is not None and not each.requested:
-                each.requested = True
-                for reference in reversed(each.tensors):
-                    tensor = reference()
-                    if tensor is not None:
-                        tensor.request()
+        passed = wanted.passed
+        passed.unrequested = min(passed.unrequested, wanted.index)
+        while passed.unrequested:
+            before = passed.tensors[passed.unrequested - 1]()
+            if before is not None:
+                if before.end <= wanted.start - _AHEAD_BYTES:
+                    return
+                before.request()
+            passed.unrequested -= 1
 
-    def _take(self, nbytes: int) -> _SlabRange:
-        """Return free memory on the host."""
-        self._give_back()
-        nbytes = -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        for slab in self._slabs:
-            start = slab.take(nbytes)
-            if start is not None:
-                return _SlabRange(slab, start, start + nbytes)
-        least = max(nbytes, _FIRST_SLAB_BYTES, min(self.host_bytes, _LARGEST_SLAB_BYTES))
-        size = 1 << (least - 1).bit_length()
-        slab = _Slab(gradients.host_memory(size, torch.uint8, self.device), [(0, size)])
-        self._slabs.append(slab)
-        slab.take(nbytes)
-        return _SlabRange(slab, 0, nbytes)
-
-    def _give_back(self) -> None:
-        """Reuse the memory of what was dropped."""
-        while self.dropped:
-            place, leaving, arriving = self.dropped.popleft()
-            if leaving is not None:
-                self._leaving_bytes -= _device_bytes(leaving.tensor)
-                self.wait_for(leaving, self.to_host)
-            if arriving is not None:
-                self.wait_for(arriving, self.to_device)
-            place.slab.give_back(place.start, place.end)
-        while self._leaving and self._leaving[0]() is None:
-            self._leaving.popleft()
-
-    def wait_for(self, copied: _Copied, stream: Stream) -> None:
-        """Let the computation wait for a copy on `stream`, before the tensor's memory may go to another tensor."""
-        copied.handle.wait()
-        if self.current_stream() != copied.stream:  # the memory belongs to a stream that has not waited
-            stream.uses(0, copied.tensor)
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Return memory on the host: the next of a block, which PyTorch reuses once all tensors in it are dropped."""
+        start = -(-self._used // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        if start + nbytes > self._block.numel():
+            size = max(_BLOCK_BYTES, 1 << (nbytes - 1).bit_length())
+            self._block, start = gradients.host_memory(size, torch.uint8, self.device), 0
+        self._used = start + nbytes
+        return self._block[start : self._used]
 
     def current_stream(self) -> torch.cuda.Stream | None:
         return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
-    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, after: Sequence[Handle]) -> Handle:
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor, after: Sequence[Handle] = ()) -> Handle:
         """Enqueue a copy on a stream of copies. The host's tensor is dense."""
 
         def work(_: Workspace) -> None:
@@ -322,8 +228,7 @@ class DeviceCopies:
                 return
             # The device's tensor has gaps. PyTorch would copy it through memory that is not page-locked, and wait. So
             # the device itself collects or spreads the elements. Their dense copy belongs to the stream of this job.
-            kept = target if stream is self.to_host else source
-            dense = _like(kept, self.device)
+            dense = _like(target if stream is self.to_host else source, self.device)
             target.copy_(dense.copy_(source, non_blocking=True), non_blocking=True)
 
         return stream.submit(StreamJob(self._workspace, [work]), after)
@@ -332,9 +237,8 @@ class DeviceCopies:
 @cache
 def _copies_on(device: torch.device) -> DeviceCopies | None:
     """Return the copies of a device, which all models on it share. None on a CPU, where copies are synchronous."""
-    if device.type != "cuda":
-        return None
-    return DeviceCopies(device, CudaStream(device, 1), CudaStream(device, 1))
+    # Two streams: with a pipeline, one micro-batch's forward runs between the backward passes of others.
+    return DeviceCopies(device, CudaStream(device, 1), CudaStream(device, 1)) if device.type == "cuda" else None
 
 
 @contextmanager
@@ -350,20 +254,15 @@ def offload_activations(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTE
         smallest_bytes: Tensors with fewer bytes stay on the device.
     """
     engine = engine_of(model)
-    engine_memory, device_type = _EngineMemory(engine, model), engine.comm.device.type
-    window = _Window(None)
+    engine_memory, device_type, passed = _EngineMemory(engine, model), engine.comm.device.type, _Pass()
 
     def pack(tensor: torch.Tensor) -> _LeftOnDevice | _Offloaded:
-        nonlocal window
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == device_type
-        if not plain or tensor.nbytes < smallest_bytes or tensor in engine_memory:
+        if not plain or tensor.nbytes < max(smallest_bytes, 1) or tensor in engine_memory:
             return _LeftOnDevice(tensor, tensor._version)
-        copies = _copies_on(tensor.device)
-        if copies is None:
-            return _LeftOnDevice(kept := _copied(tensor), kept._version)
-        if window.nbytes and window.nbytes + _device_bytes(tensor) > _WINDOW_BYTES:
-            window = _Window(window)
-        return copies.offload(tensor, window)
+        if (copies := _copies_on(tensor.device)) is not None:
+            return copies.offload(tensor, passed)
+        return _LeftOnDevice(kept := _copied(tensor), kept._version)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, methodcaller("unpacked")):
         yield
@@ -373,9 +272,8 @@ class _EngineMemory:
     """The memory of unsharded weights and of buffers. `tensor in memory` tests whether a tensor is stored there."""
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
-        self._engine = engine
+        self._engine, self._made = engine, -1
         self._always = {_memory_of(buffer) for buffer in model.buffers()}
-        self._made = -1
         self._weights: set[int] = set()
 
     def __contains__(self, tensor: Any) -> bool:

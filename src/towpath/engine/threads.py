@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
 from typing import cast, final
@@ -41,7 +41,7 @@ class ThreadStream(Stream):
         # Two models may submit to one stream. The chain of `_Progress` and the queue must have the same order.
         with self._lock:
             before, self._last = self._last, _Progress()
-            job.workspace.links_free = self._last.links_free.open
+            job.workspace.links_free = self._last.links_free.set
             future: Future[None] = Future()
             self._jobs.put((future, partial(_run, job, cast(Sequence[_ThreadHandle], after), before, self._last)))
             return _ThreadHandle(future, after, waiting)
@@ -75,7 +75,8 @@ def _work(jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
             future.set_result(None)
         except BaseException as error:
             future.set_exception(error)
-        del job, future, work  # a job would keep its model alive while this thread waits
+        # A job would keep its model alive while this thread waits.
+        del job, future, work
 
 
 def _run(job: StreamJob, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
@@ -94,7 +95,8 @@ def _run(job: StreamJob, after: Sequence[_ThreadHandle], before: _Progress, mine
             for work in job.works:
                 work(job.workspace)
     finally:
-        before.ended.wait()  # also after an early failure: later jobs must not overtake the job before this one
+        # This waits after an early failure, too: later jobs must not overtake the job before this one.
+        before.ended.wait()
         mine.end()
 
 
@@ -104,34 +106,12 @@ class _Progress:
     __slots__ = ("ended", "links_free")
 
     def __init__(self) -> None:
-        self.links_free, self.ended = _Latch(), _Latch()
+        self.links_free, self.ended = threading.Event(), threading.Event()
 
     def end(self) -> None:
         """Note that the job has ended, which also frees the links."""
-        self.links_free.open()
-        self.ended.open()
-
-
-class _Latch:
-    """A barrier that is opened once and stays open. A `threading.Event` takes several times as long to create."""
-
-    __slots__ = ("_is_open", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self._is_open = False
-
-    def open(self) -> None:
-        """Let waiting threads pass. Only one thread at a time may call it."""
-        if not self._is_open:
-            self._is_open = True
-            self._lock.release()
-
-    def wait(self) -> None:
-        if not self._is_open:
-            with self._lock:
-                pass
+        self.links_free.set()
+        self.ended.set()
 
 
 @final
@@ -149,7 +129,8 @@ class _ThreadHandle(Handle):
 
     def wait(self, on_host: bool = False) -> None:
         """Wait on the training thread for the job and the jobs before it, and record the time."""
-        after, self._after = self._after, ()  # dropped, because handles would else link all jobs of a unit
+        # Dropped here, because handles would else link all jobs of a unit.
+        after, self._after = self._after, ()
         if self._waiting is None:
             self._future.result()
             return
@@ -157,20 +138,13 @@ class _ThreadHandle(Handle):
             if self._future.done():
                 self._future.result()
                 return
-            for handle in after:  # first, so that each transfer is charged for its own wait only
+            # The jobs before it come first, so that each transfer is charged for its own wait only.
+            for handle in after:
                 handle.wait()
             began = self._waiting.mark()
             try:
-                while not self._ended():
+                while not wait([self._future], _LOOK_SECONDS).done:
                     self._waiting.raise_if_stuck()
+                self._future.result()
             finally:
                 self._waiting.waited(began, self._waiting.mark())
-
-    def _ended(self) -> bool:
-        """Return whether the job has ended, after a wait of at most a second. Raise if it failed."""
-        try:
-            self._future.result(_LOOK_SECONDS)
-        except TimeoutError:
-            if self._future.done():  # the job itself raised the TimeoutError
-                raise
-        return self._future.done()

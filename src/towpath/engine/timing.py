@@ -105,7 +105,8 @@ class HostClock:
 
     def take_off(self, seconds: float) -> None:
         """Subtract seconds that were no bookkeeping, if the clock runs."""
-        if self._running:  # if not, the seconds were never added
+        # If the clock stands, the seconds were never added.
+        if self._running:
             self.seconds -= seconds
 
 

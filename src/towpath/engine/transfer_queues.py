@@ -106,7 +106,8 @@ class RankTransfer:
 def _expected(transfer: Transfer, members: GroupRank) -> list[tuple[int, torch.dtype]]:
     """Return length and dtype of the region, and of the shard unless the operation has none."""
     if not isinstance(transfer.payload, Range):
-        return []  # the exchange of matrices checks its own memory
+        # The exchange of matrices checks its own memory.
+        return []
     region = transfer.elements, getattr(torch, transfer.dtype)
     if transfer.move.op is Op.ALL_REDUCE:
         return [region]
@@ -118,7 +119,7 @@ def _expected(transfer: Transfer, members: GroupRank) -> list[tuple[int, torch.d
 
 
 # What a job computes before, between and after its transfers: casts, copies, sums. It runs in the order of the queue.
-Work = Callable[[Workspace], None]
+Work = Callable[[Workspace], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,8 @@ class CudaStream(Stream):
             # PyTorch orders a collective with the current stream, whichever stream the backend itself uses.
             for work in job.works:
                 work(job.workspace)
-        event = torch.cuda.Event()  # without timing, which would cost the host some microseconds more
+        # The event has no timing, which would cost the host some microseconds more.
+        event = torch.cuda.Event()
         event.record(stream)
         if waiting is not None:
             waiting.enqueued(event)
@@ -227,6 +229,7 @@ class CudaStream(Stream):
     def finish(self) -> None:
         """Let the current stream wait for all jobs. The host does not wait."""
         for stream in self._streams:
+            # Also the memory that the jobs have used may be reused afterwards.
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
@@ -257,7 +260,8 @@ class _CudaHandle(Handle):
             self._wait(on_host)
             return
         with self._waiting.profiled():
-            if not self._waiting.is_timed or self._event.query():  # once the job has ended, there is no wait to time
+            # Once the job has ended, there is no wait to time.
+            if not self._waiting.is_timed or self._event.query():
                 self._wait(on_host)
                 return
             began = self._waiting.mark()
@@ -284,6 +288,7 @@ class Queues:
         """Use the transfers of `plans` from now on, with wire buffers as large as the largest of them needs."""
         plans = tuple(plans)
         self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in WITH_TRANSPORT} | self.always
+        # Read before the buffers are dropped, because it counts them, too.
         self._made_before = self.buffers_made
         self._buffers.clear()
         self._sizes.clear()
@@ -301,7 +306,8 @@ class Queues:
         `begin`: The first part of the first transfer. It may run as soon as the job before has released the links.
         """
         record = self._record
-        record.watchdog.raise_if_diverged()  # a transfer that the peers will never join would hang
+        # A transfer that the peers will never join would hang.
+        record.watchdog.raise_if_diverged()
         submitted = [transfer for bound in transfers for transfer in bound.transfers]
         record.submitted(submitted, self.micro_step)
         if submitted:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -45,8 +44,8 @@ from towpath.engine.parameters.gradients import (
 from towpath.engine.parameters.initialise import Flat
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.shard_spec import EncodedShard, ShardSpec
-from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.engine.parameters.shard_spec import EncodedShard, EncodedSlice, ShardSpec
+from towpath.engine.parameters.shard_tensor import CANNOT_BE_CAST, ShardTensor
 from towpath.engine.transfer_queues import RankTransfer, Work
 from towpath.errors import ShardError
 
@@ -104,10 +103,7 @@ class UnshardedParameter(nn.Parameter):
         """Copy `value` to the parameter's memory. Shape, dtype and device cannot change: the engine owns the memory."""
         mine, theirs = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (self, value))
         if mine != theirs:
-            raise ShardError(
-                f"got {theirs} for a parameter of {mine}: a sharded model cannot be cast or moved. Do it before "
-                "shard(); precision= sets the dtypes of compute and of transfers."
-            )
+            raise ShardError(CANNOT_BE_CAST.format(theirs, mine))
         with torch.no_grad():
             self.copy_(value)
 
@@ -157,6 +153,7 @@ class Bucket:
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
         self._rounded: torch.Tensor | None = None
         self.always_whole = plan.always_whole
+        # Weights that nothing shards need no slot. The modules compute with the P shard itself.
         self.full = self.shard if self.always_whole else self._empty(0, compute)
         self.views = [self._view(place, compute) for place in layout.places]
         for place in layout.places:
@@ -192,15 +189,15 @@ class Bucket:
         if place.parallel is None:
             return UnshardedParameter(self._empty(0, dtype), trains)
         # A DTensor checks its local part against its own shape, so an empty one will not do.
-        nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory, until `assign_slot` assigns some
+        # Takes no memory, until `assign_slot` assigns some.
+        nowhere = self._empty(1, dtype).expand(place.shape)
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
     def _exchange(self, place: ParameterPlace, replica: Replica, mesh: TensorParallelMesh) -> None:
-        """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working.
-
-        A DTensor cannot be changed in place, because its class has slots. The modules then get another object, to which
-        the DTensor leads. Optimizers that have the DTensor follow it at their next step (`engine/optimizer_hooks.py`).
-        """
+        """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working."""
+        # A DTensor cannot be changed in place, because its class has slots. The modules then get another object, to
+        # which the DTensor leads. Optimizers that have the DTensor follow it at their next step
+        # (`engine/optimizer_hooks.py`).
         parameter, cut = place.parameter, self.plan.optimizer
         where = ShardSpec(
             place.shape,
@@ -215,8 +212,9 @@ class Bucket:
             self.layout.unit,
         )
         start, end = where.in_cut()
+        # Libraries put attributes on parameters, and swapping the tensors exchanges these, too.
         attributes = dict(vars(parameter))
-        held = self.resting.part(start, end) if self.resting else self.master[start:end]
+        held = EncodedSlice(self.resting, start, end) if self.resting else self.master[start:end]
         shard = nn.Parameter(ShardTensor(held, where, self.version), parameter.requires_grad)
         shard.version = self.version  # pyright: ignore[reportAttributeAccessIssue]
         if place.parallel is None:
@@ -290,7 +288,8 @@ class Bucket:
         """Return this rank's part of the P shards in `region` as the optimizer left it."""
         if self.version.take_replaced():
             for bound in self.transfers[TransferKind.PARAM_SYNC]:
-                bound.collective.restart()  # it cannot know what the others hold now
+                # It cannot know what the others hold now.
+                bound.collective.restart()
         new = self._own_slice(region)
         if self.plan.has_master:
             if self.plan.cast_apart:
@@ -299,10 +298,8 @@ class Bucket:
         return new
 
     def source(self, kind: TransferKind) -> torch.Tensor:
-        """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard.
-
-        A P shard in host memory contributes from its place in `full`, to which `before_gather` copies it.
-        """
+        """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard."""
+        # A P shard in host memory contributes from its place in `full`, to which `before_gather` copies it.
         if kind is TransferKind.BACKWARD_GATHER and self.copy is not None:
             return self.copy
         return self._slice(self.full, self.plan.params) if self._is_copied else self.shard
@@ -310,22 +307,14 @@ class Bucket:
     def before_gather(self, kind: TransferKind) -> Work | None:
         """Return what must be computed before the gathers, or instead of them if this rank holds all weights."""
         if self._is_copied and not (kind is TransferKind.BACKWARD_GATHER and self.copy is not None):
-            return self._copy_from_host
+            return lambda _: self._slice(self.full, self.plan.params).copy_(self.shard, non_blocking=True)
         if self.transfers[kind]:
             return None
-        return self._decode if self.resting is not None else partial(self._copy_to_slot, self.source(kind))
-
-    def _copy_from_host(self, _: Workspace) -> None:
-        self._slice(self.full, self.plan.params).copy_(self.shard, non_blocking=True)
-
-    def _decode(self, _: Workspace) -> None:
-        assert self.resting is not None
-        self.resting.decode(self.full)
-
-    def _copy_to_slot(self, source: torch.Tensor, _: Workspace) -> None:
-        # Every rank has all of it, but the modules' views are in the slot.
-        if source.data_ptr() != self.full.data_ptr():
-            self.full.copy_(source)
+        if (resting := self.resting) is not None:
+            return lambda _: resting.decode(self.full)
+        # This rank has all of it, but the modules' views are in the slot.
+        source = self.source(kind)
+        return lambda _: self.full.copy_(source) if source.data_ptr() != self.full.data_ptr() else None
 
     def save_backward_copy(self, _: Workspace | None = None) -> None:
         """Save this rank's part of the unsharded weights for the backward gather, if the strategy has such a copy."""
@@ -334,21 +323,18 @@ class Bucket:
             self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
 
     def remember(self) -> None:
-        """Save the unsharded weights' values before the user may change them, if a codec has rounded them.
-
-        `write_back` compares with them.
-        """
+        """Save the unsharded weights' values before the user may change them, if a codec has rounded them."""
+        # `write_back` compares with them.
         if self.resting is not None:
-            return  # an encoded shard finds out itself which blocks have changed
+            # An encoded shard finds out itself which blocks have changed.
+            return
         kinds = (TransferKind.GATHER, TransferKind.PARAM_SYNC)
         rounded = any(bound.transfer.transport.encoding for kind in kinds for bound in self.transfers[kind])
         self._rounded = self._slice(self.full, self.plan.params).clone() if rounded else None
 
     def write_back(self) -> None:
-        """Take over this rank's slices of the unsharded weights, which the user may have changed.
-
-        Values that the user did not change keep their full precision, as the master or the P shard has it.
-        """
+        """Take over this rank's slices of the unsharded weights, which the user may have changed."""
+        # Values that the user did not change keep their full precision, as the master or the P shard has it.
         now = self._slice(self.full, self.plan.params)
         if self.resting is not None:
             self.resting.write(0, now)
@@ -360,6 +346,7 @@ class Bucket:
         if self.plan.has_master:
             mine, was = self._own_slice(now), self._own_slice(before)
             master = self.master.to(mine.device)
+            # What the user did not change keeps the bits that its rounded copy has lost.
             left = mine == (master.to(mine.dtype) if self._rounded is None else was)
             self.master.copy_(torch.where(left, master, mine.to(master.dtype)))
         self.shard.copy_(torch.where(now == before, shard, now))

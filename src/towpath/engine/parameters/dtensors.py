@@ -102,14 +102,8 @@ def write_items(fqn: str, local: torch.Tensor, shape: torch.Size, boxes: Sequenc
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     properties = TensorProperties.create_from_tensor(local)
-    return [
-        WriteItem(
-            MetadataIndex(fqn, chunk.offsets),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, properties, shape),
-        )
-        for chunk in chunks_of(boxes)
-    ]
+    chunks = [(MetadataIndex(fqn, c.offsets), TensorWriteData(c, properties, shape)) for c in chunks_of(boxes)]
+    return [WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index, data in chunks]
 
 
 def box_at(index: MetadataIndex, local: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
@@ -222,6 +216,7 @@ def boxes_in_whole(part: Sequence[int], parallel: Parallel | None, start: int, e
 
 def parallel_of(parameter: nn.Parameter) -> Parallel | None:
     """Return mesh and placements of `parameter` if it is a DTensor, otherwise None."""
+    # Decided without importing DTensor, which takes up to a second.
     if type(parameter) is nn.Parameter:
         return None
     from torch.distributed.tensor import DTensor
@@ -277,6 +272,13 @@ def mesh_of(parameters: list[Parallel]) -> TensorParallelMesh:
 # exchanges it at the optimizer's next step (`engine/optimizer_hooks.py`).
 
 
+def _of_replacement(name: str) -> property:
+    return property(
+        lambda self: getattr(self.towpath_replacement, name),
+        lambda self, value: setattr(self.towpath_replacement, name, value),
+    )
+
+
 @cache
 def _replaced() -> type[DTensor]:
     from torch.distributed.tensor import DTensor
@@ -304,25 +306,12 @@ def _replaced() -> type[DTensor]:
         def full_tensor(self, **_: Any) -> NoReturn:
             self.__torch_dispatch__("full_tensor()", ())
 
-        @property
-        def requires_grad(self) -> bool:
-            return self.towpath_replacement.requires_grad
-
-        @requires_grad.setter
-        def requires_grad(self, trains: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-            self.towpath_replacement.requires_grad = trains
+        requires_grad: Any = _of_replacement("requires_grad")
+        grad: Any = _of_replacement("grad")
 
         def requires_grad_(self, mode: bool = True) -> Any:
             self.requires_grad = mode
             return self
-
-        @property
-        def grad(self) -> torch.Tensor | None:
-            return self.towpath_replacement.grad
-
-        @grad.setter
-        def grad(self, gradient: torch.Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-            self.towpath_replacement.grad = gradient
 
     return Replaced
 
@@ -330,6 +319,7 @@ def _replaced() -> type[DTensor]:
 def lead_to(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
     """Let a DTensor parameter, from which `shard` has taken the values, lead to its replacement. Free its memory."""
     replaced: Any = parameter
+    # The optimizer keeps this object, and would keep the unsharded values with it.
     replaced.towpath_replacement, replaced._local_tensor = replacement, replaced._local_tensor.new_empty(0)
     replaced.__class__ = _replaced()
 

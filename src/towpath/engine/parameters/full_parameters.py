@@ -26,6 +26,7 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
     Every rank must pass the same modules.
     """
     call = "full_parameters()"
+    # Before the modules are compared, so that a rank that does not make the call is named.
     engine.comm.program.meet(call)
     with together(engine.comm.groups, call, "Name the same modules on every rank.") as lines:
         known, modules = set(model.modules()), list(modules)
@@ -54,6 +55,7 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
     with engine.comm.program.shared("full_parameters()", LoggedCall.PROGRAM):
         engine.param_sync()
         for unit in made:
+            # Memory of its own: a slot would be given to the next unit.
             engine.execute(engine.machine.keep_unsharded(unit.index))
             for bucket in unit.buckets:
                 bucket.remember()
@@ -78,12 +80,14 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
     kept = [unit for unit in engine.kept_unsharded if units is None or unit in units]
     if not kept:
         return
+    # A save in the background may still read the parameters.
     engine.tell_before_rewrite()
     # If the optimizer has stepped since `unshard`, the unsharded parameters are outdated and must not be taken over.
     current = [unit for unit in kept if engine.machine.is_whole(unit.index)]
     try:
         with torch.no_grad():
             if modifier_rank is not None:
+                # The buffers have one order on all ranks, which the broadcasts need.
                 for bucket in (bucket for unit in current for bucket in unit.buckets):
                     engine.comm.groups.broadcast(bucket.full, modifier_rank)
             else:
@@ -113,22 +117,19 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
     if bool(alike.all()):
         return
     rank, index = (int(i) for i in (~alike).nonzero()[0])
-    names = [place.names[0] for unit in units for bucket in unit.buckets for place in bucket.layout.places]
+    names = [place.names[0] for unit in units for place in unit.layout.places]
     written = [groups.first + r for r in range(groups.world) if before[r, index] != after[r, index]]
     raise StepError(
         f"rank {groups.number}: parameter {names[index]!r} was written while it was unsharded, and not with the same "
         f"values on every rank: rank {', '.join(map(str, written))} changed it, and rank {groups.first + rank} has "
-        f"other values than rank {groups.first}. None of it is taken over; where every rank holds the full parameter "
-        "anyway (ddp, zero1), the writes stand, and the model must be built anew. Write the same on every rank, or "
-        "name the rank whose values all take over: full_parameters(model, modifier_rank=0)."
+        f"other values than rank {groups.first}. None of it is taken over, except with ddp and zero1. Write the same "
+        "on every rank, or name the rank whose values all take over: full_parameters(model, modifier_rank=0)."
     )
 
 
 def checksums(unit: Unit) -> torch.Tensor:
-    """Return a checksum for each parameter of an unsharded unit, in a tensor of shape [parameters].
-
-    A checksum depends on each bit of the parameter, and on the order of its elements.
-    """
+    """Return a checksum for each parameter of an unsharded unit, in a tensor of shape [parameters]."""
+    # A checksum depends on each bit of the parameter, and on the order of its elements.
     parts = [place.of(bucket.full) for bucket in unit.buckets for place in bucket.layout.places]
     each = [checksum(part.detach().reshape(-1)) for part in parts]
     return torch.stack(each).cpu() if each else torch.zeros(0, dtype=torch.int64)

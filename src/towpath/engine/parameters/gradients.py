@@ -36,6 +36,7 @@ def slice_within(outer: torch.Tensor, cut: Partition, inner: Partition, rank: in
 
     `outer` is the rank's slice in the partition `cut`. `inner` must be as fine as `cut`, or finer.
     """
+    # A finer partition splits each slice of the coarser one, and slots count along with it.
     ratio = inner.count // cut.count
     return outer.view(ratio, -1)[inner.slots[rank] % ratio]
 
@@ -127,6 +128,8 @@ class BucketGradients(ABC):
         self._arrived_now: set[int] = set()  # parameters whose gradient arrived in this micro-step
         self._held: dict[int, torch.Tensor | None] = {}  # gradients that `store` will take over; None for a zero
         self._streams: set[torch.cuda.Stream] = set()  # the streams that computed them
+        # What the user may read as `.grad`, until they set it to None. It must not be overwritten.
+        self._user_can_read: list[weakref.ref[torch.Tensor]] = []
 
     def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
         """Use the transfers of `plan` from now on. `new_grad_sync`: the gradient sync has new transfers."""
@@ -152,21 +155,24 @@ class BucketGradients(ABC):
         """True if all expected gradients have arrived in this micro-step."""
         return len(self._arrived_now) >= self.expected
 
-    @abstractmethod
     def begin(self, buffer: torch.Tensor | None) -> None:
         """Start a micro-step. Its gradients are reduced from `buffer`; with None they are summed in place."""
+        self._arrived_now.clear()
 
     def arrive(self, index: int, gradient: torch.Tensor | None) -> None:
         """Hold the gradient of the parameter at `index` until `store`. None counts as a gradient of zero."""
         if gradient is None:
             self._arrive_as_zero(index)
             return
+        # Autograd may leave the gradient of a DTensor as a partial sum. It is reduced over the mesh before the
+        # replicas.
         parallel = self._places[index].parallel
         if parallel is not None:
             gradient = parallel.part_of_gradient(gradient)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        if index in self._held:  # with reentrant checkpoints a parameter gets several gradients in one micro-step
+        # With reentrant checkpoints a parameter gets several gradients in one micro-step.
+        if index in self._held:
             self.store()
         self._held[index] = gradient
         # Nothing waits here: autograd's hook runs on the thread that enqueues the backward pass.
@@ -195,8 +201,8 @@ class BucketGradients(ABC):
     @abstractmethod
     def _store(self, held: Mapping[int, torch.Tensor | None]) -> None: ...
 
-    @abstractmethod
-    def _arrive_as_zero(self, index: int) -> None: ...
+    def _arrive_as_zero(self, index: int) -> None:
+        self._arrived_now.add(index)
 
     def fill_missing(self) -> None:
         """Store the gradients, and let each parameter without one on this rank add zero to the sum."""
@@ -226,16 +232,12 @@ class BucketGradients(ABC):
             assert mean is not None
             if parameter.grad is None:
                 parameter.grad = ShardTensor(mean, parameter.shard_spec)
-                self._note_user_can_read(mean)
+                self._user_can_read.append(weakref.ref(mean))
             elif isinstance(parameter.grad, ShardTensor):
                 parameter.grad.local.add_(mean)
             else:
                 raise StepError(f"{place.names[0]}.grad was replaced by a plain tensor; set it to None, or zero it.")
         self.restart()
-
-    @abstractmethod
-    def _note_user_can_read(self, mean: torch.Tensor) -> None:
-        """Note that the user may read `mean`, as `.grad`, until they set it to None. It must not be overwritten."""
 
     def restart(self) -> None:
         self._arrived.clear()
@@ -291,10 +293,6 @@ class OwnGradients(BucketGradients):
         lent = sum(grad.local.nbytes for grad in held if isinstance(grad, ShardTensor))
         return lent + sum(each.nbytes for each in self._sums if each is not None)
 
-    def begin(self, buffer: torch.Tensor | None) -> None:
-        assert buffer is None
-        self._arrived_now.clear()
-
     def _store(self, held: Mapping[int, torch.Tensor | None]) -> None:
         wide: list[torch.Tensor] = []
         narrow: list[torch.Tensor] = []
@@ -306,6 +304,7 @@ class OwnGradients(BucketGradients):
             if before is not None:
                 sums.append(before)
                 added.append(gradient.reshape(-1))
+            # The sums have another dtype, so they cannot take over autograd's tensor.
             elif gradient.dtype is not self._dtype:
                 own = torch.empty(gradient.numel(), dtype=self._dtype, device=gradient.device)
                 self._sums[index] = own
@@ -318,9 +317,6 @@ class OwnGradients(BucketGradients):
             torch._foreach_copy_(wide, narrow)  # pyright: ignore
         if sums:
             torch._foreach_add_(sums, added)  # pyright: ignore
-
-    def _arrive_as_zero(self, index: int) -> None:
-        self._arrived_now.add(index)
 
     def needs_grad_sync(self, terms: int) -> bool:
         return self.plan.divisors(TransferKind.GRAD_SYNC, terms) != (1, 1.0)
@@ -335,21 +331,18 @@ class OwnGradients(BucketGradients):
     def _means(self) -> Sequence[torch.Tensor | None]:
         return self._sums
 
-    def _note_user_can_read(self, mean: torch.Tensor) -> None:
-        """Do nothing. Autograd makes new tensors in the next micro-step, so `mean` is not overwritten."""
-
     def restart(self) -> None:
         """Drop the sums. Those that are `.grad` of a parameter stay there."""
         super().restart()
+        # Autograd makes new tensors in the next micro-step.
+        self._user_can_read.clear()
         self._sums = [None] * len(self._sums)
 
 
 def _is_alone_in_its_memory(gradient: torch.Tensor) -> bool:
-    """Return whether no other tensor shares the memory of `gradient`.
-
-    Autograd gives both operands of an addition the same gradient, or views of it. Scaling one in place, or adding to
-    it, would then change the other.
-    """
+    """Return whether no other tensor shares the memory of `gradient`."""
+    # Autograd gives both operands of an addition the same gradient, or views of it. Scaling one in place, or adding to
+    # it, would then change the other.
     storage = gradient.untyped_storage()
     # Private. Views that only autograd holds have no Python object, and this count includes them.
     users = torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
@@ -382,7 +375,6 @@ class FlatGradients(BucketGradients):
         self.region = self.shard = torch.empty(0, device=device)
         self._arriving: list[torch.Tensor] = []  # the memory of each parameter's gradient
         self._padding: list[torch.Tensor] = []  # the memory between them
-        self._user_can_read: list[weakref.ref[torch.Tensor]] = []
 
     def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
         """Use the transfers of `plan` from now on. A new gradient sync starts with fresh low-rank state."""
@@ -406,18 +398,14 @@ class FlatGradients(BucketGradients):
         return 0 if self._mean is None else self._mean.nbytes
 
     def _reclaim(self) -> None:
-        """Give each holder of a view into the G shard its own copy, before the G shard is overwritten.
-
-        `set_grads` has lent such views as `.grad`.
-        """
+        """Give each holder of a view into the G shard its own copy, before the G shard is overwritten."""
+        # `set_grads` has lent such views as `.grad`.
         for reference in self._user_can_read:
             tensor = reference()
             if tensor is not None:
+                # Through `.data`, so that the user's tensor stays the same object.
                 tensor.data = tensor.clone()
         self._user_can_read.clear()
-
-    def _note_user_can_read(self, mean: torch.Tensor) -> None:
-        self._user_can_read.append(weakref.ref(mean))
 
     def begin(self, buffer: torch.Tensor | None) -> None:
         """Start a micro-step. Gradients are copied to `buffer`, or with None added to the G shard itself."""
@@ -426,11 +414,12 @@ class FlatGradients(BucketGradients):
             # No gradient is ever written to the padding between parameters, so it has to be zero from the start.
             self.sums = torch.zeros(elements, dtype=dtype, device=self._device)
         self._reclaim()
-        self._arrived_now.clear()
+        super().begin(buffer)
         if buffer is None:
             buffer = self.sums
         else:
             self._arrived.clear()
+        # A unit keeps its slot, so that the views are made once and not in every micro-step.
         if not self._arriving or self._arriving[0].data_ptr() != buffer.data_ptr():
             self.region, self.shard = buffer, slice_of(buffer, self.plan.grads, self._rank)
             self._arriving = [place.of(buffer) for place in self._places]
@@ -457,7 +446,7 @@ class FlatGradients(BucketGradients):
             torch._foreach_add_([self._arriving[index] for index, _ in added], [gradient for _, gradient in added])  # pyright: ignore
 
     def _arrive_as_zero(self, index: int) -> None:
-        self._arrived_now.add(index)
+        super()._arrive_as_zero(index)
         if index not in self._arrived:
             self._held.setdefault(index)
 
@@ -467,12 +456,14 @@ class FlatGradients(BucketGradients):
         return self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)[0] != 1
 
     def divide(self, _: Workspace) -> None:
+        # float16 sums of many ranks would overflow if they were divided afterwards only.
         self.region.div_(self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)[0])
 
     def accumulate(self, _: Workspace) -> None:
         """Add this rank's slice of the reduced gradients to the G shard."""
         assert self.sums is not None
         after = self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)[1]
+        # The first reduction of a step overwrites what the step before left, so nothing has to clear it.
         if self._holds_sums:
             self.sums.add_(self.shard, alpha=1 / after)
         else:

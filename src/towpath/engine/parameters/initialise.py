@@ -46,13 +46,9 @@ class Source(ABC):
         """Return the initial values of one bucket."""
         ...
 
-    @abstractmethod
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the values of the persistent buffer `name`, whose current values are `buffer`."""
-
-    @abstractmethod
-    def gives(self, name: str, buffer: torch.Tensor) -> bool:
-        """Return whether the persistent buffer `name` gets its values from here, and not from the model."""
+        """Return the values of the persistent buffer `name`, or `buffer` itself if the model has the values."""
+        return buffer
 
 
 @final
@@ -79,8 +75,10 @@ class FromModel(Source):
                     values, target = local_part(module.get_parameter(attribute)), place.of(whole)
                     if values.data_ptr() != target.data_ptr():
                         target.copy_(values)
+        # Also on ranks that have initialized the same modules: their random numbers may differ.
         self._job.broadcast(whole)
         for place in layout.places:
+            # The ranks of a tensor-parallel mesh may have drawn other values for what they hold copies of.
             for group in self._mesh.copies(place.parallel):
                 dist.broadcast(place.of(whole), group=group, group_src=0)
         return lambda cut, dtype: whole.view(cut.count, -1)[cut.slots[self._rank]].to(dtype, copy=True)
@@ -89,15 +87,10 @@ class FromModel(Source):
         """Return zeroed memory for one bucket. All buckets share one buffer, which avoids fragmentation of the heap."""
         needed_bytes = numel * dtype.itemsize
         if self._room.numel() < needed_bytes:
-            self._room = self._room.new_empty(0)  # free the buffer before the larger one is allocated
+            # Free the buffer before the larger one is allocated.
+            self._room = self._room.new_empty(0)
             self._room = self._room.new_empty(needed_bytes)
         return self._room[:needed_bytes].view(dtype).zero_()
-
-    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer
-
-    def gives(self, name: str, buffer: torch.Tensor) -> bool:
-        return False
 
 
 # The most elements in one call of `values`, which may have to hold in memory what it reads.
@@ -137,18 +130,13 @@ class FromValues(Source):
         found = torch.empty_like(buffer)
         return found if self.fill(found.view(-1), [name], 0, needed=False) else buffer
 
-    def gives(self, name: str, buffer: torch.Tensor) -> bool:
-        """Return whether the user's function knows `name`, or has failed, which is raised after all values."""
-        return self.buffer(name, buffer) is not buffer or self.failure is not None
-
     def fill(self, target: torch.Tensor, names: Sequence[str], start: int, needed: bool = True) -> bool:
         """Fill `target` with the elements from `start` on, under the first name that the user's function knows.
-
-        An error is kept for `failure`. That no name is known counts as an error only if `needed`.
 
         Returns:
             Whether a name was known.
         """
+        # An error is kept for `failure`. That no name is known counts as an error only if `needed`.
         for name in names:
             try:
                 for at in range(0, target.numel(), PIECE):
@@ -162,6 +150,7 @@ class FromValues(Source):
                 self.failure = error
             except Exception as error:
                 self.failure = ShardError(f"values of {name} from {start} on: {type(error).__name__}: {error}")
+                # The error is raised after collectives, so a plain `raise ... from` is not possible here.
                 self.failure.__cause__ = error
         if needed and self.failure is None:
             self.failure = ShardError(
@@ -210,11 +199,9 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
 
 
 def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return an uninitialized parameter of the full shape, for a DTensor too.
-
-    Initializing the local parts of a DTensor would be wrong. With equal seeds all parts would be equal, and with
-    different seeds the replicated parts would differ.
-    """
+    """Return an uninitialized parameter of the full shape, for a DTensor too."""
+    # Initializing the local parts of a DTensor would be wrong. With equal seeds all parts would be equal, and with
+    # different seeds the replicated parts would differ.
     return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
 
 
@@ -223,6 +210,7 @@ def _take_part(place: ParameterPlace, flat: torch.Tensor) -> None:
     module, attribute = place.owners[0]
     whole, parallel = module.get_parameter(attribute), place.parallel
     assert parallel is not None
+    # Every rank of the mesh has initialized the full tensor, with its own random numbers. The first rank's count.
     for group in parallel.mesh.get_all_groups():
         dist.broadcast(whole.detach(), group=group, group_src=0)
     part = tuple(slice(first, first + length) for first, length in zip(parallel.first(), place.shape, strict=True))
@@ -249,10 +237,12 @@ def move_all_but_parameters(model: nn.Module, device: torch.device) -> None:
     for module, name, _ in hidden:
         _parameters(module)[name] = None
     try:
+        # `.to()` would move all parameters at once, and unsharded they may not fit.
         model.to(device)
     finally:
         for module, name, parameter in hidden:
-            setattr(module, name, parameter)  # a recurrent module keeps a list of them, too
+            # A recurrent module keeps a list of them, too.
+            setattr(module, name, parameter)
 
 
 def check_initialisers(model: nn.Module, places: Iterable[ParameterPlace]) -> None:
@@ -277,18 +267,18 @@ def _check_adapters(model: nn.Module) -> None:
 
 
 def materialise_buffers(model: nn.Module, device: torch.device, starts: bool, source: Source) -> None:
-    """Make the buffers that are on the meta device.
-
-    Ranks that start initialize them with `reset_parameters`. A module needs none if `source` gives all their values.
-    """
+    """Make the buffers that are on the meta device."""
+    # Ranks that start initialize them with `reset_parameters`. A module needs none if `source` gives all their values.
     for path, module in model.named_modules():
         absent = [name for name, b in module.named_buffers(recurse=False) if b.is_meta]
         for name in absent:
             setattr(module, name, torch.empty_like(module.get_buffer(name), device=device))
         for name in absent if starts else ():
             known = f"{path}.{name}" if path else name
-            initializes = _initialiser_of(module) is not None
-            if initializes or not is_saved(model, known) or not source.gives(known, module.get_buffer(name)):
+            buffer, initializes = module.get_buffer(name), _initialiser_of(module) is not None
+            # A failure of the user's function is raised after all values.
+            given = not initializes and is_saved(model, known) and source.buffer(known, buffer) is not buffer
+            if not (given or source.failure is not None) or initializes:
                 _initialiser(module, f"buffer {name!r}", known)()
                 break
 

@@ -73,12 +73,15 @@ class LeafParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in _KNOWN:
+            # A compiled or custom backward pass reads weights by their address, which is none while the leaf is
+            # sharded.
             if func is torch.Tensor.data_ptr and in_backward():
                 raise ShardError(
                     "a backward pass asks for the address of a large layer's parameter, which is sharded then. Save "
                     "weight.clone() in the forward, or pass units= to shard(): other layers then belong to the root."
                 )
             args, kwargs = tree_map_only(cls, lambda tensor: tensor.read(), (tuple(args), kwargs))
+        # The function would else come back here with the same arguments.
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             return func(*args, **kwargs)
 

@@ -33,6 +33,7 @@ class LowRankSync:
         self.factored, self._transfers = factored, transfers
         self._dtype: torch.dtype = getattr(torch, wide(plan.accumulate_dtype))
         self._message_dtype: torch.dtype = getattr(torch, transfers[0].transfer.dtype)
+        # The first factors need no message: every rank draws the same ones, from the name of the transfer.
         self._seed = crc32(str(transfers[0].transfer).encode())
         self._factors = torch.empty(factored.messages[1], dtype=self._dtype, device=device)
         feedback = plan.transfers[TransferKind.GRAD_SYNC][0].transport.feedback != "none"
@@ -77,11 +78,13 @@ class LowRankSync:
         torch.cat([region[start:end] for start, end in self.factored.plain] or [region[:0]], out=rest)
         self._transfers[0].run(first, first, workspace)
 
+        # All ranks have received the same sums, so they find the same basis without another message.
         bases = [orthonormal(left.to(self._dtype)) for left in p]
         for mine, basis, right in zip(x, bases, sent, strict=True):
             right.copy_(columns_of(mine.to(self._dtype).T, basis))
             if errors:
-                _add_product(mine, basis, right.to(self._dtype), -1)  # leaves the error of this rank's part of the sum
+                # What remains in the matrix is the error of this rank's part of the sum.
+                _add_product(mine, basis, right.to(self._dtype), -1)
         self._transfers[1].run(second, second, workspace)
 
         # If a sum is not finite, the kept state stays as it was, because the optimizer will skip this step.
@@ -91,15 +94,19 @@ class LowRankSync:
         for mine, basis, summed, kept in zip(x, bases, sent, q, strict=True):
             factor = summed.to(self._dtype)
             _add_product(mine, basis, factor, 1 / divisor, keep=0)
+            # The next step starts with these factors: a power iteration over the steps, which converges while gradients
+            # change slowly.
             kept.copy_(torch.where(finite, with_unit_columns(factor, kept), kept))
         for (start, end), values in zip(
             self.factored.plain, rest.split([end - start for start, end in self.factored.plain]), strict=True
         ):
-            region[start:end].copy_(values).div_(divisor)  # divide in the dtype of the sums, which may be wider
+            # The division is in the dtype of the sums, which may be wider.
+            region[start:end].copy_(values).div_(divisor)
 
     def _messages(self, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
         """Return memory for the two messages, from the wire buffer for bytes, which the sums themselves do not use."""
         first, second = self.factored.messages
+        # One piece of memory for both: a second `take` would return the same bytes again.
         memory = workspace.take((first + second) * self._message_dtype.itemsize, torch.uint8).view(self._message_dtype)
         return memory[:first], memory[first:]
 
@@ -109,10 +116,8 @@ def _matrix(region: torch.Tensor, matrix: FactoredMatrix) -> torch.Tensor:
 
 
 def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, times: float, keep: float = 1) -> None:
-    """Set `matrix` to keep · matrix + times · left rightᵀ in place, computed in the dtype of the factors.
-
-    With `keep` 0 the values of the matrix have no effect, even if they are not finite.
-    """
+    """Set `matrix` to keep · matrix + times · left rightᵀ in place, computed in the dtype of the factors."""
+    # With `keep` 0 the values of the matrix have no effect, even if they are not finite.
     if matrix.dtype == left.dtype:
         matrix.addmm_(left, right.T, beta=keep, alpha=times)
     else:

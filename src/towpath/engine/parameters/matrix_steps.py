@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, Round, plan_matrices, step_actions
 from towpath.core.payloads import OwnedMatrix
-from towpath.core.step_state import ParamVersion, Submit, Task, Wait
+from towpath.core.step_state import Submit, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
@@ -56,6 +56,7 @@ class MatrixSteps:
         )
         self._slot = engine.strategy.moves.optimizer.slots[engine.comm.rank]
         self._bound: dict[Transfer, RankTransfer] = {}
+        # All ranks bind all transfers now, in one order, because binding makes process groups.
         for transfer in self.plan.transfers():
             self._bind(transfer)
         self._memory: dict[str, torch.Tensor] = {}
@@ -78,12 +79,12 @@ class MatrixSteps:
     def run(self, iterate: Iteration, gradients: bool = True) -> None:
         """Run one step: gather matrices on their owners, call `iterate`, and send the updates back.
 
-        If `iterate` raises, this rank first takes part in the remaining transfers, for which other ranks wait.
-
         `iterate`: Called for each round with the matrices that this rank owns. It updates their weights in place.
         `gradients`: Whether gradients are sent too. If True, the step covers the parameters that have a gradient. If
         False, it covers all parameters, as a call of the optimizer's `eval()` does.
         """
+        # If `iterate` raises, this rank first takes part in the remaining transfers, for which other ranks wait.
+        # Allocated in the first step, so that an optimizer that is only loaded takes no memory.
         if not self._memory:
             self._memory = {
                 dtype: torch.empty(ROUNDS_IN_FLIGHT, 2, room, dtype=torch_dtype(dtype), device=self._comm.device)
@@ -91,7 +92,9 @@ class MatrixSteps:
                 if room
             }
         names = frozenset(name for name, p in self.parameters.items() if p.grad is not None) if gradients else self._all
-        for version in self._versions_of(names):
+        versions = [version for name in names if (version := self.parameters[name].version) is not None]
+        for version in versions:
+            # A parameter sync with offload may still read the weights that this step overwrites.
             version.before_write()
         rounds = self.plan.step(None if names == self._all else names)
         failure: BaseException | None = None
@@ -106,18 +109,13 @@ class MatrixSteps:
                     try:
                         if wholes and failure is None:
                             iterate(wholes)
+                    # Other ranks wait for the transfers that follow, so this rank goes on and raises at the end.
                     except BaseException as error:
                         failure = error
-        for version in self._versions_of(names):
+        for version in versions:
             version.written()
         if failure is not None:
             raise failure
-
-    def _versions_of(self, names: Iterable[str]) -> Iterator[ParamVersion]:
-        for name in names:
-            version = self.parameters[name].version
-            assert version is not None
-            yield version
 
     def states_of_owners(
         self, states: Mapping[torch.Tensor, dict[str, Any]], device: torch.device | None, wanted: bool
@@ -133,11 +131,11 @@ class MatrixSteps:
         told: list[dict[str, dict[str, Any]]] = groups.gather_objects(
             {name: {key: _outline(value) for key, value in state.items()} for name, state in mine.items()}
         )
-        for name, key, outline in (
-            (n, k, o) for theirs in told for n, state in theirs.items() for k, o in state.items()
-        ):
+        # Before anything is yielded, and on every rank, whichever of them owns such a state.
+        outlines = ((f"{name}.{key}", o) for all_ in told for name, state in all_.items() for key, o in state.items())
+        for path, outline in outlines:
             if isinstance(outline, _Outline) and outline.kind:
-                raise not_savable(f"{name}.{key}", outline.kind)
+                raise not_savable(path, outline.kind)
         for name in self.parameters:
             rank = next((rank for rank, theirs in enumerate(told) if name in theirs), None)
             if rank is None:
@@ -147,6 +145,7 @@ class MatrixSteps:
                 if isinstance(value, _Outline):
                     own = mine[name][key] if groups.rank == rank else None
                     shape, dtype = value.shape, value.dtype
+                    # Cloned, because the caller keeps the result while the optimizer goes on.
                     here = torch.empty(shape, dtype=dtype, device=self._comm.device) if own is None else own.clone()
                     groups.broadcast(here, rank)
                     value = here.to(device or here.device) if wanted else None
@@ -180,13 +179,11 @@ class MatrixSteps:
     def _wholes(self, each: Round, buffer_index: int, gradients: bool) -> list[Whole]:
         gathered = self._gathered(each, buffer_index)
         found: list[Whole] = []
-        for matrix in each.owned(self._slot):
-            there = gathered.get(matrix.name)
-            gradient = None
-            if gradients:
-                gradient = (self._gradient(matrix) if there is None else there[0]).view(matrix.shape)
-            weight = self._weight(matrix) if there is None else there[1]
-            found.append(Whole(matrix.name, weight.view(matrix.shape), gradient))
+        for m in each.owned(self._slot):
+            # A matrix that this rank holds entirely stays where it is.
+            weight = gathered[m.name][1] if m.name in gathered else self._weight(m)
+            gradient = (gathered[m.name][0] if m.name in gathered else self._gradient(m)) if gradients else None
+            found.append(Whole(m.name, weight.view(m.shape), None if gradient is None else gradient.view(m.shape)))
         return found
 
     # Transfers -------------------------------------------------------------------------------------------------------

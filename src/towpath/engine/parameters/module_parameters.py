@@ -66,7 +66,8 @@ class ModuleParameters:
             parameters[attribute] = view if unsharded else sharded
         for holder, key, shown, hidden in self._kept:
             found = _held(holder, key)
-            if found is shown or found is hidden:  # otherwise the user has put something else there
+            # Otherwise the user has put something else there.
+            if found is shown or found is hidden:
                 holder[key] = shown if unsharded else hidden
         for module in self._recurrent:
             names = module._flat_weights_names  # pyright: ignore[reportPrivateUsage]
@@ -87,16 +88,14 @@ class ModuleParameters:
         if not self._is_unsharded:
             self.swap(False)
         if not inside:
+            # Copies hold the full parameter, and must not outlive the forward of the root.
             self._copies.clear()
 
     def copy_of(self, index: int, unsharded: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> torch.Tensor:
-        """Return a copy of an unsharded parameter. All reads in one forward of the root share it.
-
-        A backward pass may recompute parts of a forward, each in a graph of its own. So each of these gets its own
-        copy, as do reads after the forward. A read without gradients may be recomputed later. So each of these counts
-        as a forward of its own.
-        `unsharded` calls a function as a forward of the unit.
-        """
+        """Return a copy of an unsharded parameter. All reads in one forward of the root share it."""
+        # A backward pass may recompute parts of a forward, each in a graph of its own. So each of these gets its own
+        # copy, as do reads after the forward. A read without gradients may be recomputed later. So each of these counts
+        # as a forward of its own. `unsharded` calls a function as a forward of the unit.
         view, key = self.views[index], (index, torch.is_grad_enabled())
         shared = self._sharded is self.leaf_parameters and not in_backward()
         if not shared or key not in self._copies:
@@ -108,10 +107,8 @@ class ModuleParameters:
         return copy if torch.is_grad_enabled() else unsharded(lambda: copy)
 
     def check(self) -> None:
-        """Raise `StepError` if a module's parameter was replaced. Follow changes of `requires_grad`.
-
-        The engine calls this before a forward, and whenever modules or parameters were registered.
-        """
+        """Raise `StepError` if a module's parameter was replaced. Follow changes of `requires_grad`."""
+        # The engine calls this before a forward, and whenever modules or parameters were registered.
         for parameters, attribute, view, parameter in self._entries:
             found = parameters.get(attribute)
             if found is not parameter and found is not view and not isinstance(found, LeafParameter):
@@ -120,8 +117,7 @@ class ModuleParameters:
                 if id(view) in self._frozen:
                     raise StepError(
                         f"parameter {self._name(view)!r} of unit {self._unit!r} was frozen at shard() and has "
-                        "no gradient buffers. Call requires_grad_() before shard(); what trains then may be frozen and "
-                        "thawed later."
+                        "no gradient buffers. Call requires_grad_() before shard()."
                     )
                 view.requires_grad_(parameter.requires_grad)
 
@@ -129,9 +125,8 @@ class ModuleParameters:
         if is_transformed(by):
             return (
                 f"rank {self._rank}: torch.func put a tensor of its own in place of parameter {name!r} of unit "
-                f"{self._unit!r}, as grad() of functional_call() does. A sharded model computes with its own "
-                "parameters. Call loss.backward() for their gradients; for all else in torch.func take the same model "
-                "without shard()."
+                f"{self._unit!r}. A sharded model computes with its own parameters. Call loss.backward() for their "
+                "gradients; for all else in torch.func take the same model without shard()."
             )
         return (
             f"rank {self._rank}: parameter {name!r} of unit {self._unit!r} was replaced by another tensor "
@@ -157,20 +152,17 @@ class ModuleParameters:
         found += [index for (index, _), (copy, version) in self._copies.items() if _version_of(copy) != version]
         written = [repr(self._places[index].names[0]) for index in found]
         raise StepError(
-            f"rank {self._rank}: {', '.join(written)} was written to inside the forward of unit "
-            f"{self._unit!r}. There the parameters are a copy that lives while the unit runs: the write is "
-            "lost with it, or differs between ranks. Write after optimizer.step() instead: to the parameter itself, as "
-            "p.clamp_(-1, 1), or inside `with towpath.full_parameters(model):`. To compute with changed weights leave "
-            "the parameter as it is: torch.nn.utils.parametrize does. The max_norm= of an embedding writes, too."
+            f"rank {self._rank}: {', '.join(written)} was written to inside the forward of unit {self._unit!r}, where "
+            "the parameters are a copy. The write is lost with it, or differs between ranks. Write after "
+            "optimizer.step() instead: to the parameter itself, or inside `with towpath.full_parameters(model):`. To "
+            "compute with changed weights take torch.nn.utils.parametrize."
         )
 
     def invalidate_views(self, invalid: bool) -> None:
-        """Make autograd refuse the views while their memory may hold another unit's weights, or allow them again.
-
-        Autograd compares the version of each tensor with the version that it saved. Invalid views have a raised
-        version, which is restored when the weights are unsharded again. Only a tensor that left the unit unseen by
-        Towpath, for example through an attribute, meets the raised version.
-        """
+        """Make autograd refuse the views while their memory may hold another unit's weights, or allow them again."""
+        # Autograd compares the version of each tensor with the version that it saved. Invalid views have a raised
+        # version, which is restored when the weights are unsharded again. Only a tensor that left the unit unseen by
+        # Towpath, for example through an attribute, meets the raised version.
         self.raise_versions(1 if invalid else -1)
 
     def raise_versions(self, by: int) -> None:
@@ -180,7 +172,8 @@ class ModuleParameters:
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # nothing counts the writes in inference mode
+    # Nothing counts the writes in inference mode.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_transformed(value: object) -> bool:

@@ -36,20 +36,24 @@ class ParamSyncs:
         self._syncs = [each for bucket in buckets for each in bucket.transfers[TransferKind.PARAM_SYNC]]
         self._agreeing = [each.collective for each in self._syncs if each.collective.encoded_size is not None]
         self._may_fail = any(each.transfer.coding is not None for each in self._syncs)
+        # The copy of the sizes to the host is asynchronous only if this memory is page-locked.
         pinned = self._comm.device.type == "cuda"
         self._sizes = torch.zeros(len(self._agreeing), dtype=torch.int64, pin_memory=pinned)
 
     def agree(self, units: Sequence[int]) -> None:
         """Encode the parameter syncs of these units, and set the sizes that all ranks agree on."""
         buckets = [bucket for index in units for bucket in self._units[index].buckets]
+        # Encoded on the queue that sends later, so that nothing overwrites the message in between.
         works = [b.encode_param_sync for b in buckets if b.dirty and b.plan.agrees_on_sizes]
         queues = self._comm.queues
+        # The only wait of the host in a step: collectives of the backend need the number of bytes as a Python integer.
         queues.submit(TransferKind.PARAM_SYNC, (), [*works, self._read_sizes]).wait(on_host=True)
 
         def combine(workspace: Workspace) -> None:
             for transfer in self._transfers:
                 transfer.run(self._sizes, self._sizes, workspace)
 
+        # The sizes are in the host's memory, so the wait also holds for the host, which reads them next.
         queues.submit(TransferKind.MESSAGE_SIZES, self._transfers, [combine]).wait()
         for collective, size in zip(self._agreeing, self._sizes.tolist(), strict=True):
             collective.agreed_size = size
@@ -73,6 +77,7 @@ class ParamSyncs:
 
         With `together`, all ranks make this call, and raise for each other.
         """
+        # Without a boundary no log is compared. Only ranks that make the call together may use a collective here.
         groups = self._comm.groups
         mine = [(groups.number, *problem) for problem in self.problems()]
         everyones = groups.gather_objects(mine) if together and self._may_fail else [mine]

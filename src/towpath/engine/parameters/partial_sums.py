@@ -11,7 +11,8 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 
 
 aten = torch.ops.aten
+Written = TypeVar("Written")
 
 # The `order` of a Partial whose value is combined. A backward pass averages the gradient of this value.
-_WHOLE = "whole"
+WHOLE = "whole"
 
 # The `order` of a Partial that an operation of the loss has written to. Only its earlier value gets a mean gradient.
 _WRITTEN = "written"
@@ -76,6 +78,7 @@ class Replica:
     ) -> None:
         assert self.program is not None
         with self.program.shared(what, call):
+            # On the host, the wait checks now and then whether its peers can still come.
             self.program.wait(dist.all_reduce(tensor, op, group=group, async_op=not tensor.is_cuda))
 
     def mean_of_everyone(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -145,31 +148,25 @@ class Partial(torch.Tensor):
 
     @staticmethod
     def stacked(parts: Sequence[Partial], dim: int = 0) -> Partial:
-        first = parts[0]
         names = tuple(name for p in parts for name in p.names)
-        return Partial(torch.stack([p.part for p in parts], dim), first.order, first.replica, names, first.dtype)
-
-    @staticmethod
-    def of_whole(value: torch.Tensor, where: ShardSpec) -> Partial:
-        """Return a value that is combined already as a Partial, for its backward pass."""
-        return Partial(value, _WHOLE, where.replica, (where.name,), value.dtype)
+        return parts[0]._like(torch.stack([p.part for p in parts], dim), names)
 
     def resolve(self) -> torch.Tensor:
         """Return the value, combined over the replica, as a plain tensor. Every rank of the replica must call it."""
         self.average_gradient()
         order, values, names = self.order, self.part, self._names_in_order()
-        if order in (_WHOLE, _WRITTEN):
-            return values.to(self.dtype)
-        if order == "sum":
-            combined = self.replica.combine(values.clone(), names)
-        elif isinstance(order, float) and math.isinf(order):
-            combined = self.replica.combine(
-                values.clone(), names, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+        if order in (WHOLE, _WRITTEN):
+            combined = values
+        elif isinstance(order, str) or order == 0 or math.isinf(order):
+            op = (
+                dist.ReduceOp.MAX
+                if order == math.inf
+                else dist.ReduceOp.MIN
+                if order == -math.inf
+                else dist.ReduceOp.SUM
             )
-        elif order == 0.0:
-            combined = self.replica.combine(values.clone(), names)
+            combined = self.replica.combine(values.clone(), names, op)
         else:
-            assert isinstance(order, float)
             combined = self.replica.combine(values.abs().pow(order), names).pow(1.0 / order)
         return combined.to(self.dtype)
 
@@ -178,19 +175,19 @@ class Partial(torch.Tensor):
         return self.names if self.part.dim() else sorted(self.names)
 
     def average_gradient(self) -> None:
-        """Let a backward pass through the value average its gradient over all ranks.
-
-        What is computed with the value may differ between the ranks, such as a factor that depends on their batches.
-        Each rank has the gradient of its own loss, and continues with slices that no other rank may hold.
-        """
+        """Let a backward pass through the value average its gradient over all ranks."""
+        # What is computed with the value may differ between the ranks, such as a factor that depends on their batches.
+        # Each rank has the gradient of its own loss, and continues with slices that no other rank may hold.
         # Only what leaves the Partials is averaged: a penalty over all parameters takes one all-reduce of one number.
-        node, replica = self.grad_fn or self.replica, self.replica  # a write to the value gives it a new node
+        # A write to the value gives it a new node, whose gradient has to be averaged, too.
+        node, replica = self.grad_fn or self.replica, self.replica
         if self.requires_grad and torch.is_grad_enabled() and self.averaged is not node and self.order != _WRITTEN:
             self.averaged = node
             what = f"the backward pass of {_reduction_of(self._names_in_order())}"
 
             def mean(gradient: torch.Tensor) -> torch.Tensor:
-                total = _resolved(gradient.detach()).to(torch.float64, copy=True)  # no rounding if all have the same
+                # In float64, the mean is exact if all ranks have the same gradient.
+                total = _resolved(gradient.detach()).to(torch.float64, copy=True)
                 return replica.mean_of_everyone(total, what).to(gradient.dtype)
 
             self.register_hook(mean)
@@ -210,28 +207,33 @@ class Partial(torch.Tensor):
         return self.resolve().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.resolve().numpy(force=True)  # after .cpu(), the value may still be on the GPU
+        # After .cpu(), the value may still be on the GPU.
+        return self.resolve().numpy(force=True)
 
     __torch_function__ = NO_TORCH_FUNCTION
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        packet = func.overloadpacket
+        kwargs, packet = kwargs or {}, func.overloadpacket
+
+        def on_whole() -> Any:
+            return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+
         sums = packet in (aten.add, aten.add_) and not kwargs and _same_kind_of_partial(args) and args[0].order == "sum"
         if sums and packet is aten.add_ and args[0].shape == args[1].shape:
             args[0].part, args[0].names = args[0].part + args[1].part, args[0].names + args[1].names
             return args[0]
-        if written := _written(func, args, kwargs):
+        if written := written_by(func, args, kwargs, Partial):
             for each in written:
                 each.become_whole()
-            out = func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+            out = on_whole()
             return args[0] if written[0] is args[0] else out
-        if any(isinstance(a, Partial) and a.order in (_WHOLE, _WRITTEN) for a in args):
-            return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+        if any(isinstance(a, Partial) and a.order in (WHOLE, _WRITTEN) for a in args):
+            return on_whole()
         if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
-            return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
+            return args[0]._like(args[0].part, dtype=kwargs.get("dtype"))
         if packet is aten.stack and _same_kind_of_partial(args[0]):
+            # Stages hold other parameters, and only the pipeline can combine norms over them.
             if args[0][0].replica.is_a_stage:
                 raise ShardError(
                     "a norm over several parameters of a pipeline's stage leaves out those of the other stages: every "
@@ -240,17 +242,19 @@ class Partial(torch.Tensor):
             return Partial.stacked(args[0], args[1] if len(args) > 1 else 0)
         if packet is aten.linalg_vector_norm and len(args) <= 2 and kwargs.get("dim") is None:
             order = float(args[1]) if len(args) > 1 else 2.0
-            if args[0].order == order:  # the p-norm of all p-norms
+            # The p-norm of all p-norms.
+            if args[0].order == order:
                 args[0].average_gradient()
                 return args[0].of_all().resolve()
         if sums and packet is aten.add:
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
-            return Partial(args[0].part + args[1].part, "sum", args[0].replica, args[0].names + args[1].names, dtype)
-        if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:  # Python's sum() starts with 0
-            return args[0].as_dtype(args[0].dtype)
+            return args[0]._like(args[0].part + args[1].part, args[0].names + args[1].names, dtype)
+        # Python's sum() starts with 0.
+        if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:
+            return args[0]._like(args[0].part)
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
-            return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].names, args[0].dtype)
-        return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+            return args[0]._like(args[0].part.sum())
+        return on_whole()
 
     def become_whole(self) -> None:
         """Combine the value in place, before an operation such as `clamp_` writes to it.
@@ -258,16 +262,15 @@ class Partial(torch.Tensor):
         Every rank of the replica must call it.
         """
         was_written = self.order == _WRITTEN or torch.is_grad_enabled()
-        self.part, self.order = self.resolve(), _WRITTEN if was_written else _WHOLE
+        self.part, self.order = self.resolve(), _WRITTEN if was_written else WHOLE
 
     def of_all(self) -> Partial:
         """Return the partial norm of all elements, from the partial norms in this tensor."""
         assert isinstance(self.order, float)
-        norm = torch.linalg.vector_norm(self.part, self.order)
-        return Partial(norm, self.order, self.replica, self.names, self.dtype)
+        return self._like(torch.linalg.vector_norm(self.part, self.order))
 
-    def as_dtype(self, dtype: torch.dtype) -> Partial:
-        return Partial(self.part, self.order, self.replica, self.names, dtype)
+    def _like(self, part: torch.Tensor, names: tuple[str, ...] = (), dtype: torch.dtype | None = None) -> Partial:
+        return Partial(part, self.order, self.replica, names or self.names, dtype or self.dtype)
 
 
 def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
@@ -278,6 +281,7 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     norms: Any = torch._foreach_norm(tensors, order)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    # Models may be sharded over other groups, and one all-reduce serves all parameters of a group.
     by_replica: dict[int, list[Partial]] = {}
     for norm in norms:
         by_replica.setdefault(id(norm.replica), []).append(norm)
@@ -308,13 +312,19 @@ def _same_kind_of_partial(parts: Sequence[Any]) -> bool:
     )
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Partial]:
-    found: list[Partial] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [v for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, Partial)]
-    return found
+@lru_cache(maxsize=1024)
+def _writes(func: Any) -> list[tuple[int, str]]:
+    """Return the position and the name of each argument that an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type[Written]) -> list[Written]:
+    """Return the values of class `kind` that an operation writes to, also those in lists."""
+    values = (args[position] if position < len(args) else kwargs.get(name) for position, name in _writes(func))
+    return [
+        v for value in values for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, kind)
+    ]
 
 
 def _resolved(value: Any) -> Any:

@@ -105,10 +105,6 @@ class EncodedShard:
         self._scales = self.message[:split].view(-1, SCALE_BYTES)  # [blocks, bytes]
         self._codes = self.message[split:].view(len(self._scales), -1)  # [blocks, bytes]
 
-    def part(self, start: int, end: int) -> EncodedSlice:
-        """Return the elements [start, end) as an `EncodedSlice`, for the ShardTensor of one parameter."""
-        return EncodedSlice(self, start, end)
-
     def decode(self, out: torch.Tensor) -> None:
         self._kernels.decode(self.codec, self.message, out)
 
@@ -122,13 +118,12 @@ class EncodedShard:
         return out[: end - start]
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Encode `values` into the elements from `start` on, which must be the start of a block.
-
-        The rest of the last block becomes zero.
-        """
+        """Encode `values` into the elements from `start` on, which must be the start of a block."""
+        # The rest of the last block becomes zero.
         end, size = start + values.numel(), self.codec.block
         if end == start:
             return
+        # Parameters start at a block, so the rest of the last block belongs to no other parameter.
         padded = torch.nn.functional.pad(values.detach(), (0, -values.numel() % size))
         blocks = self._blocks(start, end)
         before = self.read(start, start + padded.numel(), values.dtype)
@@ -180,9 +175,8 @@ def whole_tensors(
     `batches`: ShardTensors. Those of one batch have one dtype and are sharded over the same ranks. `device`: Where the
     full tensors are made. By default, on the device of each ShardTensor. Use the CPU to save device memory. `wanted`:
     Whether this rank needs the results. If False, it takes part in the all-gather and yields empty lists.
-
-    One buffer serves all batches. It takes about as much memory as the full tensors of the largest batch.
     """
+    # One buffer serves all batches. It takes about as much memory as the full tensors of the largest batch.
     # The elements [start, end) of each tensor of each batch: batch → member of the replica → tensor.
     bounds = [
         [[part.shard_spec.bounds(slot) for part in batch] for slot in batch[0].shard_spec.replica.slots]
@@ -209,6 +203,7 @@ def _gathered(
     for place, part in zip(_divided(gathered[mine], members[mine]), batch, strict=True):
         place.copy_(part.local.detach())
     if replica.group is not None:
+        # Ranks note the call in their logs, so that a rank that makes it alone gets an error in place of a hang.
         assert replica.program is not None
         names = ", ".join(repr(part.shard_spec.name) for part in batch[:3]) + (" …" if len(batch) > 3 else "")
         with replica.program.shared(f"full_tensor() of {names}", replica.call):
@@ -217,6 +212,7 @@ def _gathered(
     parallel = any(part.shard_spec.parallel is not None for part in batch)
     if not (wanted or parallel):
         return []
+    # On `device`, often the host: the buffer of the gather is all that the device has to hold.
     wholes = [torch.empty(part.shard_spec.shape, dtype=part.dtype, device=device or part.device) for part in batch]
     for row, each in zip(gathered, members, strict=True):
         for whole, (start, end), piece in zip(wholes, each, _divided(row, each), strict=True):

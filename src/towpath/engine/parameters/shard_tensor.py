@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -19,8 +19,8 @@ from torch.utils._foreach_utils import _foreach_supported_types as known_to_clip
 from towpath.core.formats import Codec
 from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
-from towpath.engine.parameters.dtensors import Box, boxes_in_whole
-from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, Partial
+from towpath.engine.parameters.dtensors import Box, SentShard, box_at, boxes_in_whole, chunks_of, write_items
+from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, WHOLE, Partial, written_by
 from towpath.engine.parameters.shard_spec import EncodedSlice, ShardSpec, whole_tensors
 from towpath.errors import ShardError
 
@@ -50,6 +50,16 @@ class RunningStep:
 
 
 running_step = RunningStep()
+
+CANNOT_BE_CAST = (
+    "got {} for a parameter of {}: a sharded model cannot be cast or moved. Do it before shard(); precision= sets the "
+    "dtypes of compute and of transfers."
+)
+_TO_SAVE = (
+    "For torch.save() let every rank call towpath.checkpoint.get_model_state_dict(model, options=StateDictOptions("
+    "full_state_dict=True, cpu_offload=True)), or get_optimizer_state_dict(model, optimizer, options=…), and rank 0 "
+    "save what it gets. Without gathering: towpath.checkpoint.save, then `towpath export`."
+)
 
 Arguments = Sequence[Any]
 Handler = Callable[[Any, Arguments, dict[str, Any]], Any]
@@ -143,11 +153,8 @@ class ShardTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Copy `value`, a full tensor or a matching slice. Dtype and device cannot change, as the engine owns both."""
         if value.dtype != self.dtype or value.device != self.device:
-            raise ShardError(
-                f"got {value.dtype} on {value.device} for a parameter of {self.dtype} on {self.device}: a sharded "
-                "model cannot be cast or moved. Do it before shard(); precision= sets the dtypes of compute and of "
-                "transfers."
-            )
+            mine, theirs = (f"{tensor.dtype} on {tensor.device}" for tensor in (self, value))
+            raise ShardError(CANNOT_BE_CAST.format(theirs, mine))
         with torch.no_grad():
             self.copy_(value)
 
@@ -166,9 +173,7 @@ class ShardTensor(torch.Tensor):
         """Raise `ShardError`: no storage has the shape of this tensor."""
         raise ShardError(
             f"{self.shard_spec.name!r} has no memory of its shape: rank {self.shard_spec.replica.number} holds a slice "
-            "of it, to_local(). To save the model let every rank call towpath.checkpoint.get_model_state_dict(model, "
-            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and rank 0 save what it gets. Without "
-            "gathering: towpath.checkpoint, then `towpath export`."
+            f"of it, to_local(). {_TO_SAVE}"
         )
 
     def storage(self) -> NoReturn:
@@ -203,18 +208,11 @@ class ShardTensor(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ShardError(
-            "a ShardTensor cannot be pickled: it is one rank's slice. For torch.save() let every rank call "
-            "towpath.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
-            "cpu_offload=True)), or get_optimizer_state_dict(model, optimizer, options=…), and rank 0 save what it "
-            "gets. Without gathering: towpath.checkpoint.save."
-        )
+        raise ShardError(f"a ShardTensor cannot be pickled: it is one rank's slice. {_TO_SAVE}")
 
     # The protocol of torch.distributed.checkpoint for tensor classes: this rank's slice, as boxes of the full shape ---
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        from towpath.engine.parameters.dtensors import write_items  # loads what only checkpoints need
-
         return write_items(fqn, self.local, self.shape, self.boxes() if self.shard_spec.is_saved else [])
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -225,15 +223,12 @@ class ShardTensor(torch.Tensor):
                 "write to it. Load with towpath.checkpoint.load, or towpath.checkpoint.set_model_state_dict."
             )
         if self.version is not None:
+            # DCP writes to the box that it gets next, past every operation of this class.
             self.version.replaced()
-        from towpath.engine.parameters.dtensors import chunks_of
-
         return chunks_of(self.boxes())
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the box that starts at the offsets of `index`, as a view of this rank's slice."""
-        from towpath.engine.parameters.dtensors import box_at
-
         return box_at(index, self.local.detach(), self.boxes())
 
     def boxes(self, among: tuple[int, int] | None = None) -> list[Box]:
@@ -250,12 +245,23 @@ class ShardTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _operation(func)(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        operation = _operation(func)
+        written = written_by(func, args, kwargs, ShardTensor)
+        for tensor in written if operation not in (_copy, _draw) else ():  # those replace all elements
+            _prepare_write(tensor)
+        out = operation(func, args, kwargs)
+        # Writes through any alias count. PyTorch's `_version` misses foreach, fused and `.data` writes.
+        for tensor in written:
+            if tensor.version is not None:
+                tensor.version.written()
+        return out
 
 
 def engine_with(parameter: torch.Tensor) -> Engine | None:
     """Return the engine of the sharded model that `parameter` belongs to; None if there is none."""
-    if not isinstance(parameter, ShardTensor) or parameter.version is None:  # gradients and copies have none
+    # Gradients and copies have none.
+    if not isinstance(parameter, ShardTensor) or parameter.version is None:
         return None
     engine = parameter.shard_spec.replica.engine
     return cast("Engine | None", engine()) if engine is not None else None
@@ -272,6 +278,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> ShardTensor:
         (gradient,) = gradients
+        # The all-reduce works in place, and autograd may give this gradient to others, too.
         own = gradient.detach().clone(memory_format=torch.contiguous_format)
         mean = ctx.shard_spec.replica.mean_of_everyone(own, "the backward pass of full_tensor()")
         return ShardTensor(ctx.shard_spec.part_of(mean).clone(), ctx.shard_spec)
@@ -279,9 +286,6 @@ class _FullTensor(torch.autograd.Function):
 
 # Elementwise operations and optimizers run on the slices. Norms and sums are combined over the ranks that share the
 # tensor (`partial_sums.py`). Any other operation raises `ShardError`.
-#
-# The handlers also count writes: an operation that writes to a parameter raises its `version`, which its aliases share.
-# PyTorch's `_version` would not do, because foreach, fused and `.data` writes do not change it.
 
 # Elementwise operations that PyTorch does not tag as pointwise.
 _ELEMENTWISE = {
@@ -306,7 +310,8 @@ def _operation(func: Any) -> Handler:
         return special
     if func.namespace == "aten":
         name = func._schema.name.removeprefix("aten::")
-        random = torch.Tag.nondeterministic_seeded in func.tags  # with equal seeds all slices would get equal values
+        # With equal seeds all slices would get equal values.
+        random = torch.Tag.nondeterministic_seeded in func.tags
         if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
             return _listwise
         if (torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE) and not random:
@@ -319,26 +324,11 @@ def _operation(func: Any) -> Handler:
 _FOREACH_REDUCTIONS = {"_foreach_max", "_foreach_powsum"}
 
 
-@lru_cache(maxsize=1024)
-def _writes(func: Any) -> list[tuple[int, str]]:
-    """Return the position and the name of each argument that an operation writes to."""
-    arguments = enumerate(func._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    for position, name in _writes(func):
-        value = args[position] if position < len(args) else kwargs.get(name)
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, ShardTensor) and tensor.version is not None:
-                tensor.version.written()
-
-
-def _prepare_write(target: Any) -> None:
+def _prepare_write(target: ShardTensor) -> None:
     """Wait for copies of `target`. Raise `ShardError` if it is stored encoded, and so only written entirely."""
-    if isinstance(target, ShardTensor) and target.version is not None:
+    if target.version is not None:
         target.version.before_write()
-    if isinstance(target, ShardTensor) and type(target.held) is EncodedSlice:
+    if type(target.held) is EncodedSlice:
         raise ShardError(
             f"{target.shard_spec.name!r} is stored in {target.rests_in}: it cannot be changed in place. Write it: "
             "p.copy_(full_tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
@@ -351,26 +341,26 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
         if value.shard_spec is not where:
             raise ShardError(
                 f"{func}: two ShardTensors of different parameters, {tuple(value.shape)} and "
-                f"{tuple(where.whole_shape)}, hold slices that do not match element by element. Use full_tensor() on "
-                "both."
+                f"{tuple(where.whole_shape)}, hold slices that do not match. Use full_tensor() on both."
             )
         return value.local
     if isinstance(value, Partial):
         value = value.resolve()
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         if value.shape == where.whole_shape and in_backward():
-            return where.part_of(value)  # autograd expands the gradient of a sum or a mean, the same on all ranks
+            # Autograd expands the gradient of a sum or a mean, the same on all ranks.
+            return where.part_of(value)
         name, remedy = running_step.take()
         made = f" If {name} made it itself: {remedy()}" if name else ""
         raise ShardError(
             f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced the same "
-            f"way. {_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before "
-            "shard(): make a new one; or its states were loaded unsharded: call towpath.checkpoint."
-            "set_optimizer_state_dict. To write a full tensor into a parameter use copy_(); to read one use "
-            f"full_tensor().{made}"
+            f"way. {_where_whole(where)} To write a full tensor use copy_(); to read one use full_tensor(). An "
+            "optimizer's state: make the optimizer after shard(); to load its states call "
+            f"towpath.checkpoint.set_optimizer_state_dict.{made}"
         )
     if isinstance(value, torch.Tensor) and value.dim():
-        return value.reshape(())  # a 0-D tensor broadcasts over a 1-D slice too
+        # A 0-D tensor broadcasts over a 1-D slice too.
+        return value.reshape(())
     return value
 
 
@@ -378,15 +368,12 @@ def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     where = next(a.shard_spec for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor))
     local_args = [_local_of(func, a, where) for a in args]
     local_kwargs = {k: _local_of(func, v, where) for k, v in kwargs.items() if k != "memory_format"}
-    if writes := _writes(func):
-        position, name = writes[0]
-        target = args[0] if position == 0 else kwargs[name]
-        if not isinstance(target, ShardTensor):
-            _refuse(func, args, kwargs)  # a slice cannot be written into a plain tensor
-        _prepare_write(target)
+    if targets := written_by(func, args, kwargs, object):
+        if not isinstance(targets[0], ShardTensor):
+            # A slice cannot be written into a plain tensor.
+            _refuse(func, args, kwargs)
         func(*local_args, **local_kwargs)
-        _mark_written(func, args, kwargs)
-        return target
+        return targets[0]
     out = func(*local_args, **local_kwargs)
     if isinstance(out, torch.Tensor):
         return ShardTensor(out, where)
@@ -403,8 +390,6 @@ def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTenso
 
 def _for_other_process(tensor: ShardTensor) -> tuple[Any, ...]:
     """Return how multiprocessing sends a ShardTensor. `ShardTensor.__reduce_ex__` refuses pickle itself."""
-    from towpath.engine.parameters.dtensors import SentShard  # loads what only checkpoints need
-
     boxes = tensor.boxes() if tensor.shard_spec.is_saved else []
     return SentShard, (tensor.shape, tensor.local.detach(), boxes)
 
@@ -430,11 +415,7 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
             ]
         return value.resolve() if isinstance(value, Partial) else value
 
-    for position, _ in _writes(func):
-        for tensor in args[position] if position < len(args) else ():
-            _prepare_write(tensor)
     out = func(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()})
-    _mark_written(func, args, kwargs)
     if out is None or not isinstance(out, (list, tuple)):
         return out
     return [o if where is None else ShardTensor(o, where) for o, where in zip(out, wheres, strict=True)]
@@ -462,15 +443,12 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if not isinstance(source, torch.Tensor) or not source.dim():
         source = torch.empty_like(target.local).copy_(source)
     target.write(source)
-    _mark_written(func, args, kwargs)
     return target
 
 
 def _draw(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Fill a tensor with random numbers, as in torch.nn.init: every rank draws the full tensor, rank 0's counts.
-
-    `trunc_normal_` draws into temporary tensors of a parameter's shape, too.
-    """
+    """Fill a tensor with random numbers, as in torch.nn.init: every rank draws the full tensor, rank 0's counts."""
+    # `trunc_normal_` draws into temporary tensors of a parameter's shape, too.
     target = args[0]
     where = target.shard_spec
     if where.parallel is not None or running_step.optimizer:
@@ -478,11 +456,11 @@ def _draw(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     whole = torch.empty(where.shape, dtype=target.dtype, device=target.device)
     func(whole, *args[1:], **kwargs)
     program = where.replica.program
-    if program is not None:  # several ranks share the model
+    # Several ranks share the model.
+    if program is not None:
         with program.shared(f"{func.overloadpacket.__name__}() of {where.name!r}", LoggedCall.PROGRAM):
             where.replica.engine().comm.job.broadcast(whole)
     target.write(where.part_of(whole))
-    _mark_written(func, args, kwargs)
     return target
 
 
@@ -491,10 +469,8 @@ def _put(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     target, indices = args[0], args[1]
     if not isinstance(target, ShardTensor) or len(indices) != 1 or not isinstance(indices[0], ShardTensor):
         _refuse(func, args, kwargs)
-    _prepare_write(target)
     mask, value = (_local_of(func, v, target.shard_spec) for v in (indices[0], args[2]))
     func(target.local, [mask], value, *args[3:])
-    _mark_written(func, args, kwargs)
     return target
 
 
@@ -503,22 +479,17 @@ def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         _refuse(func, args, kwargs)
-    local = tensor.shard_spec.counted(tensor.local)
-    [norm] = Partial.norms_of([local], 2 if order is None else order, [tensor.shard_spec], kwargs.get("dtype"))
-    return norm
+    return _foreach_norm(func, ([tensor], 2 if order is None else order, kwargs.get("dtype")), {})[0]
 
 
 def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[Any]:
     """Return the norm of each tensor in a list, partial for ShardTensors."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    tensors = cast(Sequence[torch.Tensor], args[0])
-    ours = [t for t in tensors if isinstance(t, ShardTensor)]
+    ours = [t for t in args[0] if isinstance(t, ShardTensor)]
     parts = Partial.norms_of([t.shard_spec.counted(t.local) for t in ours], order, [t.shard_spec for t in ours], dtype)
-    norms = iter(parts)
-    return [
-        next(norms) if isinstance(t, ShardTensor) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors
-    ]
+    norms, plain = iter(parts), partial(torch.linalg.vector_norm, ord=order, dtype=dtype)
+    return [next(norms) if isinstance(t, ShardTensor) else plain(t) for t in args[0]]
 
 
 def _slice_gradient(tensor: ShardTensor) -> None:
@@ -532,6 +503,7 @@ def _slice_gradient(tensor: ShardTensor) -> None:
                 return gradient
             return ShardTensor(where.part_of(gradient.detach()).clone(), where)
 
+        # Past `ShardTensor.register_hook`, which refuses hooks of users.
         torch.Tensor.register_hook(tensor, sliced)
 
 
@@ -545,42 +517,59 @@ def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     total = tensor.shard_spec.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
     if func.overloadpacket is aten.mean:
         total = total / tensor.numel()
-    if args[2] if len(args) > 2 else kwargs.get("keepdim"):  # the gradients of extremes need it
+    # The gradients of extremes keep the dimensions.
+    if args[2] if len(args) > 2 else kwargs.get("keepdim"):
         total = total.reshape((1,) * tensor.dim())
     where = tensor.shard_spec
     return Partial(total, "sum", where.replica, (where.name,), total.dtype)
 
 
+_MIN, _MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
+_EXTREMES = {
+    aten.max: _MAX,
+    aten.amax: _MAX,
+    aten.any: _MAX,
+    aten.min: _MIN,
+    aten.amin: _MIN,
+    aten.all: _MIN,
+}
+
+
 def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """Run max, min, amax, amin, any, all or equal over the full tensor, and combine the result immediately."""
-    tensor = args[0]
-    if len(args) > 1 and func.overloadpacket is not aten.equal and args[1] not in ([], ()):
+    """Run an operation of `_EXTREMES` over the full tensor, and combine the result immediately."""
+    tensor, packet, op = args[0], func.overloadpacket, _EXTREMES[func.overloadpacket]
+    if len(args) > 1 and args[1] not in ([], ()):
         _refuse(func, args, kwargs)
     where, replica = tensor.shard_spec, tensor.shard_spec.replica
-    packet = func.overloadpacket
-    if packet is aten.equal:
-        same = torch.tensor(torch.equal(tensor.local, _local_of(func, args[1], where)), device=tensor.device)
-        return bool(replica.combine(same.to(torch.uint8), [where.name], dist.ReduceOp.MIN))
     if packet in (aten.any, aten.all):
-        found = packet(tensor.local).to(torch.uint8)
-        op = dist.ReduceOp.MAX if packet is aten.any else dist.ReduceOp.MIN
-        return replica.combine(found, [where.name], op).to(torch.bool)
-    largest = packet in (aten.max, aten.amax)
+        return replica.combine(packet(tensor.local).to(torch.uint8), [where.name], op).to(torch.bool)
     info = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
-    neutral = torch.full((), info.min if largest else info.max, dtype=tensor.dtype, device=tensor.device)
-    value = cast(torch.Tensor, packet(tensor.local)) if tensor.local.numel() else neutral
-    value = replica.combine(value.clone(), [where.name], dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
-    return Partial.of_whole(value, where) if tensor.requires_grad and torch.is_grad_enabled() else value
+    # A rank whose slice is empty takes part in the all-reduce with a value that never wins.
+    neutral = torch.full((), info.min if op is _MAX else info.max, dtype=tensor.dtype, device=tensor.device)
+    value = cast(torch.Tensor, packet(tensor.local)).clone() if tensor.local.numel() else neutral
+    value = replica.combine(value, [where.name], op)
+    # The backward pass of a Partial averages its gradient over all ranks.
+    needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    return Partial(value, WHOLE, replica, (where.name,), value.dtype) if needs_gradient else value
+
+
+def _equal(func: Any, args: Arguments, kwargs: dict[str, Any]) -> bool:
+    tensor, where = args[0], args[0].shard_spec
+    same = torch.tensor(torch.equal(tensor.local, _local_of(func, args[1], where)), device=tensor.device)
+    return bool(where.replica.combine(same.to(torch.uint8), [where.name], _MIN))
 
 
 def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
     """Unscale gradients for GradScaler. An overflow in one rank's slice counts on every rank that shares the tensor."""
     grads, found, scale = args
     replica = next(g.shard_spec.replica for g in grads if isinstance(g, ShardTensor))
-    if not found.is_cuda and torch.cuda.is_initialized():  # with offload, the scaler copies its numbers to the host
+    # With offload, the scaler copies its numbers to the host.
+    if not found.is_cuda and torch.cuda.is_initialized():
+        # The copy of the scale to the host is asynchronous, and the operation below reads it on the host.
         torch.cuda.current_stream().synchronize()
     func([g.local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
-    replica.combine(found, op=dist.ReduceOp.MAX)
+    # All ranks skip the step together, because the slices of one parameter must not diverge.
+    replica.combine(found, op=_MAX)
 
 
 def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
@@ -594,20 +583,18 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
         )
     raise ShardError(
         f"{func} needs the full tensor, and got {shard_spec.describe()}. {_where_whole(shard_spec)} Elsewhere call "
-        "full_tensor() on it, on every rank, or work on the whole model inside `with towpath.full_parameters(model):`."
+        "full_tensor() on it, on every rank, or work inside `with towpath.full_parameters(model):`."
     )
 
 
 def _where_whole(shard_spec: ShardSpec) -> str:
     if not shard_spec.unit:
         return (
-            "It is unsharded inside model(...), and inside any method of the model that "
-            "towpath.register_forward_method(model, name) has made an entry."
+            "It is unsharded inside model(...), and in methods that towpath.register_forward_method(model, name) names."
         )
     return (
-        "It is unsharded inside the forward of that unit, and inside methods of the unit's module that "
-        "towpath.register_forward_method(module, name) has made entries. Where the model computes with it outside, "
-        "leave the unit to the root: pass the other units as units= to shard()."
+        "It is unsharded inside the forward of that unit, and in methods that towpath.register_forward_method(module, "
+        "name) names. To compute with it outside, leave the unit to the root: pass the other units as units=."
     )
 
 
@@ -623,7 +610,8 @@ _SPECIAL: dict[Any, Handler] = {
     aten.sum: _sum,
     aten.mean: _sum,
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    **dict.fromkeys((aten.max, aten.min, aten.amax, aten.amin, aten.any, aten.all, aten.equal), _extreme),
+    **dict.fromkeys(_EXTREMES, _extreme),
+    aten.equal: _equal,
 }
 
 

@@ -24,6 +24,7 @@ Chain = tuple[tuple[nn.Module, Callable[[nn.Module], None]], ...]
 
 def add_reset_parameters(model: nn.Module) -> None:
     """Give the modules of each Transformers model in `model`, or of `model` itself, a `reset_parameters()`."""
+    # Importing Transformers takes seconds, and a model of it has imported it already.
     if "transformers" not in sys.modules:
         return
     from transformers import PreTrainedModel
@@ -45,10 +46,8 @@ def _add(model: nn.Module, module: nn.Module, around: Chain, initialize: Any) ->
 
 
 def _reset(model: nn.Module, chain: Chain) -> None:
-    """Initialize the first module of `chain`: with its own `_init_weights`, then with those of the modules around it.
-
-    Its buffers are filled with NaN, or the least integer, before. So a buffer that gets no values is found.
-    """
+    """Initialize the first module of `chain`: with its own `_init_weights`, then those of the modules around it."""
+    # Its buffers are filled with NaN, or the least integer, before. So a buffer that gets no values is found.
     from transformers import initialization
 
     module = chain[0][0]
@@ -57,6 +56,7 @@ def _reset(model: nn.Module, chain: Chain) -> None:
     }
     for buffer in buffers.values():
         buffer.fill_(torch.nan if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min)
+    # Transformers marks tensors that a file has given values, and its init functions leave these as they are.
     with torch.no_grad(), initialization.guard_torch_init_functions(), _others_marked_initialized(model, module):
         for part, initialize in chain:
             initialize(part)

@@ -55,6 +55,7 @@ class Unit:
         """Use the transfers of `plan` from now on."""
         self.plan = plan
         for bucket, planned in zip(self.buckets, plan.buckets, strict=True):
+            # Buckets first: coalesced transfers are made of theirs.
             bucket.bind(planned, comm)
         self._coalesce(comm)
 
@@ -69,7 +70,7 @@ class Unit:
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
         """The user's parameters, in the order of the flat buffers."""
-        return (place.parameter for bucket in self.buckets for place in bucket.layout.places)
+        return (place.parameter for place in self.layout.places)
 
     @property
     def reduced(self) -> list[tuple[Bucket, FlatGradients]]:
@@ -110,8 +111,7 @@ class Unit:
                     index = max(i for i, p in enumerate(places) if p.of(bucket.full).data_ptr() <= at)
                     raise StepError(
                         f"rank {self._rank}: unit {self.name!r} returns the memory of its own parameter "
-                        f"{places[index].names[0]!r}, as a parameter is, or a slice or detach() of it. Outside the "
-                        "unit's forward that memory holds other weights. Compute with it inside the forward, return "
+                        f"{places[index].names[0]!r}, which holds other weights outside the unit's forward. Return "
                         "p.clone(), or leave this unit to the root: pass the other units as units= to shard()."
                     )
 
@@ -119,7 +119,8 @@ class Unit:
 def _address(tensor: torch.Tensor) -> int:
     """Return the address of the tensor's first element, or 0 if it has no storage, as with some subclasses."""
     try:
-        return torch.Tensor.data_ptr(tensor)  # the override of a subclass may raise
+        # The override of a subclass may raise.
+        return torch.Tensor.data_ptr(tensor)
     except RuntimeError:
         return 0
 
