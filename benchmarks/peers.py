@@ -50,10 +50,10 @@ import towpath
 from benchmarks import deepspeed_peer
 from benchmarks.harness.candidates import give_freed_memory_back, timed
 from benchmarks.workload import LEARNING_RATE, Workload
-from towpath.bench import MicroStepContext as Context
-from towpath.bench import fully_shard_blocks, prefetch_next_block, register_bf16_hook
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.collectives.select import select
+from towpath.comparison import MicroStepContext as Context
+from towpath.comparison import fully_shard_blocks, prefetch_next_block, register_bf16_hook
 from towpath.core.formats import item_bytes
 from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective

@@ -11,7 +11,7 @@ from benchmarks.harness import figures
 from benchmarks.harness.figures import Check
 from benchmarks.peers import AUTO, DEEPSPEED, CandidateSpec
 from benchmarks.workload import Workload
-from towpath.bench import is_lossless
+from towpath.comparison import is_lossless
 from towpath.core.formats import item_bytes
 from towpath.errors import ConfigError, TowpathError
 from towpath.topology.cluster import Topology

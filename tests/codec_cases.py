@@ -11,8 +11,8 @@ import torch
 from towpath.codecs.exact import message
 from towpath.codecs.exact import specification as exact_reference
 from towpath.codecs.kernels import pieces as loops
-from towpath.codecs.kernels import reference
-from towpath.codecs.kernels.pieces import Piece, Pieces
+from towpath.codecs.kernels import plain
+from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.core.formats import Codec
 
 INTEGERS = [
@@ -80,26 +80,26 @@ def check(kernels: ModuleType, text: str, dtype: torch.dtype, n: int, device: st
     for x, seed in inputs(dtype, n):
         x = x.to(device)
         expected, got = messages(codec, n, 2, 0, device)
-        reference.encode(codec, x, expected, seed)
+        plain.encode(codec, x, expected, seed)
         kernels.encode(codec, x, got, seed)
         assert same_message(codec, got, expected), f"encode: {text}, {dtype}, {n} elements"
 
-        reference.decode(codec, expected, back := torch.empty(n, dtype=dtype, device=device))
+        plain.decode(codec, expected, back := torch.empty(n, dtype=dtype, device=device))
         kernels.decode(codec, expected, found := torch.empty_like(back))
         assert same(found, back), f"decode: {text}, {dtype}, {n} elements"
         if not hasattr(kernels, "decode_sum"):
             continue  # it only sums many pieces at a time
         rows = messages(codec, n, 3, 5, device)
         for i, row in enumerate(rows):
-            reference.encode(codec, x.roll(i * (n // 3)), row, seed + i)
+            plain.encode(codec, x.roll(i * (n // 3)), row, seed + i)
         for spaced in (rows, rows[:1], [rows[2], rows[1].clone()]):
             expected, got = torch.empty(2, n, dtype=dtype, device=device)
-            reference.decode_sum(codec, spaced, expected)
+            plain.decode_sum(codec, spaced, expected)
             kernels.decode_sum(codec, spaced, got)
             assert same(got, expected), f"decode_sum: {text}, {dtype}, {n} elements, {len(spaced)} rows"
 
         expected, got = messages(codec, n, 2, 3, device)
-        reference.decode_sum_encode(codec, rows, n, expected, seed)
+        plain.decode_sum_encode(codec, rows, n, expected, seed)
         kernels.decode_sum_encode(codec, rows, n, got, seed)
         assert same_message(codec, got, expected), f"decode_sum_encode: {text}, {n} elements"
 
@@ -122,12 +122,12 @@ def check_pieces(
     starts = [32 + index * (longest + 16) for index in range(count)]
     row, where = count * cell, torch.device(device)
 
-    def table(source: int, target: int, rows: int = 1) -> Pieces:
+    def table(source: int, target: int, rows: int = 1) -> PieceTable:
         each = [
-            Piece(length, starts[i], source * row + i * cell, target * row + i * cell, i * longest)
+            PiecePlace(length, starts[i], source * row + i * cell, target * row + i * cell, i * longest)
             for i, length in enumerate(lengths)
         ]
-        return Pieces(codec, each, where, rows, row if rows > 1 else 0)
+        return PieceTable(codec, each, where, rows, row if rows > 1 else 0)
 
     size = starts[-1] + longest
     wire = torch.arange((2 + rows) * row, device=device).to(torch.uint8)
@@ -156,7 +156,7 @@ def check_pieces(
 
 def _runs(kernels: Any) -> list[Callable[..., None]]:
     def expected(name: str, *args: Any) -> None:
-        getattr(loops, name)(reference, *args)
+        getattr(loops, name)(plain, *args)
 
     def got(name: str, *args: Any) -> None:
         getattr(kernels, name)(*args)
@@ -174,11 +174,11 @@ def check_message(kernels: ModuleType, text: str, dtype: torch.dtype, n: int, de
     """A message there and back; the oracle always works on the CPU, as messages travel between unlike devices."""
     codec, x = Codec.parse(text), messy(n, dtype)
     (expected,), (got,) = messages(codec, n, 1, 0, "cpu"), messages(codec, n, 1, 0, device)
-    reference.encode(codec, x, expected, 7)
+    plain.encode(codec, x, expected, 7)
     kernels.encode(codec, x.to(device), got, 7)
     assert same_message(codec, got.cpu(), expected)
     x_expected, x_got = torch.empty(n, dtype=dtype), torch.empty(n, dtype=dtype, device=device)
-    reference.decode(codec, expected, x_expected)
+    plain.decode(codec, expected, x_expected)
     kernels.decode(codec, got, x_got)
     assert same(x_got.cpu(), x_expected)
 
@@ -189,14 +189,14 @@ def check_8_bit_floats(kernels: ModuleType, text: str, device: str = "cpu") -> N
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = every[every.abs() <= codec.largest].to(device)
     expected, got = messages(codec, x.numel(), 2, 0, device)
-    reference.encode(codec, x, expected)
+    plain.encode(codec, x, expected)
     kernels.encode(codec, x, got)
     assert expected[:4].tolist() == [0, 0, 128, 63], "the scale is to be 1"
     assert torch.equal(got, expected)
 
     codes = torch.cat([expected[:4], torch.arange(256, device=device).to(torch.uint8)])
     expected, got = torch.empty(2, 256, device=device)
-    reference.decode(codec, codes, expected)
+    plain.decode(codec, codes, expected)
     kernels.decode(codec, codes, got)
     assert same(got, expected)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from benchmarks.harness.candidates import CaseError, LabPlace, Launch, RunningCandidate
 from benchmarks.harness.figures import medians, spreads
 from lab import LinkBytes, Rate, window_bytes
-from towpath.bench import interleave
+from towpath.comparison import interleave
 from towpath.engine.layout import available_bytes
 
 Say = Callable[[str], None]
@@ -70,7 +70,7 @@ class Comparison:
 def compare(
     candidates: Mapping[str, Measured], rounds: int, say: Say, failures: dict[str, str] | None = None
 ) -> Comparison:
-    """Measure every candidate once in each round, in the order of `towpath.bench.interleave`.
+    """Measure every candidate once in each round, in the order of `towpath.comparison.interleave`.
 
     Args:
         candidates: The candidates by name.

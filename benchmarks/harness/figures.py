@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from towpath.bench import Interval, interval_of_median
+from towpath.comparison import ConfidenceInterval, interval_of_median
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Check:
     found: float
     at_most: float | None = None
     at_least: float | None = None
-    interval: Interval | None = None
+    interval: ConfidenceInterval | None = None
 
     @property
     def met(self) -> bool | None:

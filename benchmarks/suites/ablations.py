@@ -122,7 +122,7 @@ class AblatedStep(TrainStep):
     def __init__(self, rank: int, world: int, strategy: str, change: str, workload: Workload) -> None:
         if change == PLAIN_TORCH:
             modules: dict[str, Any] = sys.modules
-            modules["towpath.codecs.kernels.native"] = None  # as where nothing compiles the kernels
+            modules["towpath.codecs.kernels.cpp_codecs"] = None  # as where nothing compiles the kernels
         elif change == APART:
             units.SMALL_UNIT = 0  # no neighbors are merged
         elif change:

@@ -24,9 +24,9 @@ from benchmarks.harness.candidates import Launch, LocalPlace
 from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.figures import Check, medians
 from benchmarks.harness.suite import Settings, Suite
-from towpath.codecs.kernels import kernels_for, reference
+from towpath.codecs.kernels import kernels_for, plain
 from towpath.codecs.kernels import pieces as loops
-from towpath.codecs.kernels.pieces import Piece, Pieces
+from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.codecs.packing import EncodedPacking
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.core.formats import Codec
@@ -121,10 +121,10 @@ class Buffers:
         for row in range(ROWS):
             self.packing.pack(self.table(0, row), self.x.roll(row), self.wire, self.workspace)
 
-    def table(self, source: int, target: int, rows: int = 1) -> Pieces:
+    def table(self, source: int, target: int, rows: int = 1) -> PieceTable:
         """Return the table of all pieces, whose messages are in row `source` and go to row `target`."""
         pieces = [
-            Piece(self.length, start, source * self.stride + i * self.cell, target * self.stride + i * self.cell)
+            PiecePlace(self.length, start, source * self.stride + i * self.cell, target * self.stride + i * self.cell)
             for i, start in enumerate(self.starts)
         ]
         return self.packing.table(pieces, rows, self.stride if rows > 1 else 0)
@@ -154,8 +154,8 @@ def works_of(case: KernelCase, megabytes: int) -> tuple[dict[str, Callable[[], A
         "decode": lambda: made.packing.unpack(decodes, made.wire, made.out, made.workspace),
         "fused": lambda: made.packing.sum(sums, 1, made.wire, made.workspace),
         "apart": made.apart(),
-        "reference encodes": lambda: loops.encode_pieces(reference, encodes, made.x, made.wire, 0),
-        "reference decodes": lambda: loops.decode_pieces(reference, decodes, made.wire, made.out),
+        "reference encodes": lambda: loops.encode_pieces(plain, encodes, made.x, made.wire, 0),
+        "reference decodes": lambda: loops.decode_pieces(plain, decodes, made.wire, made.out),
     }
     moved = made.x.nbytes + made.message_bytes
     return work, {"copy": 2 * made.x.nbytes, "encode": moved, "decode": moved}

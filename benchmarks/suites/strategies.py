@@ -34,7 +34,7 @@ from benchmarks.report import comparison_table
 from benchmarks.selection import QUICK, Candidate, candidates_of, every_name, expanded, finalists, pairs
 from benchmarks.workload import Workload
 from lab import Rate
-from towpath.bench import interval_of_median
+from towpath.comparison import interval_of_median
 from towpath.core.formats import Codec
 from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.core.unit_plan import plan_unit

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +27,7 @@ from towpath.engine.parameters.dtensors import replacement_of
 from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
 from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
 from towpath.engine.trial_steps import Common, call_with, coupling, options_of
-from towpath.errors import ShardError, StepError, TowpathError
+from towpath.errors import ShardError, StepError
 from towpath.topology.together import together
 
 __all__ = ["ChainedOptimizer", "OwnerSteppedOptimizer", "chain", "owner_stepped"]
@@ -127,10 +128,7 @@ class OwnerSteppedOptimizer(Optimizer):
                 "optimizer, as accelerator.prepare(model, optimizer). A model that is not sharded needs no wrapper."
             )
         self._has_stepped = True
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         self._call("step", Common.of(self.inner))
         return loss
 
@@ -320,10 +318,7 @@ class ChainedOptimizer(Optimizer):
         Returns:
             The result of `closure`, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for each in self.members:
             each.step()
         return loss
@@ -367,6 +362,11 @@ class ChainedOptimizer(Optimizer):
         self._share()
 
 
+def _loss_of(closure: Callable[[], Any] | None) -> Any:
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """Return the optimizers that `chain` combined, or `(optimizer,)`."""
     return optimizer.members if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
@@ -408,19 +408,13 @@ def _checked(inner: Optimizer) -> list[Engine]:
     parameters = _parameters(inner)
     found = [engine_with(p) for p in parameters]
     engines = list(dict.fromkeys(engine for engine in found if engine is not None))
-    failure: TowpathError | None = None
-    try:
+    with ExitStack() as stack:
+        ranks = [engine.comm.groups for engine in engines]
+        descriptions = [stack.enter_context(together(each, "owner_stepped()", _ADVICE)) for each in ranks]
         _check_optimizer(inner)
         for parameter, engine in zip(parameters, found, strict=True):
             _check_parameter(parameter, engine)
-    except TowpathError as error:
-        if not engines:
-            raise
-        failure = error
-    for engine in engines:
-        with together(engine.comm.groups, "owner_stepped()", _ADVICE) as lines:
-            if failure is not None:
-                raise failure
+        for lines in descriptions:
             lines += _lines(inner)
     return engines
 

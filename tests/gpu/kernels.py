@@ -28,7 +28,7 @@ FEATURE, EXACT = "codec kernels", "exact transport"
 def _kernels() -> ModuleType:
     if DEVICE.type == "cuda":
         return importlib.import_module("towpath.codecs.kernels.triton_codecs")
-    return _of_extension("towpath.codecs.kernels.native")
+    return _of_extension("towpath.codecs.kernels.cpp_codecs")
 
 
 def _of_extension(name: str) -> Any:

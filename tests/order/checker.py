@@ -23,7 +23,8 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -299,7 +300,8 @@ class Checker(TorchDispatchMode):
             kernels.decode_pieces(pieces, wire, out)
             self.access(_sources(pieces, wire), [out], "decode+sum")
 
-        return Kernels(kernels.name, encode, decode, encode_pieces, sum_pieces, decode_pieces)
+        functions = (encode, decode, encode_pieces, sum_pieces, decode_pieces)
+        return Kernels(cast(Any, SimpleNamespace(__name__=kernels.name, **{f.__name__: f for f in functions})))
 
 
 def _targets(pieces: Any, wire: torch.Tensor) -> list[torch.Tensor]:

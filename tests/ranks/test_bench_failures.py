@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lab.runs import as_rank
 from tests.ranks.server import run_commands
 from tests.ranks.strategies import seldom
-from towpath import bench
+from towpath import comparison
 from towpath.cli.main import main
 
 # The first losses of the second round, which measures in reverse order. A measurement has seven steps.
@@ -38,7 +38,7 @@ def _run_bench(ranks: str, number: int, words: str) -> None:
         return compute(*args)
 
     F.cross_entropy = failing
-    bench.MODELS["tiny"] = (64, 1, 2048)
+    comparison.MODELS["tiny"] = (64, 1, 2048)
     sys.argv[1:] = words.split()
     main()
 

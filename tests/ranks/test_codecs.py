@@ -19,7 +19,7 @@ from tests.ranks.models import MODELS
 from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
-from towpath.codecs.kernels import reference
+from towpath.codecs.kernels import plain
 from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank
 from towpath.collectives.select import select
@@ -114,9 +114,9 @@ class Oracle:
 
 def _through(codec: Codec, values: torch.Tensor) -> torch.Tensor:
     message = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
-    reference.encode(codec, values, message)
+    plain.encode(codec, values, message)
     found = torch.empty_like(values)
-    reference.decode(codec, message, found)
+    plain.decode(codec, message, found)
     return found
 
 

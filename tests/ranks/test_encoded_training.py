@@ -20,7 +20,7 @@ import towpath
 from tests.ranks.models import DEVICE, MODELS, GPTBlock
 from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import seldom
-from towpath.codecs.kernels import reference
+from towpath.codecs.kernels import plain
 from towpath.core import routes
 from towpath.core.formats import Codec
 from towpath.core.routes import Op, hops_of
@@ -142,8 +142,8 @@ def _through(codec: Codec | None, values: Tensor) -> Tensor:
         return values
     padded = F.pad(values.flatten(), (0, -values.numel() % codec.grain))
     message, found = torch.empty(codec.encoded_bytes(padded.numel()), dtype=torch.uint8), torch.empty_like(padded)
-    reference.encode(codec, padded, message)
-    reference.decode(codec, message, found)
+    plain.encode(codec, padded, message)
+    plain.decode(codec, message, found)
     return found[: values.numel()].view_as(values)
 
 
@@ -248,7 +248,7 @@ def _roundings(plan: BucketPlan) -> int:
 def _in_blocks(values: Tensor, codec: Codec) -> Tensor:
     """As the codec sees them: rotated, if it does so. Its scales are of blocks."""
     padded = F.pad(values, (0, -values.numel() % max(codec.grain, 32)))
-    return (reference.rotated(padded) if codec.hadamard else padded).view(-1, max(codec.grain, 32))
+    return (plain.rotated(padded) if codec.hadamard else padded).view(-1, max(codec.grain, 32))
 
 
 def _largest(values: Tensor, codec: Codec | None) -> Tensor:

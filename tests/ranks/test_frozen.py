@@ -15,7 +15,7 @@ from tests.ranks.models import noise
 from tests.ranks.server import on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import TOLERANCE, Twin
-from towpath.codecs.kernels import reference
+from towpath.codecs.kernels import plain
 from towpath.core.formats import Codec
 from towpath.core.strategy import TransferKind
 from towpath.errors import ConfigError, ShardError
@@ -166,9 +166,9 @@ CODECS = ("int8", "int4:64", "e4m3:32", "int4:32+hadamard")
 def rounded(values: Tensor, codec: Codec) -> Tensor:
     """By the oracle."""
     message = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
-    reference.encode(codec, values.flatten(), message)
+    plain.encode(codec, values.flatten(), message)
     out = torch.empty(values.numel())
-    reference.decode(codec, message, out)
+    plain.decode(codec, message, out)
     return out.view(values.shape)
 
 

@@ -48,7 +48,7 @@ def test_sdist_builds_a_wheel_with_extension_and_commands(tmp_path: Path) -> Non
     assert {"LICENSE", "README.md", "CHANGELOG.md", "src/towpath/py.typed", "examples/gpt.toml"} <= names
     assert not {name for name in names if name.startswith("benchmarks/results")}
     python = _environment(tmp_path / "fresh", wheel)
-    native = "from towpath.codecs.kernels import native; print(native.LEVELS)"
+    native = "from towpath.codecs.kernels import cpp_codecs as cpp; print(cpp.LEVELS)"
     assert "baseline" in _run(python, "-c", native)
     planned = _run(
         python, "-m", "towpath", "plan", "llama-7b", "--cluster", "ethernet-10g", "--batch", "64", "--length", "2048"

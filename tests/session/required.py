@@ -34,7 +34,7 @@ def _names(option: str) -> set[str]:
 
 def _native() -> str | None:
     try:
-        importlib.import_module("towpath.codecs.kernels.native")
+        importlib.import_module("towpath.codecs.kernels.cpp_codecs")
     except ImportError as error:
         return f"the C++ extension was not built: {error}"
     return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from towpath import bench
-from towpath.bench import Comparison, Sample
+from towpath import comparison
 from towpath.cli.main import app
+from towpath.comparison import Comparison, Sample
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
@@ -35,16 +35,17 @@ class TestComparison:
 class TestCandidates:
     def test_candidates_have_their_kind(self) -> None:
         strategies = ("zero3", "mics gradients=int4:64", "ddp frozen=1x1")
-        kinds = bench.check_candidates(strategies, ("fsdp2",), SQUARE, "bfloat16")
+        kinds = comparison.check_candidates(strategies, ("fsdp2",), SQUARE, "bfloat16")
         assert list(kinds.values()) == ["ours", "ours, lossy", "ours", "peer"]
 
     def test_bf16_messages_are_lossless_in_a_bf16_run_only(self) -> None:
+        text = "mics gradients=bf16"
         for dtype, kind in (("bfloat16", "ours"), ("float32", "ours, lossy")):
-            assert bench.check_candidates(["mics gradients=bf16"], (), SQUARE, dtype) == {"mics gradients=bf16": kind}
+            assert comparison.check_candidates([text], (), SQUARE, dtype) == {text: kind}
 
     def test_an_unknown_peer_is_one_error(self) -> None:
         with pytest.raises(ConfigError, match="no peer 'fsdp3', only fsdp2, fsdp2 reshard=no, hsdp"):
-            bench.check_candidates([], ["fsdp3"], SQUARE, "float32")
+            comparison.check_candidates([], ["fsdp3"], SQUARE, "float32")
 
 
 class TestCommand:
@@ -72,4 +73,4 @@ class TestCommand:
 )
 def test_a_candidate_that_cannot_be_read_says_how_to_write_it(text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        bench.check_candidates([text], [], Topology(2, 2), "float32")
+        comparison.check_candidates([text], [], Topology(2, 2), "float32")

@@ -22,7 +22,7 @@ from benchmarks.selection import LOW_RANK, POWERSGD, Candidate
 from benchmarks.suites import outer, strategies
 from benchmarks.workload import Workload
 from lab import LinkBytes
-from towpath.bench import CONFIDENCE, interleave, interval_of_median
+from towpath.comparison import CONFIDENCE, interleave, interval_of_median
 from towpath.topology.cluster import Topology
 
 SQUARE = Topology(2, 2)
@@ -101,7 +101,7 @@ def test_the_interval_of_a_ratio_is_within_rounds() -> None:
     """The host became slower from round to round: the ratio within a round did not change."""
     theirs = [1.0, 2.0, 3.0, 4.0, 5.0, 60.0]
     check = figures.ratio({"ours": [0.5 * s for s in theirs], "theirs": theirs}, "ours", "theirs", 0.4)
-    assert check.interval == figures.Interval(0.5, 0.5, 1 - 2 / 64)
+    assert check.interval == figures.ConfidenceInterval(0.5, 0.5, 1 - 2 / 64)
     assert (check.what, check.found, check.met) == ("ours / theirs", 0.5, False)
     assert figures.Check("x", 1.0, at_most=1.0).met and not figures.Check("x", 0.9, at_least=1.0).met
     assert figures.Check("x", 1.0).met is None

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath
 from towpath.codecs import packing
-from towpath.codecs.kernels.pieces import Piece, Pieces
+from towpath.codecs.kernels import Kernels
+from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.collectives import flat
 from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
@@ -119,7 +120,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     module = importlib.import_module("towpath.codecs.kernels.triton_codecs")
     for name in ("_largest_kernel", "_encode_kernel", "_decode_kernel"):
         monkeypatch.setattr(module, name, _Kernel(name, counted))
-    kernels = importlib.import_module("towpath.codecs.kernels")._of(module)
+    kernels = Kernels(module)
     for user in (packing, flat):
         monkeypatch.setattr(user, "kernels_for", lambda device: kernels)
     return counted
@@ -201,5 +202,5 @@ def test_plain_pieces_are_moved_and_summed_in_few_calls(shape: Topology, monkeyp
 
 
 def test_pieces_without_elements_are_left_out() -> None:
-    pieces = Pieces(Codec.parse("int8"), [Piece(0), Piece(5, 1), Piece(0)], CPU)
+    pieces = PieceTable(Codec.parse("int8"), [PiecePlace(0), PiecePlace(5, 1), PiecePlace(0)], CPU)
     assert len(pieces.table) == len(pieces.pieces) == 1 and list(pieces.seeds(3)) == [pieces.last_seed(3)]

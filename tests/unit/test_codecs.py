@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.codec_cases import messages, same
 from tests.ranks.strategies import seldom
-from towpath.codecs.kernels.reference import decode, decode_sum, decode_sum_encode, encode, rotated
+from towpath.codecs.kernels.plain import decode, decode_sum, decode_sum_encode, encode, rotated
 from towpath.core.formats import CODECS, ROTATED, SCALE_BYTES, WHOLE, Codec
 from towpath.errors import ConfigError
 

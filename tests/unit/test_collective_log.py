@@ -132,7 +132,7 @@ def test_ranks_of_which_one_is_far_ahead_are_compared_as_far_as_both_have_come(l
     behind, ahead = step_log(range(3 * KEPT)), step_log(range(3 * KEPT + lead))
     assert difference(scope, (0, behind), (1, ahead)) is None
     found = difference(scope, (0, behind), (1, step_log(range(3 * KEPT + lead), first="another")))
-    assert found is not None and found.dropped and found.number <= 3 * KEPT + lead
+    assert found is not None and not found.kinds and found.number <= 3 * KEPT + lead
 
 
 def test_the_message_says_which_hyperparameter_differs() -> None:

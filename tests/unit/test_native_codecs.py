@@ -25,29 +25,29 @@ from tests.codec_cases import (
     same_message,
 )
 from towpath.codecs import kernels as module
-from towpath.codecs.kernels import reference
+from towpath.codecs.kernels import plain
 from towpath.core.formats import Codec
 
-native = pytest.importorskip(
-    "towpath.codecs.kernels.native", reason="the C++ extension was not built", exc_type=ImportError
+cpp = pytest.importorskip(
+    "towpath.codecs.kernels.cpp_codecs", reason="the C++ extension was not built", exc_type=ImportError
 )
 
 EDGES = [2.0**-149, 2.0**-126, 1e-38, 1e38, torch.finfo(torch.float32).max, -0.0, torch.nan, torch.inf, -torch.inf]
 
 
-@pytest.fixture(params=native.LEVELS)
+@pytest.fixture(params=cpp.LEVELS)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kernels compiled for it serve, whatever the processor could do better."""
-    monkeypatch.setattr(native, "_coder", partial(native._coder, level=request.param))
+    monkeypatch.setattr(cpp, "_coder", partial(cpp._coder, level=request.param))
     return request.param
 
 
 @pytest.mark.parametrize("text", CODECS)
 def test_every_level_equals_the_oracle(level: str, text: str) -> None:
     """Each level takes each codec from another dtype; all of them from all, by chance, below."""
-    dtype = DTYPES[(CODECS.index(text) + native.LEVELS.index(level)) % len(DTYPES)]
+    dtype = DTYPES[(CODECS.index(text) + cpp.LEVELS.index(level)) % len(DTYPES)]
     for n in (0, 1, 33, 2049):
-        check(native, text, dtype, n)
+        check(cpp, text, dtype, n)
 
 
 @pytest.mark.parametrize("text", ["int8", "int4:32+hadamard+stochastic", "e5m2:whole", "bf16"])
@@ -59,7 +59,7 @@ def test_many_pieces_equal_the_oracles(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["e4m3:whole", "e5m2:whole"])
 def test_all_8_bit_floats_equal_the_oracles(level: str, text: str) -> None:
-    check_8_bit_floats(native, text)
+    check_8_bit_floats(cpp, text)
 
 
 @settings(max_examples=80, deadline=None)
@@ -85,18 +85,18 @@ def test_any_bits_equal_the_oracles(text: str, dtype: torch.dtype, n: int, seed:
         x[(seed + i * n // 4) % n] = edge
 
     expected, got = messages(codec, n, 2, 0, "cpu")
-    reference.encode(codec, x, expected, seed)
-    native.encode(codec, x, got, seed)
+    plain.encode(codec, x, expected, seed)
+    cpp.encode(codec, x, got, seed)
     assert same_message(codec, got, expected)
 
     noise = torch.randint(0, 256, expected.shape, generator=generator, dtype=torch.uint8)
     rows = [expected.clone(), noise, expected.clone()]
     sums, others = torch.empty(2, n, dtype=dtype)
-    reference.decode_sum(codec, rows, sums)
-    native.decode_sum(codec, rows, others)
+    plain.decode_sum(codec, rows, sums)
+    cpp.decode_sum(codec, rows, others)
     assert same(others, sums)
-    reference.decode_sum_encode(codec, rows, n, expected, seed)
-    native.decode_sum_encode(codec, rows, n, got, seed)
+    plain.decode_sum_encode(codec, rows, n, expected, seed)
+    cpp.decode_sum_encode(codec, rows, n, got, seed)
     assert same_message(codec, got, expected)
 
 
@@ -106,9 +106,9 @@ def test_nothing_beside_a_message_is_written() -> None:
         for n in (1, 33, 257, 1025):
             size = codec.encoded_bytes(n)
             buffer = torch.full((size + 128,), 77, dtype=torch.uint8)
-            native.encode(codec, torch.ones(n), buffer[64 : 64 + size])
+            cpp.encode(codec, torch.ones(n), buffer[64 : 64 + size])
             values = torch.full((n + 64,), 77.0)
-            native.decode(codec, buffer[64 : 64 + size], values[32 : 32 + n])
+            cpp.decode(codec, buffer[64 : 64 + size], values[32 : 32 + n])
             assert (buffer[:64] == 77).all() and (buffer[-64:] == 77).all(), (text, n)
             assert (values[:32] == 77).all() and (values[-32:] == 77).all(), (text, n)
 
@@ -117,8 +117,8 @@ def test_the_cpu_is_served_by_the_extension_and_the_log_says_so_once(caplog: pyt
     module._kernels.cache_clear()
     with caplog.at_level(logging.INFO, "towpath"):
         kernels = [module.kernels_for(torch.device("cpu")) for _ in range(2)]
-    assert kernels[0] is kernels[1] and kernels[0].name == "native"
-    assert [r.message for r in caplog.records] == [f"codecs on cpu: native, for {native.LEVELS[0]}"]
+    assert kernels[0] is kernels[1] and kernels[0].name == "cpp_codecs"
+    assert [r.message for r in caplog.records] == [f"codecs on cpu: cpp_codecs, for {cpp.LEVELS[0]}"]
 
 
 def test_without_the_extension_the_oracle_serves_and_the_log_says_why(
@@ -132,5 +132,5 @@ def test_without_the_extension_the_oracle_serves_and_the_log_says_why(
     with caplog.at_level(logging.INFO, "towpath"):
         kernels = [module.kernels_for(torch.device("cpu")) for _ in range(2)]
     module._kernels.cache_clear()
-    assert kernels[0].name == "reference"
+    assert kernels[0].name == "plain"
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "plain torch" in caplog.text

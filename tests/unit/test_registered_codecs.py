@@ -10,7 +10,7 @@ from torch import Tensor
 
 from towpath.codecs import register
 from towpath.codecs.kernels import kernels_for
-from towpath.codecs.kernels.pieces import Piece, Pieces
+from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.core import formats
 from towpath.core.formats import Codec
 from towpath.core.transport import Transport
@@ -96,9 +96,9 @@ def test_sums_are_of_what_was_decoded() -> None:
     for k, message in zip((1, 2), wire, strict=False):
         kernels.encode(codec, torch.full((40,), float(k)), message[:size])
     total = torch.empty(40)
-    kernels.decode_pieces(Pieces(codec, [Piece(40)], CPU, 2, cell), wire.view(-1), total)
+    kernels.decode_pieces(PieceTable(codec, [PiecePlace(40)], CPU, 2, cell), wire.view(-1), total)
     torch.testing.assert_close(total[:32], torch.full((32,), 3.0), rtol=0, atol=0)
-    kernels.sum_pieces(Pieces(codec, [Piece(40, target=2 * cell)], CPU, 2, cell), wire.view(-1), 0)
+    kernels.sum_pieces(PieceTable(codec, [PiecePlace(40, target=2 * cell)], CPU, 2, cell), wire.view(-1), 0)
     expected = torch.empty(size, dtype=torch.uint8)
     kernels.encode(codec, total, expected)
     assert torch.equal(wire[2, :size], expected)

@@ -25,7 +25,7 @@ def _pytest(folder: Path, test: str, *options: str, **environment: str) -> subpr
 
 def test_what_is_required_and_missing_ends_a_session_before_its_first_test(tmp_path: Path) -> None:
     """An extension that cannot be imported, on a machine that says it is continuous integration."""
-    hidden = "import sys\nsys.modules['towpath.codecs.kernels.native'] = None\n"
+    hidden = "import sys\nsys.modules['towpath.codecs.kernels.cpp_codecs'] = None\n"
     test = "def test_it():\n    print('it ran')\n"
     (tmp_path / "sitecustomize.py").write_text(hidden)
     path = f"{tmp_path}{os.pathsep}{ROOT}"

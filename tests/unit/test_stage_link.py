@@ -12,7 +12,7 @@ from torch import nn
 from towpath.core.formats import Precision
 from towpath.core.transport import Transport
 from towpath.pipeline.agreement import meta_outputs
-from towpath.pipeline.stage import Encoding, Sender, TowpathStage
+from towpath.pipeline.stage import Encoding, Receiver, Sender
 
 CPU = torch.device("cpu")
 SHAPE = (3, 8, 16)
@@ -86,9 +86,7 @@ def test_stages_agree_on_the_dtype_that_inputs_are_cast_to() -> None:
 
 def test_inputs_of_the_model_receive_no_message_in_any_pytorch() -> None:
     """In 2.11 what stands for them has no buffer at all, and not the attribute that tells them apart later."""
-    receive, arriving = SimpleNamespace(tensor=None), dict[Any, torch.Tensor]()
-    stage: Any = SimpleNamespace(device=CPU, _arriving=arriving)
-    infos = [SimpleNamespace(meta=None), SimpleNamespace(buffer=torch.empty(SHAPE))]
-    encodings = [Encoding(SHAPE, torch.float32, INT8)] * 2
-    TowpathStage._receive_messages(stage, "output", 0, [receive], infos, encodings)  # type: ignore[list-item]
-    assert list(arriving) == [("output", 0, 1)] and receive.tensor is arriving["output", 0, 1]
+    receive: Any = SimpleNamespace(tensor=None)
+    receiver = Receiver([Encoding(SHAPE, torch.float32, INT8)] * 2, CPU)
+    receiver.begin(0, [receive], [SimpleNamespace(meta=None), SimpleNamespace(buffer=torch.empty(SHAPE))])
+    assert list(receiver.arriving) == [(0, 1)] and receive.tensor is receiver.arriving[0, 1]

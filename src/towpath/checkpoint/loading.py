@@ -14,7 +14,7 @@ from towpath.checkpoint.safe_files import DamagedError
 from towpath.checkpoint.state import Restore, State
 from towpath.errors import CheckpointError
 from towpath.logs import logger
-from towpath.topology.together import Together, check_same
+from towpath.topology.together import AllRanks, check_same
 
 _LOG = logger("checkpoint")
 
@@ -52,7 +52,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
             checkpoint of torch.distributed.checkpoint. All ranks raise it.
     """
     state.settle()
-    control = Together(state.contents.everyone.apart("checkpoint loading"), "loading a checkpoint", CheckpointError)
+    control = AllRanks(state.contents.everyone.apart("checkpoint loading"), "loading a checkpoint", CheckpointError)
 
     def candidates() -> tuple[bool, list[Path]]:
         """Return the checkpoints to try, and whether the user named one."""
@@ -92,7 +92,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
     return None
 
 
-def _load(path: Path, state: State, control: Together) -> Loaded:
+def _load(path: Path, state: State, control: AllRanks) -> Loaded:
     manifest = control.on_rank_0(lambda: read_manifest(path))
     control.each(lambda: manifest.check_sizes(path))
     restore = control.each(lambda: Restore(state, manifest))

@@ -29,10 +29,10 @@ from towpath.checkpoint.state import State
 from towpath.checkpoint.storage import Contents, TensorChunks
 from towpath.daemons import start_daemon
 from towpath.engine.executor import Engine
-from towpath.errors import CheckpointError
+from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
 from towpath.topology.groups import Groups
-from towpath.topology.together import Together, described, together
+from towpath.topology.together import AllRanks, described, together
 
 _LOG = logger("checkpoint")
 _ALIGNED_BYTES = 64
@@ -196,10 +196,10 @@ class _Saves:
     lost: bool = False
 
     @property
-    def control(self) -> Together:
+    def control(self) -> AllRanks:
         if self.lost:
             raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
-        return Together(self.apart, "saving a checkpoint", CheckpointError)
+        return AllRanks(self.apart, "saving a checkpoint", CheckpointError)
 
     def leave(self) -> None:
         """Close the group after a failure of this rank, so that other ranks do not wait for it until a timeout."""
@@ -367,7 +367,7 @@ class Saver:
         failure, is_first = None, self.state.contents.everyone.rank == 0
         try:
             storage.write(self.root, step, contents, self._lock, self._saves.control)
-        except CheckpointError as error:  # the same on every rank
+        except TowpathError as error:  # the same on every rank
             failure = str(error)
             self._refused = RefusedError(failure) if isinstance(error, RefusedError) else None
         except Exception as error:

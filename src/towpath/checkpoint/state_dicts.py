@@ -23,13 +23,13 @@ from torch.utils import _pytree as trees
 from towpath.checkpoint.optimizer_state import is_like, name_of
 from towpath.checkpoint.rank_contents import parameters_of
 from towpath.engine.executor import Engine, engine_of
+from towpath.engine.optimizer_hooks import adopt
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.engine.parameters.shard_spec import whole_tensors
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.trial_steps import adopt
 from towpath.errors import CheckpointError
 from towpath.optim import OwnerSteppedOptimizer, members_of
-from towpath.topology.together import Together, together
+from towpath.topology.together import AllRanks, together
 
 StateDict = dict[str, Any]
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -306,7 +306,7 @@ def _on_all_ranks(
             raise CheckpointError(f"{call} inside towpath.full_parameters(): call it before or after.")
         return work()
 
-    found = Together(comm.job, f"{call}()", CheckpointError).each(checked)
+    found = AllRanks(comm.job, f"{call}()", CheckpointError).each(checked)
     if compare:
         with together(comm.job, f"{call}()", _ADVICE) as lines:
             lines += [f"{_path(keys)}: {_kind(leaf)}" for keys, leaf in trees.tree_flatten_with_path(found)[0]]
@@ -461,7 +461,7 @@ def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kw
         engine.comm.program.meet("save_pretrained()")
         made = unshard(engine)
     try:
-        return Together(groups, "save_pretrained()", CheckpointError).each(
+        return AllRanks(groups, "save_pretrained()", CheckpointError).each(
             lambda: save(*args, **kwargs) if writes else None
         )
     finally:

@@ -43,7 +43,7 @@ from towpath.checkpoint.manifest import (
 from towpath.checkpoint.optimizer_state import merged
 from towpath.checkpoint.safe_files import map_tensors, write_tensors, writing
 from towpath.errors import CheckpointError
-from towpath.topology.together import Together, check_same
+from towpath.topology.together import AllRanks, check_same
 from towpath.version import __version__
 
 _OPTIMIZER = re.compile(r"(island\.\d+\.)?optimizer(\.|$)")
@@ -90,7 +90,7 @@ class Contents:
 Written = tuple[dict[str, StoredFile], dict[str, StoredTensor], Mapping[str, Any]]
 
 
-def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: Together) -> None:
+def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: AllRanks) -> None:
     """Write a checkpoint into `root`. Every rank of `control` must call it. If one fails, all raise the same error.
 
     `contents` is what this rank writes, or why it has nothing to write.
@@ -189,7 +189,7 @@ def free_bytes(folder: Path) -> int:
 
 
 @torch.no_grad()
-def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, control: Together) -> None:
+def read(targets: Mapping[str, Tensor], folder: Path, manifest: Manifest, control: AllRanks) -> None:
     """Fill `targets` from a checkpoint. Every rank of `control` must call it. If one fails, all raise its error."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata: dict[str, Any] = {

@@ -14,7 +14,7 @@ from towpath.cli.terminal import check_launched, load_torch, table_of
 from towpath.errors import ConfigError, StepError
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
-    from towpath.bench import Comparison
+    from towpath.comparison import Comparison
 
 
 def bench(
@@ -45,7 +45,7 @@ def bench(
     import torch
     import torch.distributed as dist
 
-    from towpath.bench import MODELS, STRATEGIES, Comparison, TrainingSetup, check_candidates, measure_together
+    from towpath.comparison import MODELS, STRATEGIES, Comparison, TrainingSetup, check_candidates, measure_together
     from towpath.topology.cluster import Topology
     from towpath.topology.groups import Groups, detect_shape
     from towpath.topology.init import init
@@ -77,7 +77,7 @@ def bench(
 
 def show(found: Comparison, quiet: bool = False) -> None:
     """Print the table of a comparison in 100 columns, the fastest candidate first."""
-    from towpath.bench import CONFIDENCE
+    from towpath.comparison import CONFIDENCE
     from towpath.progress import size
 
     peer, coverage = found.fastest("peer"), 1.0

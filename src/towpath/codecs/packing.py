@@ -14,8 +14,8 @@ from typing import Generic, Protocol, TypeVar, final
 
 import torch
 
-from towpath.codecs.kernels import Watch, kernels_for, watched
-from towpath.codecs.kernels.pieces import Piece, Pieces, next_seed
+from towpath.codecs.kernels import Watch, kernels_for
+from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.core.formats import NARROW, Codec, dtype_name
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Packing(ABC, Generic[Table]):
     dtype: torch.dtype
 
     @abstractmethod
-    def table(self, pieces: Sequence[Piece], rows: int = 1, stride: int = 0) -> Table:
+    def table(self, pieces: Sequence[PiecePlace], rows: int = 1, stride: int = 0) -> Table:
         """Return the table of pieces that are packed, summed or unpacked together.
 
         Places in the wire buffer, and the `stride` between rows, are in elements of `dtype`.
@@ -58,10 +58,10 @@ class Packing(ABC, Generic[Table]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _PieceGrid:
     """Pieces of equal length at equal distances, in two levels, so that one call handles all of them."""
 
-    piece: Piece  # the first one
+    piece: PiecePlace  # the first one
     counts: tuple[int, int]  # the number of pieces in each level
     # For each level, the distances between the starts, sources and targets of pieces.
     steps: tuple[tuple[int, int, int], tuple[int, int, int]]
@@ -78,14 +78,14 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
-    runs: tuple[_Run, ...]
+class _PieceGrids:
+    grids: tuple[_PieceGrid, ...]
     rows: int
     stride: int
 
 
 @final
-class PlainPacking(Packing[_Runs]):
+class PlainPacking(Packing[_PieceGrids]):
     """Pieces in their dtype. Sums of narrow dtypes are computed in float32.
 
     On a CPU, rows are summed in their order. On a GPU, one call sums all rows, in an order that depends on the shape.
@@ -95,23 +95,30 @@ class PlainPacking(Packing[_Runs]):
         self.dtype, self._sum_elements = dtype, sum_elements
         self._narrow = dtype_name(dtype) in NARROW
 
-    def table(self, pieces: Sequence[Piece], rows: int = 1, stride: int = 0) -> _Runs:
-        return _Runs(tuple(_runs([piece for piece in pieces if piece.length])), rows, stride)
+    def table(self, pieces: Sequence[PiecePlace], rows: int = 1, stride: int = 0) -> _PieceGrids:
+        return _PieceGrids(tuple(_grids([piece for piece in pieces if piece.length])), rows, stride)
 
-    def pack(self, table: _Runs, region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers) -> None:
-        for run in table.runs:
-            run.of(wire, 2).copy_(run.of(region, 0))
+    def pack(self, table: _PieceGrids, region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+        for grid in table.grids:
+            grid.of(wire, 2).copy_(grid.of(region, 0))
 
-    def sum(self, table: _Runs, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
-        for run in table.runs:
-            self._sum(table, run, wire, run.of(wire, 2), workspace)
+    def sum(self, table: _PieceGrids, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+        for grid in table.grids:
+            self._sum(table, grid, wire, grid.of(wire, 2), workspace)
 
-    def unpack(self, table: _Runs, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
-        for run in table.runs:
-            self._sum(table, run, wire, run.of(out, 0), workspace)
+    def unpack(self, table: _PieceGrids, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
+        for grid in table.grids:
+            self._sum(table, grid, wire, grid.of(out, 0), workspace)
 
-    def _sum(self, table: _Runs, run: _Run, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
-        rows, total = run.of(wire, 1, ((table.rows, table.stride),)), out
+    def _sum(
+        self,
+        table: _PieceGrids,
+        grid: _PieceGrid,
+        wire: torch.Tensor,
+        out: torch.Tensor,
+        workspace: PackingBuffers,
+    ) -> None:
+        rows, total = grid.of(wire, 1, ((table.rows, table.stride),)), out
         if self._narrow:
             total = workspace.take(self._sum_elements, torch.float32)[: out.numel()].view(out.shape)
         if wire.device.type == "cpu":
@@ -124,12 +131,12 @@ class PlainPacking(Packing[_Runs]):
             out.copy_(total)
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[_Run]:
-    """Group pieces into runs: first neighbors at equal distances, and then equal groups at equal distances."""
+def _grids(pieces: Sequence[PiecePlace]) -> Iterator[_PieceGrid]:
+    """Group pieces into grids: first neighbors at equal distances, and then equal groups at equal distances."""
     groups = _grouped(pieces, lambda piece: piece.length, _places)
     for alike in _grouped(groups, lambda group: (len(group), _step(group), group[0].length), lambda g: _places(g[0])):
         firsts = [group[0] for group in alike]
-        yield _Run(firsts[0], (len(alike), len(alike[0])), (_step(firsts), _step(alike[0])))
+        yield _PieceGrid(firsts[0], (len(alike), len(alike[0])), (_step(firsts), _step(alike[0])))
 
 
 def _grouped(
@@ -152,17 +159,17 @@ def _apart(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, 
     return b[0] - a[0], b[1] - a[1], b[2] - a[2]
 
 
-def _step(group: Sequence[Piece]) -> tuple[int, int, int]:
+def _step(group: Sequence[PiecePlace]) -> tuple[int, int, int]:
     """Return the distances between neighbors of a group."""
     return _apart(_places(group[0]), _places(group[min(1, len(group) - 1)]))
 
 
-def _places(piece: Piece) -> tuple[int, int, int]:
+def _places(piece: PiecePlace) -> tuple[int, int, int]:
     return piece.start, piece.source, piece.target
 
 
 @final
-class EncodedPacking(Packing[Pieces]):
+class EncodedPacking(Packing[PieceTable]):
     """Pieces encoded by a codec, with optional error feedback.
 
     Args:
@@ -186,21 +193,19 @@ class EncodedPacking(Packing[Pieces]):
         self._kernels = kernels_for(device)
         self.kept, self.seeds = kept, RoundingSeeds(seed)
 
-    def table(self, pieces: Sequence[Piece], rows: int = 1, stride: int = 0) -> Pieces:
-        return Pieces(self._codec, pieces, self._device, rows, stride)
+    def table(self, pieces: Sequence[PiecePlace], rows: int = 1, stride: int = 0) -> PieceTable:
+        return PieceTable(self._codec, pieces, self._device, rows, stride)
 
-    def pack(self, table: Pieces, region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+    def pack(self, table: PieceTable, region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers) -> None:
         kept, scratch = self._feedback(0, workspace)
-        watched(self._kernels, workspace.watch).encode_pieces(
-            table, region, wire, self.seeds.draw(table), kept, scratch
-        )
+        self._kernels.watched(workspace.watch).encode_pieces(table, region, wire, self.seeds.draw(table), kept, scratch)
 
-    def sum(self, table: Pieces, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+    def sum(self, table: PieceTable, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
         kept, scratch = self._feedback(hop, workspace)
-        watched(self._kernels, workspace.watch).sum_pieces(table, wire, self.seeds.draw(table), kept, scratch)
+        self._kernels.watched(workspace.watch).sum_pieces(table, wire, self.seeds.draw(table), kept, scratch)
 
-    def unpack(self, table: Pieces, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
-        watched(self._kernels, workspace.watch).decode_pieces(table, wire, out)
+    def unpack(self, table: PieceTable, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
+        self._kernels.watched(workspace.watch).decode_pieces(table, wire, out)
 
     def _feedback(self, hop: int, workspace: PackingBuffers) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         kept = self.kept[hop]
@@ -215,11 +220,7 @@ class RoundingSeeds:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def next(self) -> int:
-        self.seed = next_seed(self.seed)
-        return self.seed
-
-    def draw(self, pieces: Pieces) -> int:
+    def draw(self, pieces: PieceTable) -> int:
         """Take a seed for each piece. Return the one before them, from which kernels derive theirs."""
         before, self.seed = self.seed, pieces.last_seed(self.seed)
         return before

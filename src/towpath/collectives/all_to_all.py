@@ -31,7 +31,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.kernels.pieces import Piece
+from towpath.codecs.kernels.pieces import PiecePlace
 from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import PeerMessage, Posted, post
@@ -136,7 +136,7 @@ class AllToAllReduceScatter(Collective):
             places = [n * row + place for n, of in enumerate(rows) for place in accumulate(of[:-1], initial=0)]
             own = range(hop.mine * each, (hop.mine + 1) * each)
             packed = [
-                Piece(
+                PiecePlace(
                     end - start,
                     start,
                     source,
@@ -150,7 +150,7 @@ class AllToAllReduceScatter(Collective):
             pieces, cells = [pieces[i] for i in own], [cells[i] for i in own]
             sources = [received + places[i] - places[own[0]] for i in own]
         ((start, end),) = pieces
-        own_piece = Piece(end - start, start - transfer.bounds(members.slot)[0], sources[0])
+        own_piece = PiecePlace(end - start, start - transfer.bounds(members.slot)[0], sources[0])
         return _ReductionStage(tuple(exchanges), table([own_piece], buffers.hops[-1], exchanges[-1].row))
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:

@@ -13,8 +13,8 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.kernels import kernels_for, watched
-from towpath.codecs.kernels.pieces import Piece, Pieces
+from towpath.codecs.kernels import kernels_for
+from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.core.formats import Codec
@@ -131,9 +131,9 @@ class EncodedAllGather(Collective):
         self._bytes, self._mine = cell * count, slice(members.slot * cell, (members.slot + 1) * cell)
         bounds = [transfer.bounds(slot) for slot in range(count)]
         start, end = bounds[members.slot]
-        self._own = Pieces(codec, [Piece(end - start, target=self._mine.start)], device)
-        slices = [Piece(end - start, start, source=slot * cell) for slot, (start, end) in enumerate(bounds)]
-        self._slices = Pieces(codec, slices, device)
+        self._own = PieceTable(codec, [PiecePlace(end - start, target=self._mine.start)], device)
+        slices = [PiecePlace(end - start, start, source=slot * cell) for slot, (start, end) in enumerate(bounds)]
+        self._slices = PieceTable(codec, slices, device)
         self._seeds = RoundingSeeds(members.slot)
         # Sums that an all-reduce gathers may have error feedback.
         keeps = transfer.transport.feedback == "all"
@@ -162,7 +162,7 @@ class EncodedAllGather(Collective):
         if self._rests:
             messages[self._mine][: shard.numel()].copy_(shard)
         else:
-            kernels = watched(self._kernels, workspace.watch)
+            kernels = self._kernels.watched(workspace.watch)
             kept = self._kept
             scratch = None if kept is None else workspace.take(2 * kept.numel(), torch.float32)
             kernels.encode_pieces(self._own, shard, messages, self._seeds.draw(self._own), kept, scratch)
@@ -173,7 +173,7 @@ class EncodedAllGather(Collective):
         messages, self._begun = self._encoded(shard, workspace) if self._begun is None else self._begun, None
         self._inner.run(messages, messages[self._mine], workspace)
         # Decoded from the messages on every member, its own slice too: all ranks compute with the same rounded weights.
-        watched(self._kernels, workspace.watch).decode_pieces(self._slices, messages, region)
+        self._kernels.watched(workspace.watch).decode_pieces(self._slices, messages, region)
 
 
 def of_bytes(transfer: Transfer, codec: Codec) -> Transfer:

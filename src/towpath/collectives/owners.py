@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from towpath.codecs.kernels import kernels_for, watched
+from towpath.codecs.kernels import kernels_for
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.point_to_point import PeerMessage, post
 from towpath.core.formats import item_bytes
@@ -59,7 +59,7 @@ class OwnersExchange(Collective):
         wholes, pieces = region, shard
         self._check(pieces, wholes)
         exchanged = self._piece_messages(pieces, wholes, workspace)
-        kernels = None if self._kernels is None else watched(self._kernels, workspace.watch)
+        kernels = None if self._kernels is None else self._kernels.watched(workspace.watch)
         for piece in exchanged:
             if piece.leaves and kernels is not None and self._codec is not None:
                 kernels.encode(self._codec, piece.tensor, piece.content, _NO_SEED)

@@ -15,6 +15,7 @@ counts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -37,6 +38,12 @@ class LoggedCall(StrEnum):
     SLOW_WEIGHTS = "slow weights"  # slow weights that differ between islands
     VALUES = "values"  # a checksum of one bucket's parameters
     SHARED = "shared call"  # a norm or a full tensor, which is a collective of one replica of the optimizer states
+
+
+_WITH_OPTIMIZER_STATES = (
+    *(TransferKind.GRAD_SYNC, TransferKind.PARAM_SYNC, TransferKind.MATRIX_GRADIENTS, TransferKind.MATRIX_UPDATES),
+    LoggedCall.SHARED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +71,28 @@ def scopes(strategy: Strategy, lanes: tuple[SharedLane, ...] = ()) -> tuple[Scop
     The program comes first, because other differences follow from ranks that ran different programs. The order of
     transfers on shared communicators (`lanes`) comes last, because it follows from which units the ranks ran.
     """
-    placement, world, found, slot = strategy.placement, strategy.topology.world, list[Scope](), 0
-    optimizer = strategy.moves.optimizer
-    compared: list[tuple[tuple[int, ...], bool, tuple[TransferKind | LoggedCall, ...]]] = [
-        ((0,) * world, world > 1, (LoggedCall.STEP, LoggedCall.PROGRAM, LoggedCall.UNDECODED, LoggedCall.SLOW_WEIGHTS)),
-        (optimizer.slots, optimizer.count < world, (LoggedCall.VALUES,)),
-    ]
+    placement, world, optimizer = strategy.placement, strategy.topology.world, strategy.moves.optimizer
+    found: list[Scope] = []
+
+    def add(group_of: tuple[int, ...], kinds: Iterable[TransferKind | LoggedCall], lane: str = "") -> None:
+        slot = found[-1].first_slot + found[-1].groups if found else 0
+        found.append(Scope(frozenset(kinds), group_of, slot, len(found), lane))
+
+    if world > 1:
+        add((0,) * world, (LoggedCall.STEP, LoggedCall.PROGRAM, LoggedCall.UNDECODED, LoggedCall.SLOW_WEIGHTS))
+    if optimizer.count < world:
+        add(optimizer.slots, (LoggedCall.VALUES,))
     for extent, kinds in (
         (strategy.gathered_over, (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)),
         (placement.grads, (TransferKind.REDUCE,)),
-        (
-            placement.optimizer,
-            (
-                TransferKind.GRAD_SYNC,
-                TransferKind.PARAM_SYNC,
-                TransferKind.MATRIX_GRADIENTS,
-                TransferKind.MATRIX_UPDATES,
-                LoggedCall.SHARED,
-            ),
-        ),
+        (placement.optimizer, _WITH_OPTIMIZER_STATES),
     ):
-        compared.append((replicas(extent, strategy.topology), extent.size > 1, kinds))
-    for group_of, together, kinds in compared:
-        if together:
-            found.append(Scope(frozenset(kinds), group_of, slot, len(found)))
-            slot += found[-1].groups
+        if extent.size > 1:
+            add(replicas(extent, strategy.topology), kinds)
     for shared in lanes:
         group_of = {rank: group for group, ranks in enumerate(shared.ranks) for rank in ranks}
-        numbers = tuple(group_of[rank] for rank in range(world))
         kinds = (LoggedCall.SHARED if kind is TransferKind.UNUSED_PARAMS else kind for kind in shared.kinds)
-        found.append(Scope(frozenset(kinds), numbers, slot, len(found), shared.lane))
-        slot += found[-1].groups
+        add(tuple(group_of[rank] for rank in range(world)), kinds, shared.lane)
     return tuple(found)
 
 

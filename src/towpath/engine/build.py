@@ -27,6 +27,7 @@ from towpath.engine.aliases import check_memory, find_kept
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, device_of, is_saved
+from towpath.engine.optimizer_hooks import watch_optimizers
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.initialise import (
@@ -41,7 +42,6 @@ from towpath.engine.parameters.initialise import (
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.trial_steps import watch_optimizers
 from towpath.errors import ShardError
 from towpath.logs import logger
 from towpath.outer.exchanges import plan_outer
@@ -277,5 +277,5 @@ def _host_replica(strategy: Strategy, groups: Groups, replica: Replica) -> Repli
     if not strategy.optimizer_on_host or groups.parent is None:
         return replica
     moves = strategy.moves.assemble
-    group = groups.on_host(tuple(g.ranks for g in moves[0].groups)) if moves else None
+    group = groups.of(tuple(g.ranks for g in moves[0].groups), "control", "gloo") if moves else None
     return replace(replica, group=group, everyone=groups.control_on_host())

@@ -43,7 +43,7 @@ from towpath.core.step_state import (
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.boundary import UnusedParams
-from towpath.engine.agree.failed_passes import EndOfBackward, FailedPasses
+from towpath.engine.agree.program import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
@@ -102,7 +102,7 @@ class Engine:
         self._unused_params = UnusedParams(strategy, self._trained, comm)
         self.exact_syncs = ExactSyncs(strategy, units, comm)
         comm.queues.plan(u.plan for u in units)
-        self._failures = FailedPasses(comm.groups, comm.watchdog, strategy, comm.log)
+        self._failures = FailedPasses(comm.groups, comm.watchdog, comm.log)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
@@ -329,10 +329,13 @@ class Engine:
         self.execute(self.machine.forward_ends(unit.index, graph_follows=graph_follows, recomputing=recomputing))
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
-        """Note that a forward raised `error`. The failure of a recomputation is noted with its backward pass."""
-        if not in_backward():
+        """Note that a forward raised `error`, if forwards involve other ranks, because they gather parameters.
+
+        The failure of a recomputation is noted with its backward pass.
+        """
+        if self.strategy.gathered_over.size > 1 and not in_backward():
             what = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
-            self._failures.forward_failed(f"its forward of unit {unit.name or 'root'!r} failed ({what})")
+            self._failures.failed(f"its forward of unit {unit.name or 'root'!r} failed ({what})")
 
     # Backward -------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,11 @@
-"""Checks of the user's optimizers: trial steps on small copies of their parameters, and a note of every real step.
+"""Trial steps of an optimizer on small copies of its parameters, which find out what the optimizer can step.
 
 `coupling` finds out whether an optimizer can step its parameters one at a time. `owner_stepped` calls an optimizer
 with some of its parameters at a time: those that this rank owns, round by round. The result equals that of one process
 only if the step of a parameter does not depend on the others. So one copy of the optimizer steps all parameters at
 once, another steps one parameter at a time, and both must agree.
 
-`watch_optimizers` installs the hooks around each step. Before the first step, `adopt` prepares an optimizer that was
-made before `shard`, and another trial step finds out whether the optimizer compiles its step.
+`check_compiles` finds out whether the optimizer compiles its step, which would fail on ShardTensors.
 """
 
 from __future__ import annotations
@@ -14,33 +13,23 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakSet
-from zlib import crc32
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from towpath.engine.agree.program import Program
-from towpath.engine.executor import Engine
-from towpath.engine.parameters.dtensors import replacement_of
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import ShardSpec
-from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with, running_step
-from towpath.engine.timing import eager
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import ShardError
-from towpath.logs import logger
-
-_LOG = logger("engine")
 
 # The number of trial steps: enough for the estimates of Prodigy and D-Adaptation to grow and take effect.
 STEPS = 6
@@ -55,9 +44,6 @@ _TOLERANCE = 0.01
 # user's learning rate is zero at the start of a warm-up.
 _LEARNING_RATE = 0.01
 _PLAIN = (int, float, complex, str, type(None))
-
-
-# One call with some of the parameters -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +67,7 @@ class Common:
         for number, (mine, theirs) in enumerate(zip(self.options, other.options, strict=True)):
             for key in dict.fromkeys([*mine, *theirs]):
                 here, there = mine.get(key), theirs.get(key)
-                if not _same(here, there, tensors):
+                if _comparable(here, tensors) != _comparable(there, tensors):
                     return f"{key!r} of group {number} is {here} or {there}"
         return None
 
@@ -98,14 +84,10 @@ def call_with(
     stand_ins: Mapping[int, nn.Parameter],
     states: dict[nn.Parameter, dict[str, Any]],
 ) -> Common:
-    """Call a method of an optimizer while it has only some of its parameters, and the options of `before`.
+    """Call a method of an optimizer on some parameters, with the options of `before`. Return the options afterwards.
 
-    `optimizer`: The optimizer. Its groups and states are the same afterwards. `stand_ins`: The parameters to step, by
-    the id of the parameter that each replaces. All others are left out. `states`: The states of the stand-ins, updated
-    in place.
-
-    Returns:
-        The options and attributes that the call ended with.
+    `stand_ins`: The parameters to step, by the id of the parameter that each replaces. All others are left out.
+    `states`: Their states, updated in place. The optimizer keeps its own groups and states.
     """
     inner: Any = optimizer
     groups, state = inner.param_groups, inner.state
@@ -121,9 +103,6 @@ def call_with(
         return Common.of(inner)
     finally:
         inner.param_groups, inner.state = groups, state
-
-
-# Trial steps with one parameter at a time ---------------------------------------------------------------------------
 
 
 def coupling(optimizer: Optimizer) -> str | None:
@@ -166,7 +145,7 @@ def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
     pairs = list(zip(parameters_of(together), parameters_of(apart), strict=True))
     start = [p.clone() for p, _ in pairs]
     states: dict[nn.Parameter, dict[str, Any]] = {p: {} for _, p in pairs}
-    alone: str | None = None
+    idle: str | None = None
     for step in range(STEPS):
         for number, (p, q) in enumerate(pairs):
             p.grad, q.grad = _gradient(p, number, step), _gradient(p, number, step)
@@ -180,36 +159,32 @@ def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
         if changed is not None:
             return f"step() changes its attribute {changed!r}, and each call with some of the parameters would do so"
         before, expected = Common.of(apart), Common.of(together)
-        for q in (q for _, q in pairs):
-            state = {q: states[q]}
-            found = call_with(apart, "step", before, {id(q): q}, state)
-            states |= state
+        for _, q in pairs:
+            alone = {q: states[q]}
+            found = call_with(apart, "step", before, {id(q): q}, alone)
+            states |= alone
             if difference := expected.difference(found):
                 return f"what step() writes into its groups depends on the parameters there: {difference}"
         for (p, q), old in zip(pairs, start, strict=True):
             if (p - q).abs().nan_to_num().max() > _TOLERANCE * (p - old).abs().nan_to_num().max():
                 return "the step of a parameter depends on the gradients of the others"
         # A rank that owns none of the parameters must count the step, too.
-        alone = alone or expected.difference(call_with(apart, "step", before, {}, {}))
+        idle = idle or expected.difference(call_with(apart, "step", before, {}, {}))
         for group, options in zip(apart.param_groups, expected.options, strict=True):
             group.update(copy.deepcopy(options))
-    return alone and f"step() writes other values into its groups where they have no parameters: {alone}"
+    return idle and f"step() writes other values into its groups where they have no parameters: {idle}"
 
 
-def _counters(optimizer: Optimizer) -> dict[str, list[Any]]:
+def _counters(optimizer: Optimizer) -> dict[str, Any]:
     """Return the numbers inside an optimizer's attributes that are objects or containers; `Common` has all others."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, Any] = {}
     for key, value in vars(optimizer).items():
         if key in ("param_groups", "state", "defaults") or key.endswith("_hooks") or isinstance(value, _PLAIN):
             continue
-        leaves, _ = tree_flatten(vars(value) if type(value).__module__ != "builtins" and _is_open(value) else value)
-        scalars = (x.item() if isinstance(x, torch.Tensor) and not x.dim() else x for x in leaves)
-        found[key] = [x for x in scalars if isinstance(x, _PLAIN)]
+        is_object = hasattr(value, "__dict__") and not callable(value) and not isinstance(value, torch.Tensor)
+        leaves, _ = tree_flatten(vars(value) if is_object else value)
+        found[key] = _comparable([x for x in leaves if not isinstance(x, torch.Tensor) or not x.dim()])
     return found
-
-
-def _is_open(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, nn.Module, type)) and not callable(value)
 
 
 def _state_of_none(optimizer: Optimizer) -> str | None:
@@ -217,13 +192,10 @@ def _state_of_none(optimizer: Optimizer) -> str | None:
     return f"it keeps state[{keys[0]!r}], which belongs to no parameter" if keys else None
 
 
-# Trial steps with slices --------------------------------------------------------------------------------------------
-
-
 _compiled: WeakSet[Optimizer] = WeakSet()  # optimizers that were tried
 
 
-def _check_compiles(optimizer: Optimizer) -> None:
+def check_compiles(optimizer: Optimizer) -> None:
     """Raise an error with a remedy if the optimizer's step is compiled, which would fail on ShardTensors."""
     if type(optimizer).__module__.split(".")[0] in ("torch", "towpath") or optimizer in _compiled:
         return
@@ -261,9 +233,6 @@ def remedy_for(optimizer: Optimizer) -> str:
     return f"{call} cannot step it either: {reason}. Instead, {elementwise}."
 
 
-# Small copies -------------------------------------------------------------------------------------------------------
-
-
 def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> Optimizer:
     """Return a copy of an optimizer that has few and small parameters, and no states.
 
@@ -278,11 +247,24 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
         small = torch.randn([min(side, _SIDE) for side in p.shape], generator=random_numbers)
         memo[id(p)] = nn.Parameter(held_as(small.to(p.device, p.dtype)), p.requires_grad)
 
-    # The flags and names by which an optimizer may treat a group differently.
-    def kind_of_group(group: dict[str, Any]) -> str:
-        return repr({k: v for k, v in options_of(group).items() if isinstance(v, (bool, str, type(None)))})
+    seen = Counter[Hashable]()
 
-    groups = [_small_group(group, memo) for group in _seldom_alike(optimizer.param_groups, kind_of_group)]
+    def is_seldom(kind: Hashable) -> bool:
+        seen[kind] += 1
+        return seen[kind] <= _ALIKE
+
+    groups: list[dict[str, Any]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        # The flags and names by which an optimizer may treat a group differently.
+        flags = {key: x for key, x in options_of(group).items() if isinstance(x, (bool, str, type(None)))}
+        if not is_seldom(repr(flags)):
+            continue
+        options, small = copy.deepcopy(options_of(group), memo), [memo[id(p)] for p in group["params"]]
+        if isinstance(rate := options.get("lr"), torch.Tensor):
+            rate.clamp_(min=_LEARNING_RATE)
+        elif isinstance(rate, (int, float)):
+            options["lr"] = max(rate, _LEARNING_RATE)
+        groups.append({**options, "params": [p for p in small if is_seldom((number, p.shape))]})
     memo[id(optimizer.param_groups)], memo[id(optimizer.state)] = groups, defaultdict[Any, Any](dict)
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
@@ -292,26 +274,6 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
     if callable(getattr(made, "train", None)):  # schedule-free optimizers start without a mode
         made.train()
     return made
-
-
-def _small_group(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    small = _seldom_alike([memo[id(p)] for p in group["params"]], lambda p: tuple(p.shape))
-    options = copy.deepcopy(options_of(group), memo)
-    rate = options.get("lr")
-    if isinstance(rate, torch.Tensor):
-        rate.clamp_(min=_LEARNING_RATE)
-    elif isinstance(rate, (int, float)):
-        options["lr"] = max(rate, _LEARNING_RATE)
-    return {**options, "params": list(small)}
-
-
-def _seldom_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-    """Yield the first `_ALIKE` things of each kind."""
-    seen: dict[Hashable, int] = {}
-    for thing in things:
-        seen[kind(thing)] = seen.get(kind(thing), 0) + 1
-        if seen[kind(thing)] <= _ALIKE:
-            yield thing
 
 
 def _gradient(parameter: torch.Tensor, number: int, step: int) -> torch.Tensor:
@@ -330,19 +292,12 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _same(here: Any, there: Any, tensors: bool) -> bool:
-    """Return whether two nested values have equal numbers, strings and tensors. Other objects count as equal."""
-    (mine, form), (theirs, other) = tree_flatten(here), tree_flatten(there)
-    return form == other and all(_same_leaf(x, y, tensors) for x, y in zip(mine, theirs, strict=True))
-
-
-def _same_leaf(here: Any, there: Any, tensors: bool) -> bool:
-    if isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor):
-        if not tensors:
-            return True
-        return isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and torch.equal(here, there)
-    plain = isinstance(here, _PLAIN) and isinstance(there, _PLAIN)
-    return not plain or here == there or (here != here and there != there)  # NaN is NaN
+def _comparable(value: Any, tensors: bool = True) -> tuple[Any, list[Any]]:
+    """Return the structure of a nested value, and its numbers, strings and tensors. Other objects count as equal."""
+    leaves, form = tree_flatten(value)
+    values = [x.tolist() if tensors and isinstance(x, torch.Tensor) else x for x in leaves]
+    # NaN is not equal to itself.
+    return form, [x if isinstance(x, (*_PLAIN, list)) and x == x else None for x in values]
 
 
 @contextmanager
@@ -363,164 +318,3 @@ def _undisturbed(devices: set[torch.device], compiles: bool) -> Generator[None]:
 def _random_states(devices: set[torch.device]) -> list[torch.Tensor]:
     others = [device for device in devices if device.type != "cpu"]
     return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in others)]
-
-
-# PyTorch calls hooks around every step of an optimizer. The one before it prepares the optimizer for its sharded
-# parameters. The one after it notes the step in the log of each model that it stepped, so that ranks can compare them.
-
-# Options of a parameter group that do not change the result of a step. They need not be equal on all ranks.
-_HOW = {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"}
-
-# Optimizers that step other parameters, too, and were warned about.
-_mixed: WeakSet[Optimizer] = WeakSet()
-
-# The number of models that were sharded, and for each adopted optimizer that number and the number of its groups then.
-_models = 0
-_adopted: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
-
-
-def watch_optimizers() -> None:
-    """Watch every optimizer step in this process. `build` calls this for each model."""
-    global _models
-    _models += 1
-    if _models == 1:
-        register_optimizer_step_pre_hook(_steps)
-        register_optimizer_step_post_hook(_stepped)
-
-
-@eager
-def adopt(optimizer: Optimizer, check: bool = True) -> None:
-    """Let an optimizer step sharded parameters, also if it was made before `shard`.
-
-    The hook before each step calls this, and so does what may see an optimizer before its first step, such as a
-    checkpoint. `shard` changes plain parameters in place. It replaces DTensors, which lead to their replacements.
-
-    An optimizer that has stepped before `shard` is recognized by states as large as a full parameter. All others are
-    right for a slice, too, such as the number of steps. An optimizer with such states alone may go on.
-
-    `check`: Whether to check its states. Default: True. Pass False if they will be replaced.
-    """
-    seen = _models, len(optimizer.param_groups)
-    if _adopted.get(optimizer) == seen:
-        return
-    state = cast(dict[Any, Any], optimizer.state)
-    present = {id(p) for p in parameters_of(optimizer)}
-    for group in optimizer.param_groups:
-        for number, before in enumerate(group["params"]):
-            parameter = replacement_of(before)
-            if parameter is not before:
-                if id(parameter) in present:
-                    name = cast(ShardTensor, parameter).shard_spec.name
-                    raise ShardError(
-                        f"{name} is in two places of {type(optimizer).__name__}, which was made before shard(): as it "
-                        "was then, and as it is now. Each step would update it twice. Add it once."
-                    )
-                group["params"][number] = parameter
-                if before in state:
-                    state[parameter] = state.pop(before)
-            engine = engine_with(parameter)
-            if engine is not None:
-                engine.optimizers.add(optimizer)
-                if check:
-                    _check_states(optimizer, parameter, state.get(parameter, {}), engine)
-                    engine.comm.watchdog.status.failed("")
-    # Wrappers of other libraries, such as Accelerate's, have no hooks.
-    if optimizer not in _adopted and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
-        optimizer.register_load_state_dict_post_hook(_loaded)
-    _adopted[optimizer] = seen if check else (0, 0)
-
-
-def _loaded(optimizer: Optimizer) -> None:
-    _adopted[optimizer] = 0, 0  # the next step checks the loaded states
-
-
-def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any], engine: Engine) -> None:
-    for key, value in state.items():
-        # A 0-D tensor may be a number of steps, or a product of decays. Some optimizers keep "step" as a vector of one.
-        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor) and value.dim() > 0
-        if (
-            whole
-            and key != "step"
-            and value.numel() > 0
-            and value.shape == parameter.shape
-            and not any(s.owns_parameter(parameter) for s in engine.matrix_steps)
-        ):
-            assert isinstance(parameter, ShardTensor)
-            name = type(optimizer).__name__
-            error = ShardError(
-                f"rank {engine.comm.number}: {name} has already stepped {parameter.shard_spec.name}, or was made with "
-                "states for it: its states are of unsharded parameters. Call shard() before the first step, or make a "
-                "new optimizer afterwards. If load_state_dict() loaded them: call "
-                "towpath.checkpoint.set_optimizer_state_dict instead."
-            )
-            # Peers whose optimizers are fine wait in the next pass. They quote this error when this rank does not come.
-            engine.comm.watchdog.tell(f"{name}.step() failed ({error})")
-            raise error
-
-
-def _steps(optimizer: Optimizer, *_: Any) -> None:
-    adopt(optimizer)
-    _check_compiles(optimizer)
-    _note_running(optimizer)  # last, because a trial step has hooks, too
-
-
-@eager
-def _note_running(optimizer: Optimizer) -> None:
-    reference = weakref.ref(optimizer)  # weak, because a step that raises leaves the note behind
-
-    def remedy() -> str:
-        stepping = reference()
-        return remedy_for(stepping) if stepping is not None else ""
-
-    running_step.optimizer, running_step.remedy = type(optimizer).__name__, remedy
-
-
-@eager
-def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    running_step.take()
-    # For each model, its parameters in each group: how many, and a checksum of their names in any order. An optimizer
-    # may step several models, and other ranks may have other ones, as the stages of a pipeline.
-    stepped: dict[Program, dict[int, tuple[int, int]]] = {}
-    beside: list[torch.Tensor] = []
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if not isinstance(parameter, ShardTensor):
-                beside.append(parameter)
-            elif (program := parameter.shard_spec.replica.program) is not None:
-                counts = stepped.setdefault(program, {})
-                count, checksum = counts.get(number, (0, 0))
-                counts[number] = count + 1, checksum ^ crc32(parameter.shard_spec.name.encode())
-    if stepped:
-        if beside and optimizer not in _mixed:
-            _mixed.add(optimizer)
-            _LOG.warning(
-                "%s steps %d parameters in addition to those of the sharded model, the first of shape %s. The ranks do "
-                "not average their gradients: shard the whole model, or average them yourself.",
-                *(_name(optimizer), len(beside), tuple(beside[0].shape)),
-            )
-        options = [
-            tuple((name, _plain(value)) for name, value in group.items() if name not in _HOW)
-            for group in optimizer.param_groups
-        ]
-        for program, counts in stepped.items():
-            details = tuple(
-                (("parameters", count), ("checksum_of_their_names", checksum), *options[number])
-                for number, (count, checksum) in counts.items()
-            )
-            program.stepped(_name(optimizer), details)
-
-
-def _name(optimizer: Optimizer) -> str:
-    inner = getattr(optimizer, "inner", None)  # the optimizer in a wrapper of `towpath.optim`
-    return type(optimizer).__qualname__ + (f"({_name(inner)})" if isinstance(inner, Optimizer) else "")
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that ranks can compare and JSON can encode. Do not read a GPU tensor, which would wait for it."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
-        return value.item()
-    return type(value).__name__

@@ -11,9 +11,9 @@ and on another number of ranks. Several models may be prepared, and each optimiz
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
+from itertools import compress
 from typing import Any
 
 import torch.distributed as dist
@@ -27,15 +27,14 @@ from towpath.core.presets import StrategyLike
 from towpath.engine.trial_steps import parameters_of
 from towpath.errors import CheckpointError, ConfigError, ShardError
 from towpath.integrations.common import (
-    FOLDER,
+    Pairs,
     Sharding,
-    is_sharded,
-    load_from,
+    load_pairs,
     not_installed,
     prepare_for_shards,
-    save_into,
+    save_pairs,
 )
-from towpath.sharded_module import admit_accelerate
+from towpath.sharded_module import ShardedModule, admit_accelerate
 from towpath.topology.groups import Groups
 from towpath.topology.together import together
 
@@ -151,7 +150,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: Accelerate counts other ranks than the process group has.
         """
-        if is_sharded(model):
+        if isinstance(model, ShardedModule):
             return
         if getattr(model, "_is_accelerate_prepared", False):
             raise ShardError(
@@ -164,7 +163,7 @@ class Accelerator(accelerate.Accelerator):
         placed = self.device_placement if device_placement is None else device_placement
         self.sharding.apply(model, self.mixed_precision, self.device if placed else None)
         for optimizer in self._optimizers:
-            prepare_for_shards(_plain(optimizer), model)
+            prepare_for_shards(unwrapped(optimizer), model)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -182,7 +181,7 @@ class Accelerator(accelerate.Accelerator):
         if not evaluation_mode:
             self.shard_model(model, device_placement)
         placement = device_placement
-        if is_sharded(model):
+        if isinstance(model, ShardedModule):
             placement = False
             admit_accelerate(model)
         return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
@@ -197,7 +196,7 @@ class Accelerator(accelerate.Accelerator):
         Returns:
             The optimizer, wrapped by Accelerate.
         """
-        prepare_for_shards(_plain(optimizer))
+        prepare_for_shards(unwrapped(optimizer))
         return super().prepare_optimizer(optimizer, device_placement)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
@@ -227,7 +226,7 @@ class Accelerator(accelerate.Accelerator):
             The state dict on rank 0, and an empty dict on other ranks.
         """
         plain = self._bare(model)
-        if not is_sharded(plain):
+        if not isinstance(plain, ShardedModule):
             return super().get_state_dict(model, unwrap)
         if self._is_saving:  # `save_state` writes the tensors into our own checkpoint
             return {}
@@ -244,17 +243,14 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             CheckpointError: An optimizer steps several sharded models, or a model has several optimizers.
         """
-        pairs, others = self._pairs(), self._unsharded()
+        pairs = self._pairs()
 
-        def save(_: Any, weights: list[Any], folder: str) -> None:
-            weights[:] = [found for found, model in zip(weights, models, strict=False) if not is_sharded(model)]
-            for number, (model, optimizer) in enumerate(pairs):
-                save_into(Path(folder, FOLDER, str(number)), model, optimizer)
+        def save(models: list[Any], weights: list[Any], folder: str) -> None:
+            plain = [not isinstance(self._bare(model), ShardedModule) for model in models]
+            weights[:] = compress(weights, plain)
+            save_pairs(folder, pairs)
 
-        models = [self._bare(model) for model in self._models]
-        # Our hook runs last, so that the user's hooks find as many weights as models.
-        hook = self.register_save_state_pre_hook(save)
-        with _taking_away(hook), self._optimizers_hidden(others):
+        with self._apart(pairs, self.register_save_state_pre_hook, save):
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(
@@ -270,23 +266,23 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             CheckpointError: The folder has no checkpoint of these models.
         """
-        pairs, others = self._pairs(), self._unsharded()
+        pairs = self._pairs()
 
         def load(models: list[Any], folder: str) -> None:
-            models[:] = [model for model in models if not is_sharded(self._bare(model))]
-            for number, (model, optimizer) in enumerate(pairs):
-                load_from(Path(folder, FOLDER, str(number)), model, optimizer)
+            models[:] = [model for model in models if not isinstance(self._bare(model), ShardedModule)]
+            load_pairs(folder, pairs)
 
-        hook = self.register_load_state_pre_hook(load)
-        with _taking_away(hook), self._optimizers_hidden(others):
+        with self._apart(pairs, self.register_load_state_pre_hook, load):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     def _pairs(self) -> list[tuple[nn.Module, Optimizer | None]]:
         """Return the sharded models, each with its optimizer."""
         models = [self._bare(model) for model in self._models]
         owner = {id(p): number for number, model in enumerate(models) for p in model.parameters()}
-        found: dict[int, list[Optimizer]] = {n: [] for n, model in enumerate(models) if is_sharded(model)}
-        for optimizer in map(_plain, self._optimizers):
+        found: dict[int, list[Optimizer]] = {
+            n: [] for n, model in enumerate(models) if isinstance(model, ShardedModule)
+        }
+        for optimizer in map(unwrapped, self._optimizers):
             numbers = {owner[id(p)] for p in parameters_of(optimizer) if id(p) in owner} & found.keys()
             if len(numbers) > 1:
                 raise CheckpointError(
@@ -299,33 +295,26 @@ class Accelerator(accelerate.Accelerator):
             raise CheckpointError(f"{crowded[0]} has several optimizers, which cannot be saved: give one its groups.")
         return [(models[n], optimizers[0] if optimizers else None) for n, optimizers in found.items()]
 
-    def _unsharded(self) -> list[Any]:
-        """Return the optimizers of models that are not sharded."""
-        sharded = {id(optimizer) for _, optimizer in self._pairs()}
-        return [optimizer for optimizer in self._optimizers if id(_plain(optimizer)) not in sharded]
-
     def _bare(self, model: nn.Module) -> nn.Module:
         return self.unwrap_model(model, keep_torch_compile=False)
 
     @contextmanager
-    def _optimizers_hidden(self, shown: list[Any]) -> Generator[None]:
-        """Show Accelerate only the optimizers `shown`, because it would save and load the states of all of them."""
-        everyone, self._optimizers, self._is_saving = self._optimizers, shown, True
+    def _apart(self, pairs: Pairs, register: Callable[[Any], Any], hook: Callable[..., None]) -> Generator[None]:
+        """Let `hook` save or load the sharded models and their optimizers, and Accelerate all others."""
+        everyone, ours = self._optimizers, {id(optimizer) for _, optimizer in pairs}
+        self._optimizers = [optimizer for optimizer in everyone if id(unwrapped(optimizer)) not in ours]
+        self._is_saving = True
+        # Our hook runs last, so that the user's hooks find as many weights as models.
+        handle = register(hook)
         try:
             yield
         finally:
+            handle.remove()
             self._optimizers, self._is_saving = everyone, False
 
 
-def _plain(optimizer: Any) -> Optimizer:
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer that Accelerate has wrapped, as often as it did."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-@contextmanager
-def _taking_away(hook: Any) -> Generator[None]:
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,16 +23,15 @@ from towpath.core.presets import StrategyLike
 from towpath.engine.agree.boundary import CHECK_EVERY
 from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
+from towpath.engine.optimizer_hooks import adopt
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import engine_with
-from towpath.engine.trial_steps import adopt, parameters_of
+from towpath.engine.trial_steps import parameters_of
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
 from towpath.optim import members_of, whole_of
 from towpath.plan.request import Workload
-from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
-from towpath.topology.together import Together
 
 # The names of frameworks for mixed precision. As under FSDP, gradients are reduced in float32.
 _MIXED: Mapping[str, torch.dtype] = {
@@ -98,8 +98,9 @@ class Sharding:
                     "Sharding(…, precision=towpath.Precision(…))."
                 )
             precision = Precision(params=_MIXED[mixed], reduce=torch.float32)
-        arguments: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        arguments["precision"] = precision
+        arguments: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)} | {
+            "precision": precision
+        }
         shard(model, **arguments, device=device)
 
 
@@ -133,17 +134,27 @@ def needs_owner_stepped(optimizer: Optimizer) -> bool:
     return any(kind.__name__ in ("Adafactor", "Muon") for kind in type(optimizer).__mro__)
 
 
-def is_sharded(model: nn.Module) -> TypeGuard[ShardedModule]:
-    """Return whether `model` is sharded."""
-    return isinstance(model, ShardedModule)
-
-
 def not_installed(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
     """Return an error that names the extra to install."""
     return ModuleNotFoundError(f"{error.name} is not installed: pip install 'towpath[{extra}]'.", name=error.name)
 
 
 # --- saving and loading -----------------------------------------------------------------------------------------------
+
+# The models in a framework's checkpoint, each with the optimizer that steps it.
+Pairs = Sequence[tuple[nn.Module, Optimizer | None]]
+
+
+def save_pairs(folder: str | Path, pairs: Pairs) -> None:
+    """Save each model with its optimizer in a numbered folder of our own, inside the framework's checkpoint."""
+    for number, (model, optimizer) in enumerate(pairs):
+        save_into(Path(folder, FOLDER, str(number)), model, optimizer)
+
+
+def load_pairs(folder: str | Path, pairs: Pairs) -> None:
+    """Load what `save_pairs` saved."""
+    for number, (model, optimizer) in enumerate(pairs):
+        load_from(Path(folder, FOLDER, str(number)), model, optimizer)
 
 
 def save_into(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -170,58 +181,48 @@ def load_from(folder: str | Path, model: nn.Module, optimizer: Optimizer | None)
         log("%s", note)
 
 
-def load_full(
-    model: nn.Module,
-    read_model: Callable[[], Mapping[str, Any]] | None,
-    optimizer: Optimizer | None,
-    read_optimizer: Callable[[], Mapping[str, Any]] | None,
-    *,
-    strict: bool = True,
-) -> None:
-    """Load ordinary state dicts of full tensors, which rank 0 reads. Every rank must call it."""
-    if read_model is not None:
-        found = _only_on_rank_0(model, read_model)
-        set_model_state_dict(model, found, options=replace(_FROM_RANK_0, strict=strict))
-    if optimizer is not None and read_optimizer is not None:
-        stepped, read = optimizer, read_optimizer
-        found = _only_on_rank_0(model, lambda: _by_name(model, stepped, read()))
-        set_optimizer_state_dict(model, optimizer, found, options=_FROM_RANK_0)
+def load_full_model(model: nn.Module, read: Callable[[], Mapping[str, Any]], strict: bool = True) -> None:
+    """Load an ordinary state dict of full tensors, which rank 0 reads. Every rank must call it."""
+    found = _only_on_rank_0(model, read)
+    set_model_state_dict(model, found, options=replace(_FROM_RANK_0, strict=strict))
+
+
+def load_full_optimizer(model: nn.Module, optimizer: Optimizer, read: Callable[[], Mapping[str, Any]]) -> None:
+    """Load an optimizer's own state dict of full tensors, which rank 0 reads. Every rank must call it."""
+    found = _only_on_rank_0(model, lambda: _by_name(model, optimizer, read()))
+    set_optimizer_state_dict(model, optimizer, found, options=_FROM_RANK_0)
 
 
 def _by_name(model: nn.Module, optimizer: Optimizer, numbered: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's own state dict, which numbers the parameters, with their names as keys."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    ours = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    ours = _names_in_groups(model, optimizer)
     theirs = [list(group["params"]) for group in numbered["param_groups"]]
     if [*map(len, ours)] != [*map(len, theirs)]:
         raise CheckpointError(
             f"the optimizer that was saved has groups of {[*map(len, theirs)]} parameters; this one of "
             f"{[*map(len, ours)]}. Make the optimizer as it was when it was saved."
         )
-    order = {
-        number: name for group, own in zip(theirs, ours, strict=True) for number, name in zip(group, own, strict=True)
-    }
-    return {
-        "state": {order[number]: state for number, state in numbered["state"].items()},
-        "param_groups": [{**group, "params": own} for group, own in zip(numbered["param_groups"], ours, strict=True)],
-    }
+    return _with_keys(numbered, dict(zip(chain(*theirs), chain(*ours), strict=True)))
 
 
 def numbered_state(model: nn.Module, optimizer: Optimizer, by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with numbers as keys, as an optimizer of full parameters would. It reverses `_by_name`."""
     if not by_name:  # ranks other than rank 0
         return {}
+    return _with_keys(by_name, {name: n for n, name in enumerate(chain(*_names_in_groups(model, optimizer)))})
+
+
+def _names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     names = {id(p): name for name, p in model.named_parameters()}
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    number = {name: place for place, name in enumerate(order)}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _with_keys(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return an optimizer's state dict with other keys for its parameters."""
     return {
-        "state": {number[name]: state for name, state in by_name["state"].items()},
-        "param_groups": [{**g, "params": [number[name] for name in g["params"]]} for g in by_name["param_groups"]],
+        "state": {keys[key]: each for key, each in state["state"].items()},
+        "param_groups": [{**g, "params": [keys[key] for key in g["params"]]} for g in state["param_groups"]],
     }
-
-
-def _reading(model: nn.Module) -> Together:
-    return Together(engine_of(model).comm.job, "reading a checkpoint", CheckpointError)
 
 
 def _only_on_rank_0(model: nn.Module, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -229,3 +230,7 @@ def _only_on_rank_0(model: nn.Module, read: Callable[[], Mapping[str, Any]]) -> 
     found: dict[str, Any] = {}
     _reading(model).on_rank_0(lambda: found.update(read()))
     return found
+
+
+def _reading(model: nn.Module) -> AllRanks:
+    return AllRanks(engine_of(model).comm.job, "reading a checkpoint", CheckpointError)

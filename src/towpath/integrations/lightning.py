@@ -28,14 +28,16 @@ from towpath.core.presets import StrategyLike
 from towpath.errors import CheckpointError, ShardError
 from towpath.integrations.common import (
     FOLDER,
+    Pairs,
     Sharding,
-    is_sharded,
-    load_from,
-    load_full,
+    load_full_model,
+    load_full_optimizer,
+    load_pairs,
     not_installed,
     numbered_state,
-    save_into,
+    save_pairs,
 )
+from towpath.sharded_module import ShardedModule
 
 try:
     import lightning.pytorch as pl
@@ -82,7 +84,7 @@ class TowpathStrategy(DDPStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
-        if not is_sharded(self.model):
+        if not isinstance(self.model, ShardedModule):
             if fits and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
@@ -162,8 +164,7 @@ class TowpathStrategy(DDPStrategy):
             path.unlink()
         self.barrier()
         del checkpoint["state_dict"]
-        for number, optimizer in enumerate(self.optimizers or [None]):
-            save_into(path / FOLDER / str(number), self._sharded, _plain(optimizer))
+        save_pairs(path, self._pairs())
         if self.is_global_zero:
             torch.save({**checkpoint, "optimizer_states": []}, path / _REST)
 
@@ -181,18 +182,18 @@ class TowpathStrategy(DDPStrategy):
             CheckpointError: The checkpoint cannot be read.
         """
         path = Path(self.broadcast(str(checkpoint_path)))
-        optimizers: list[Any] = [*map(_plain, self.optimizers)] if self.optimizers else [None]
         if (path / FOLDER).is_dir():
-            for number, optimizer in enumerate(optimizers):
-                load_from(path / FOLDER / str(number), self._sharded, optimizer)
+            load_pairs(path, self._pairs())
             return {**super().load_checkpoint(path / _REST, weights_only), "state_dict": {}}
         checkpoint = super().load_checkpoint(path, weights_only)
         strict = self.lightning_module is None or self.lightning_module.strict_loading
-        load_full(self._sharded, lambda: checkpoint["state_dict"], None, None, strict=strict)
-        for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
-            if optimizer is not None:
-                load_full(self._sharded, None, optimizer, lambda state=state: state)
+        load_full_model(self._sharded, lambda: checkpoint["state_dict"], strict)
+        for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", []), strict=False):
+            load_full_optimizer(self._sharded, _plain(optimizer), lambda state=state: state)
         return checkpoint
+
+    def _pairs(self) -> Pairs:
+        return [(self._sharded, _plain(optimizer)) for optimizer in self.optimizers or [None]]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Do nothing: `load_checkpoint` has loaded the model.

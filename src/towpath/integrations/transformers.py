@@ -19,12 +19,12 @@ from torch import nn
 from towpath.api import average_islands
 from towpath.core.presets import StrategyLike
 from towpath.errors import ShardError
-from towpath.integrations.accelerate import Accelerator
+from towpath.integrations.accelerate import Accelerator, unwrapped
 from towpath.integrations.common import (
     FOLDER,
     Sharding,
     load_from,
-    load_full,
+    load_full_optimizer,
     needs_owner_stepped,
     not_installed,
     save_into,
@@ -121,7 +121,7 @@ class ShardedTrainer(_Base):
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_into(Path(output_dir, FOLDER), self._sharded_model(), _bare(self.optimizer))
+        save_into(Path(output_dir, FOLDER), self._sharded_model(), unwrapped(self.optimizer))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
@@ -145,11 +145,13 @@ class ShardedTrainer(_Base):
             return
         folder = Path(checkpoint)
         if (folder / FOLDER).is_dir():
-            load_from(folder / FOLDER, self._sharded_model(), _bare(self.optimizer))
+            load_from(folder / FOLDER, self._sharded_model(), unwrapped(self.optimizer))
         elif (folder / OPTIMIZER_NAME).is_file():
-            model, optimizer = self._sharded_model(), _bare(self.optimizer)
-            states = folder / OPTIMIZER_NAME
-            load_full(model, None, optimizer, lambda: torch.load(states, map_location="cpu", weights_only=True))
+            load_full_optimizer(
+                self._sharded_model(),
+                unwrapped(self.optimizer),
+                lambda: torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True),
+            )
         if (folder / SCHEDULER_NAME).is_file():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
@@ -215,7 +217,3 @@ def _check_named(optim: str) -> None:
             "adagrad, rmsprop, schedule_free_… and adafactor. To keep the optimizer's states off the device, pass "
             'strategy=towpath.strategy(name, offload="optimizer").'
         )
-
-
-def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    return getattr(optimizer, "optimizer", optimizer)

@@ -25,13 +25,13 @@ from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.dtensors import local_part, parallel_of
 from towpath.errors import ShardError, StepError
 from towpath.topology.groups import Groups
-from towpath.topology.together import together
+from towpath.topology.together import AllRanks, together
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Tensors:
-    """Return the outputs of a stage on the meta device, without computing them."""
+def forward_without_values(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Any:
+    """Return what a module returns, in tensors of the right shapes and dtypes. Nothing is computed."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,12 @@ def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: P
             precision.params if t.is_floating_point() and precision.params else dtype_name(t.dtype) for t in inputs
         ]
         given = tuple(torch.empty(t.shape, dtype=torch_dtype(d)) for t, d in zip(inputs, lower, strict=True))
-        found = functional_call(module, state, given)
+        return functional_call(module, state, given)
+
+
+def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Tensors:
+    """Return the outputs of a stage on the meta device, without computing them."""
+    found = forward_without_values(module, inputs, precision)
     outputs = found if isinstance(found, (tuple, list)) else (found,)
     if not all(isinstance(t, torch.Tensor) for t in outputs):
         raise ShardError(
@@ -59,32 +64,26 @@ def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: P
 
 
 def exchanged_tensors(
-    modules: Mapping[int, nn.Module],
-    owners: Sequence[int],
-    example: Tensors,
-    precision: Precision,
-    group: dist.ProcessGroup,
+    modules: Mapping[int, nn.Module], count: int, example: Tensors, precision: Precision, group: dist.ProcessGroup
 ) -> list[Tensors]:
-    """Return the inputs of each stage, and the outputs of the last one, on the meta device.
+    """Return the inputs of each of `count` stages, and the outputs of the last one, on the meta device.
 
     Floating-point tensors require gradients, because stages send these back. Every rank must call it, and gets the same
-    tensors or an error. `owners` has the rank of the group that has each stage.
+    tensors or an error. PyTorch would find the shapes in the first step, when the modules are sharded already.
     """
+    ranks = AllRanks(Groups(group), "Pipeline()", ShardError)
     found = [tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in example)]
-    for index, owner in enumerate(owners):
-        outputs: Tensors = ()
-        failure: Exception | None = None
-        if index in modules:
+    for index in range(count):
+
+        def outputs(index: int = index) -> Tensors | None:
+            if index not in modules:
+                return None
             try:
-                outputs = meta_outputs(modules[index], found[-1], precision)
+                return meta_outputs(modules[index], found[-1], precision)
             except Exception as error:  # whatever the user's module raises
-                failure = error
-        sent: list[Any] = [([(tuple(t.shape), dtype_name(t.dtype)) for t in outputs], str(failure or ""))]
-        dist.broadcast_object_list(sent, group=group, group_src=owner)
-        shapes, error = sent[0]
-        if error:
-            raise ShardError(f"stage {index}, called with {shapes_of(found[-1])}: {error}") from failure
-        found.append(tuple(torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for shape, dtype in shapes))
+                raise ShardError(f"stage {index}, called with {shapes_of(found[-1])}: {error}") from error
+
+        found.append(next(each for each in ranks.gathered(outputs) if each is not None))
     return [tuple(t.detach().requires_grad_(t.dtype.is_floating_point) for t in tensors) for tensors in found]
 
 
@@ -160,13 +159,13 @@ class MeshRanks:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         names = sorted(mesh.mesh_dim_names or (), key=lambda name: name != "pp")
-        self.groups = [Groups(mesh[name].get_group()) for name in names]
+        self.groups = {name: Groups(mesh[name].get_group()) for name in names}  # by the dimension of the mesh
         self.members: list[int] = sorted(mesh.mesh.flatten().tolist())
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, in the order of `members`."""
         found = {dist.get_rank(): value}
-        for groups in self.groups:
+        for groups in self.groups.values():
             found = {rank: each for told in groups.gather_objects(found) for rank, each in told.items()}
         return [found[rank] for rank in self.members]
 
@@ -189,7 +188,8 @@ class CallCheck:
         self._everyone = everyone
         # Separate groups, because other threads may compare something meanwhile.
         self._pipeline, *others = (
-            groups.of((tuple(range(groups.world)),), "calls of a pipeline", "gloo") for groups in everyone.groups
+            groups.of((tuple(range(groups.world)),), "calls of a pipeline", "gloo")
+            for groups in everyone.groups.values()
         )
         self._first = self._pipeline.rank() == 0
         self._others = [group for group in others if group.size() > 1]

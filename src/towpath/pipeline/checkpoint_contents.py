@@ -25,7 +25,7 @@ from towpath.errors import CheckpointError
 from towpath.pipeline.embedding_sync import TiedEmbeddings
 from towpath.pipeline.stage import TowpathStage
 from towpath.topology.groups import Groups
-from towpath.topology.together import Together
+from towpath.topology.together import AllRanks
 
 
 def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.ProcessGroup) -> list[str]:
@@ -80,33 +80,27 @@ def contents_of(
             f"the pipeline's mesh has {mesh.size()} ranks, and the job {groups.world}: a checkpoint is of a whole job."
         )
 
-    # The names of the tied parameters in the last stage, with their names in the first stage.
-    twin: dict[str, str] = {}
-    if tied is not None and tied.module is not None:
-        first, last = tied.ends.names
-        twin = {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
-
     engines = [(f"stage {s.stage_index}/", s.engine) for s in stages]
+    twin: dict[str, str] = {}  # the names of tied parameters in the last stage, with their names in the first stage
     if tied is not None and tied.module is not None:
         engines.append(("tied/", engine_of(tied.module)))
+        first, last = tied.ends.names
+        twin = {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
     states: dict[str, RankState] = {prefix: engine_state(engine) for prefix, engine in engines}
     states |= {f"messages of stage {s.stage_index}/": _sender_state(s) for s in stages}
 
-    def of_this_rank() -> tuple[dict[int, list[str]], dict[str, str], list[str]]:
-        tensors = [(s.stage_index, _named_in([s], prefixes, twin)) for s in stages]
-        names = {index: sorted({*each.parameters, *each.buffers}) for index, each in tensors}
+    def of_this_rank() -> tuple[dict[int, set[str]], dict[str, str], list[str]]:
+        names = {s.stage_index: set(_named_in([s], prefixes, twin).all()) for s in stages}
         aliases = {**_named_in(stages, prefixes, twin).aliases, **twin}
         return names, aliases, [fingerprint(engine) for _, engine in engines]
 
-    gathered = Together(groups, "State()", CheckpointError).gathered(of_this_rank)
+    gathered = AllRanks(groups, "State()", CheckpointError).combine(of_this_rank, list)
     aliases = {alias: first for _, each, _ in gathered for alias, first in each.items()}
-    lowest: dict[str, int] = {}  # the first stage that has each name
-    for of_rank, _, _ in gathered:
-        for stage, names in of_rank.items():
-            lowest |= {name: min(stage, lowest.get(name, stage)) for name in names}
-    own, _, _ = gathered[groups.rank]
-    # A tensor that two stages of this rank share is no copy.
-    copied = {name for stage, names in own.items() for name in names if lowest[name] not in (stage, *own)}
+    of_stages = {stage: names for of_rank, _, _ in gathered for stage, names in of_rank.items()}
+    # Of the stages that have a tensor, the first one writes it. One that two stages of a rank share is no copy.
+    lowest = {name: stage for stage in sorted(of_stages, reverse=True) for name in of_stages[stage]}
+    own = gathered[groups.rank][0]
+    copied = frozenset(name for names in own.values() for name in names if lowest[name] not in own)
     codec_states = "\n".join([how, *(line for _, _, fingerprints in gathered for line in fingerprints)])
     others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
     layers = "tp" in (mesh.mesh_dim_names or ())  # ranks share them
@@ -121,6 +115,6 @@ def contents_of(
         fingerprint=hashlib.sha256(codec_states.encode()).hexdigest(),
         held=frozenset(lowest),
         # If one engine spans both ends, each of their ranks writes a share of the tied parameters.
-        written_elsewhere=frozenset() if tied is not None and tied.fused else frozenset(copied),
-        copied_elsewhere=frozenset(copied),
+        written_elsewhere=frozenset() if tied is not None and tied.fused else copied,
+        copied_elsewhere=copied,
     )

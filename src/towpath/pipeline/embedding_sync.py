@@ -27,8 +27,10 @@ from towpath.core.strategy import TransferKind
 from towpath.engine.executor import engine_of
 from towpath.engine.parameters.initialise import Values
 from towpath.errors import ShardError
+from towpath.pipeline.stage import schedule_of
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, align_group_counts, new_group
+from towpath.topology.together import AllRanks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,18 @@ def find_ends(
     counts, which `split` sets.
     """
     last = len(owners) - 1
-    names = {index: tied[index > 0] or getattr(modules[index], "tied", "") for index in {0, last} & set(modules)}
-    found = {index: (name, name in dict(modules[index].named_modules())) for index, name in names.items()}
-    everyones = Groups(mesh["pp"].get_group()).gather_objects(found)
-    name_in = {index: name for each in everyones for index, (name, _) in each.items()}
+
+    def of_this_rank() -> dict[int, str]:
+        names = {index: tied[index > 0] or getattr(modules[index], "tied", "") for index in {0, last} & set(modules)}
+        for index, name in names.items():
+            if name not in dict(modules[index].named_modules()):  # "" names the stage itself
+                raise ShardError(
+                    f"Pipeline: tied embeddings: stage {index} has no module {name!r}. Name it as it is there."
+                )
+        return names
+
+    everyones = AllRanks(Groups(mesh["pp"].get_group()), "Pipeline()", ShardError).gathered(of_this_rank)
+    name_in = {index: name for each in everyones for index, name in each.items()}
     if not (name_in[0] or name_in[last]):
         return None
     if not (name_in[0] and name_in[last]):
@@ -74,19 +84,11 @@ def find_ends(
             f"Pipeline: tied embeddings need a module of the first and of the last stage; got {name_in[0]!r} and "
             f"{name_in[last]!r}. Name both in tied=, or untie them."
         )
-    for index, (name, is_there) in sorted(item for each in everyones for item in each.items()):
-        if not is_there:
-            raise ShardError(
-                f"Pipeline: tied embeddings: stage {index} has no module {name!r}. Name it as it is there."
-            )
-    # The job's ranks by 'pp' and 'dp', at this rank's place in the other dimensions of the mesh.
-    dimensions = list(mesh.mesh_dim_names or ())
-    others = [name for name in dimensions if name not in ("pp", "dp")]
-    ranks = mesh.mesh.permute([dimensions.index(name) for name in ("pp", "dp", *others)])
-    for name in others:
-        ranks = ranks[:, :, mesh.get_local_rank(name)]
+    # The job's ranks by 'pp' and 'dp', at this rank's place in 'tp'.
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+    ranks = mesh[names].mesh if names[0] == "pp" else mesh[names].mesh.T
     ends = tuple(ranks[owners[0]].tolist()), tuple(ranks[owners[last]].tolist())
-    return Ends(*ends, (name_in[0], name_in[last]), next(iter(names), None))
+    return Ends(*ends, (name_in[0], name_in[last]), next(iter({0, last} & set(modules)), None))
 
 
 class TiedEmbeddings:
@@ -104,7 +106,7 @@ class TiedEmbeddings:
         fused: bool,
         values: Values | None = None,
     ) -> None:
-        self.ends, self.fused, self._pipeline = ends, fused, Groups(mesh["pp"].get_group())
+        self.ends, self.fused = ends, fused
         self.module: nn.Module | None = None
         self._between: dist.ProcessGroup | None = None
         align_group_counts(*(mesh[name].get_group() for name in mesh.mesh_dim_names or ()))
@@ -113,7 +115,7 @@ class TiedEmbeddings:
         # A rank between the ends makes a group of itself. PyTorch may split the communicator of all ranks for each new
         # group, and then the others would wait for a rank that makes none.
         mine = next((part for part in parts if dist.get_rank() in part), (dist.get_rank(),))
-        timeout = timedelta(seconds=self._pipeline.timeout_seconds)
+        timeout = timedelta(seconds=Groups(mesh["pp"].get_group()).timeout_seconds)
         joined = new_group(sorted(mine), "tied embeddings", timeout=timeout)
         if ends.stage is None:
             return
@@ -131,14 +133,8 @@ class TiedEmbeddings:
             with torch.no_grad():
                 for parameter in self.parameters:
                     first: Any = parameter.clone()
-                    dist.broadcast(first.to_local(), group=self._between, group_src=self._first_in_pair)
+                    dist.broadcast(first.to_local(), src=mine[0], group=self._between)
                     parameter.copy_(first)
-
-    @property
-    def _first_in_pair(self) -> int:
-        """The rank of the first end in the group of the two ends."""
-        pair = next(pair for pair in self.ends.pairs if dist.get_rank() in pair)
-        return sorted(pair).index(pair[0])
 
     @property
     def parameters(self) -> Set[nn.Parameter]:
@@ -166,35 +162,25 @@ class TiedEmbeddings:
             parameter.grad = None
         try:
             yield
-            self.end_step()
+            for parameter in before:
+                gradient: Any = parameter.grad
+                if gradient is not None:
+                    dist.all_reduce(gradient.to_local(), group=self._between)
         finally:
             with torch.no_grad():
                 for parameter, earlier in before.items():
                     if earlier is not None:
                         parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
-    def end_step(self) -> None:
-        """Sum the gradients between the ends, after the engines have delivered the sums of each end."""
-        if self._between is None:
-            return
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                gradient: Any = parameter.grad
-                dist.all_reduce(gradient.to_local(), group=self._between)
-
     def schedules(self, micro_batches: int, passes: Sequence[StagePass]) -> list[StageSchedule]:
-        """Return the schedules of the sums at the ends and between them. Every rank must call it."""
-        mine = None
-        if self.module is not None:
-            engine = engine_of(self.module)
-            specs = tuple(unit.plan.spec for unit in engine.units)
-            mine = engine.strategy, specs, engine.precision, engine.comm.form
-        of_ranks = self._pipeline.gather_objects(mine)
-        strategy, specs, precision, form = next(each for each in of_ranks if each is not None)
-        found = derive_schedule(strategy, specs, micro_batches, precision, passes, form=form)
+        """Return the schedules of the sums at the ends and between them. A rank of an end calls it."""
+        assert self.module is not None
+        engine = engine_of(self.module)
+        found = schedule_of(engine, micro_batches, passes)
         if self.fused:
             return [StageSchedule(self.ends.both, found, ())]
         # The ends exchange the gradients that the engines have delivered, in the parameters' own dtype.
+        specs = tuple(unit.plan.spec for unit in engine.units)
         two = derive_schedule(presets.strategy("ddp", Topology(2, 1)), specs, micro_batches, Precision(), passes)
         between = replace(two, transfers=tuple(t for t in two.transfers if t.kind is TransferKind.GRAD_SYNC))
         ends = [StageSchedule(ranks, found, ()) for ranks in (self.ends.first, self.ends.last)]

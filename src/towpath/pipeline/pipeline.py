@@ -35,7 +35,6 @@ from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.passes import Compression, StagePass, encoded_gradients
 from towpath.core.passes import compression as compression_preset
 from towpath.core.schedule import JobSchedule, Schedule, StageSchedule, job_schedule
-from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import UnitChoice
@@ -64,7 +63,7 @@ from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import StepCounter
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
-from towpath.pipeline.stage import TowpathStage
+from towpath.pipeline.stage import TowpathStage, schedule_of
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -133,10 +132,10 @@ class Pipeline(Observable):
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
         self._mesh, self._group, self.micro_batches = mesh, group, micro_batches
-        self._ranks = Groups(group)
-        self._ranks.connect()  # the first messages are between two stages only
         self._everyone = MeshRanks(mesh)
-        ranks, count = mesh["pp"].size(), len(stages)
+        self._ranks = self._everyone.groups["pp"]
+        self._ranks.connect()  # the first messages are between two stages only
+        ranks, count = self._ranks.world, len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
         with together(self._everyone, "Pipeline()", _SAME) as given:
             precision = Precision.of(precision)
@@ -153,7 +152,7 @@ class Pipeline(Observable):
         with together(self._everyone, "Pipeline()", _SAME):
             modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
         with together(self._everyone, "Pipeline()", _SAME):
-            exchanged = exchanged_tensors(modules, self.owners, self._example, precision, group)
+            exchanged = exchanged_tensors(modules, count, self._example, precision, group)
             check_exchanged(exchanged[1:-1], self._compression)
             self._target_rows = {t.shape[0] for t in (*self._example, *exchanged[-1]) if t.dim()}
             self._prefixes = prefixes_of(modules, count, group)
@@ -170,12 +169,10 @@ class Pipeline(Observable):
                     module,
                     index,
                     count,
-                    torch.device(mesh.device_type),
-                    group,
+                    mesh,
                     inputs=exchanged[index],
                     outputs=exchanged[index + 1],
                     micro_batches=micro_batches,
-                    copies=mesh["dp"].size(),
                     compression=self._compression,
                     encoded=encoded_gradients(self.order, self._compression),
                 )
@@ -183,7 +180,7 @@ class Pipeline(Observable):
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         # The engines divide the gradients.
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss, scale_grads=False)
-        groups = [Groups(mesh[name].get_group()) for name in mesh.mesh_dim_names or () if name != "dp"]
+        groups = [groups for name, groups in self._everyone.groups.items() if name != "dp"]
         # The steps at which a codec of a strategy begins or ends. Those of presets are always used.
         changes = self._compression.changes.union(*(s.changes for s in strategies if isinstance(s, Strategy)))
         self._counter = StepCounter(self.engines, partial(self.schedule, None), changes, groups)
@@ -198,7 +195,7 @@ class Pipeline(Observable):
         if self._compression.gradients.codec == "none":
             return strategy
         if isinstance(strategy, str):
-            strategy = presets.strategy(strategy, Topology(*detect_shape(Groups(self._mesh["dp"].get_group()))))
+            strategy = presets.strategy(strategy, Topology(*detect_shape(self._everyone.groups["dp"])))
         return self._compression.strategy_of(strategy, stage, len(self.owners))
 
     # Modules and parameters -----------------------------------------------------------------------------------------
@@ -448,21 +445,19 @@ class Pipeline(Observable):
             accumulated: How many steps inside `no_sync` the optimizer step begins with. Default: 0.
         """
         topology = topology or Topology.detect()
-        members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
+        members = tuple(self._everyone.groups["dp"].members)
         mine = {
-            s.stage_index: StageSchedule(
-                members, self.stage_schedule(s.stage_index, step, accumulated), s.output_shapes
-            )
-            for s in self._stages
+            index: [StageSchedule(members, self.stage_schedule(index, step, accumulated), stage.output_shapes)]
+            for index, stage in ((stage.stage_index, stage) for stage in self._stages)
         }
-        gathered = self._ranks.gather_objects(mine)
-        stages: dict[int, StageSchedule] = {index: stage for each in gathered for index, stage in each.items()}
-        pipeline = [stages[index] for index in sorted(stages)]
-        if self._tied is not None:
-            pipeline += self._tied.schedules((accumulated + 1) * self.micro_batches, self._passes(0, accumulated))
+        if self._tied is not None and self._tied.counted_here:  # after the stages
+            walks = accumulated + 1
+            mine[len(self.owners)] = self._tied.schedules(walks * self.micro_batches, self._passes(0, accumulated))
+        stages = {index: parts for each in self._ranks.gather_objects(mine) for index, parts in each.items()}
+        pipeline = [part for index in sorted(stages) for part in stages[index]]
         pipelines = [pipeline]
-        if "tp" in (self._mesh.mesh_dim_names or ()):
-            pipelines = Groups(self._mesh["tp"].get_group()).gather_objects(pipeline)
+        if "tp" in self._everyone.groups:
+            pipelines = self._everyone.groups["tp"].gather_objects(pipeline)
         compression = self._compression if step is None else self._compression.at(step)
         return job_schedule(topology, pipelines, self.order, compression, accumulated + 1)
 
@@ -474,11 +469,8 @@ class Pipeline(Observable):
             step: The optimizer step, as for `schedule`.
             accumulated: How many steps inside `no_sync` the optimizer step begins with. Default: 0.
         """
-        engine = engine_of(self.modules[index])
-        strategy = engine.strategy if step is None else engine.strategy.at(step)
-        units = tuple(unit.plan.spec for unit in engine.units)
         passes, count = self._passes(index, accumulated), (accumulated + 1) * self.micro_batches
-        return derive_schedule(strategy, units, count, engine.precision, passes, form=engine.comm.form)
+        return schedule_of(engine_of(self.modules[index]), count, passes, step)
 
     def _passes(self, stage: int, accumulated: int = 0) -> list[StagePass]:
         own = [each for passes in self.order.values() for each in passes if each.stage == stage]
@@ -514,7 +506,7 @@ class Pipeline(Observable):
         leaves_node = {t.unit: t.inter_bytes > 0 for t in transfers if t.kind is TransferKind.ACTIVATION}
         for stage in self._stages:
             stage.leaves_node = leaves_node
-        return [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
+        return [*self._everyone.groups.values()]
 
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
         """Return the intervals of all ranks' traces by rank, on the mesh's first rank. Every rank must call it.

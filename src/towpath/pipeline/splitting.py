@@ -9,22 +9,22 @@ masks from the shape of the input. Parameters keep their names.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 
 from towpath.core.formats import Precision
 from towpath.core.passes import balanced
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.layout import BucketLayout, UnitLayout, lay_out
 from towpath.errors import ShardError
-from towpath.pipeline.agreement import meta_outputs
+from towpath.pipeline.agreement import forward_without_values, meta_outputs
 from towpath.plan.model import LinearSeconds, MeasuredPasses, Model, ModelUnit, StagedModel
 
 
@@ -49,7 +49,7 @@ def split(model: nn.Module, count: int, example: torch.Tensor) -> list[nn.Module
 
 def blocks_of_stage(stage: object) -> str:
     """Return the blocks that a stage has of the model that was split, as text. Other stages have ""."""
-    return f"{stage.first_block} to {stage.last_block}" if isinstance(stage, _Stage) else ""
+    return f"{stage.first_block} to {stage.last_block}" if isinstance(stage, _SplitStage) else ""
 
 
 def _split_at(model: nn.Module, blocks: Sequence[str], count: int, example: torch.Tensor) -> list[nn.Module]:
@@ -65,7 +65,7 @@ def _split_at(model: nn.Module, blocks: Sequence[str], count: int, example: torc
     if len(weights) > 1:
         weights[0] += numel(*order.before)
         weights[-1] += numel(*order.after)
-    return [_Stage(model, blocks[start:end], blocks, order) for start, end in balanced(weights, count)]
+    return [_SplitStage(model, blocks[start:end], blocks, order) for start, end in balanced(weights, count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,53 +83,32 @@ class _CallOrder:
 
 
 def _call_order(model: nn.Module, blocks: Sequence[str], example: torch.Tensor) -> _CallOrder:
-    inside = set(blocks)
-    before: list[str] = []
-    after: list[str] = []
-    outputs: dict[str, torch.Size] = {}
-    wrapped: list[bool] = []
-    seen: list[str] = []
+    """Return the order of a forward on tensors without values, or raise if it is no row of blocks."""
+    calls: list[tuple[str, Any]] = []  # each module that was called, with its output
 
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if name in inside:
-                seen.append(name)
-                wrapped.append(isinstance(output, tuple))
-            elif not seen:
-                before.append(name)
-                outputs[name] = output.shape
-            elif len(seen) == len(blocks):
-                after.append(name)
-            else:
-                raise ShardError(f"split: {name} has parameters and runs between two blocks: give the stages yourself.")
+    def recording(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda module, args, output: calls.append((name, output))
 
-        return hook
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            inside_a_block = any(name.startswith(f"{block}.") for block in blocks)
+            has_parameters = next(module.parameters(recurse=False), None) is not None
+            if name in blocks or (has_parameters and not inside_a_block):
+                hooks.callback(module.register_forward_hook(recording(name)).remove)
+        forward_without_values(model, [example], Precision())
 
-    # The blocks, and outside of them the modules with parameters of their own.
-    watched = [
-        (name, module)
-        for name, module in model.named_modules()
-        if name in inside
-        or (
-            next(module.parameters(recurse=False), None) is not None
-            and not any(name.startswith(f"{block}.") for block in blocks)
-        )
-    ]
-    handles = [module.register_forward_hook(watch(name)) for name, module in watched]
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            tensors = (*model.named_parameters(), *model.named_buffers())
-            state = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors}
-            functional_call(model, state, (torch.zeros(example.shape, dtype=example.dtype),))
-    finally:
-        for handle in handles:
-            handle.remove()
+    called = [name for name, _ in calls]
+    seen = [name for name in called if name in blocks]
     if seen != list(blocks):
         raise ShardError(f"split: the blocks run in the order {', '.join(seen)}, not one after the other.")
-    return _CallOrder(tuple(before), tuple(after), outputs, wrapped[0])
+    first, last = called.index(blocks[0]), called.index(blocks[-1])
+    if between := [name for name in called[first:last] if name not in blocks]:
+        raise ShardError(f"split: {between[0]} has parameters and runs between two blocks: give the stages yourself.")
+    outputs = {name: output.shape for name, output in calls[:first]}
+    return _CallOrder(tuple(outputs), tuple(called[last + 1 :]), outputs, isinstance(calls[first][1], tuple))
 
 
-class _Stage(nn.Module):
+class _SplitStage(nn.Module):
     """Some blocks of a model that was split. Its modules have their names in the model."""
 
     def __init__(self, model: nn.Module, mine: Sequence[str], blocks: Sequence[str], order: _CallOrder) -> None:
@@ -140,11 +119,11 @@ class _Stage(nn.Module):
         copied = copy.deepcopy(model, memo={id(t): t for t in (*model.parameters(), *model.buffers())})
         for name in blocks:
             if name not in mine:
-                _replace_module(copied, name, _OtherBlock(order.wrapped))
+                copied.set_submodule(name, _OtherBlock(order.wrapped))
         for name in () if self._first else order.before:
-            _replace_module(copied, name, _EmptyOutput(order.outputs[name]))
+            copied.set_submodule(name, _EmptyOutput(order.outputs[name]))
         for name in () if self._last else order.after:
-            _replace_module(copied, name, nn.Identity())
+            copied.set_submodule(name, nn.Identity())
         for name, module in copied.named_children():
             self.add_module(name, module)
         for name, parameter in copied.named_parameters(recurse=False):
@@ -232,15 +211,6 @@ def _tied_module(model: nn.Module, names: Sequence[str], others: Sequence[str]) 
     return found[0] if found else ""
 
 
-def _replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    path, _, attribute = name.rpartition(".")
-    parent = model.get_submodule(path)
-    if isinstance(parent, (nn.ModuleList, nn.Sequential)):
-        parent[int(attribute)] = module
-    else:
-        setattr(parent, attribute, module)
-
-
 class DescribedStages:
     """The planner's descriptions of a model's stages, for any number of stages. Nothing is measured for them.
 
@@ -294,18 +264,14 @@ class DescribedStages:
 
     def _unit(self, layout: UnitLayout) -> ModelUnit:
         """Describe a unit of a stage by the units of the model that its parameters are in."""
-        elements: dict[int, int] = {}
-        units = {id(unit): unit for unit in self._whole.units}
-        for bucket in layout.buckets:
-            for place in bucket.places:
-                home = id(self._unit_of[id(place.parameter)])
-                elements[home] = elements.get(home, 0) + place.numel
-        parts: list[ModelUnit] = []
-        for home, numel in elements.items():
-            unit = units[home]
-            part = unit.computing(numel / unit.numel)
-            # The memory that one block needs for a moment does not depend on the number of blocks.
-            parts.append(replace(part, passing=unit.passing, passing_fp32=unit.passing_fp32))
+        elements = Counter[ModelUnit]()
+        for place in (place for bucket in layout.buckets for place in bucket.places):
+            elements[self._unit_of[id(place.parameter)]] += place.numel
+        # The memory that one block needs for a moment does not depend on the number of blocks.
+        parts = [
+            replace(unit.computing(numel / unit.numel), passing=unit.passing, passing_fp32=unit.passing_fp32)
+            for unit, numel in elements.items()
+        ]
         return replace(reduce(ModelUnit.combined_with, parts), spec=layout.spec, modules=len(layout.modules))
 
 

@@ -10,19 +10,21 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, final
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from towpath.codecs.kernels import kernels_for
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
-from towpath.core.passes import Compression
-from towpath.core.schedule import Shape, transport_for
+from towpath.core.passes import Compression, StagePass
+from towpath.core.schedule import Schedule, Shape, transport_for
+from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.transport import Transport, matrix_of
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import torch_dtype
@@ -142,14 +144,39 @@ class Sender:
         return values.isfinite().all()
 
 
+@final
+class Receiver:
+    """The messages of one kind that a stage receives, from the buffers that they arrive in to the decoded tensors."""
+
+    def __init__(self, encodings: Sequence[Encoding], device: torch.device) -> None:
+        self._encodings, self._device = encodings, device
+        self.arriving: dict[tuple[int, int], torch.Tensor] = {}  # encoded messages, by micro-batch and tensor
+
+    def begin(self, micro_batch: int, receives: Sequence[dist.P2POp], infos: Sequence[Any]) -> None:
+        """Give each operation that receives an encoded tensor the buffer of a message."""
+        # The model's own inputs have no buffer. In PyTorch 2.11 their placeholders lack the attribute.
+        received = [i for i, info in enumerate(infos) if getattr(info, "buffer", None) is not None]
+        for index, receive in zip(received, receives, strict=True):
+            if self._encodings[index].used:
+                message = self._encodings[index].message(self._device)
+                receive.tensor = self.arriving[micro_batch, index] = message
+
+    def decode(self, micro_batch: int, infos: Sequence[Any]) -> None:
+        """Put the decoded tensors where PyTorch's stage expects what arrived."""
+        for index, info in enumerate(infos):
+            message = self.arriving.pop((micro_batch, index), None)
+            if message is not None:
+                info.buffer = self._encodings[index].decoded(message)
+
+
 class TowpathStage(PipelineStage):
     """A pipeline stage with a sharded module.
 
     Gradient syncs begin in the last backward pass of a step, while the pipeline goes on. `Pipeline.step` waits for
     them. Both ends of a link count the optimizer steps, and so switch to a codec in the same step.
 
-    `inputs` and `outputs` are those of one micro-batch, on the meta device. `copies` is the number of ranks that hold
-    the stage. `encoded` has the gradient messages that use a codec, each as its sending stage and its micro-batch.
+    `inputs` and `outputs` are those of one micro-batch, on the meta device. `encoded` has the gradient messages that
+    use a codec, each as its sending stage and its micro-batch.
     """
 
     def __init__(
@@ -157,17 +184,16 @@ class TowpathStage(PipelineStage):
         module: nn.Module,
         index: int,
         stages: int,
-        device: torch.device,
-        group: dist.ProcessGroup,
+        mesh: DeviceMesh,
         *,
         inputs: tuple[torch.Tensor, ...],
         outputs: tuple[torch.Tensor, ...],
         micro_batches: int,
-        copies: int,
         compression: Compression,
         encoded: frozenset[tuple[int, int]],
     ) -> None:
-        super().__init__(module, index, stages, device, inputs, outputs, group=group)
+        device = torch.device(mesh.device_type)
+        super().__init__(module, index, stages, device, inputs, outputs, group=mesh["pp"].get_group())
         self._encoded, self._compression = encoded, compression
         # For a trace: whether what a stage sends on goes to another node. Keys are names such as "stage 0".
         self.leaves_node: Mapping[str, bool] = {}
@@ -182,16 +208,17 @@ class TowpathStage(PipelineStage):
             return {i: Sender(each, device, f"{label}, {i}") for i, each in enumerate(encodings) if each.used}
 
         received, sent = () if self.is_first else inputs, () if self.is_last else outputs
-        self._inputs = encodings(received, compression.activations)
-        self._outputs = encodings(sent, compression.activations)
-        self._output_gradients = encodings(sent, compression.activation_gradients)
-        self._output_senders = senders(self._outputs, "outputs")
-        self._gradient_senders = senders(encodings(received, compression.activation_gradients), "gradients")
-        self._arriving: dict[tuple[str, int, int], torch.Tensor] = {}  # messages, by kind, micro-batch and tensor
+        back = compression.activation_gradients
+        self._receives_outputs = Receiver(encodings(received, compression.activations), device)
+        self._receives_gradients = Receiver(encodings(sent, back), device)
+        self._output_senders = senders(encodings(sent, compression.activations), "outputs")
+        self._gradient_senders = senders(encodings(received, back), "gradients")
+        # The shapes and dtypes of the tensors that the stage sends to the next one.
+        self.output_shapes: tuple[Shape, ...] = tuple((tuple(t.shape), dtype_name(t.dtype)) for t in sent)
         # Parts that are sharded by themselves have their own.
         self.engines = [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
         for engine in self.engines:
-            engine.be_a_stage(copies * micro_batches)
+            engine.be_a_stage(mesh["dp"].size() * micro_batches)
         self.begin_walk()
 
     @property
@@ -201,11 +228,6 @@ class TowpathStage(PipelineStage):
     @property
     def trace(self) -> Trace | None:
         return self.engine.comm.record.trace
-
-    @property
-    def output_shapes(self) -> tuple[Shape, ...]:
-        """The shapes and dtypes of the tensors that the stage sends to the next one."""
-        return tuple((each.shape, dtype_name(each.dtype)) for each in self._outputs)
 
     @property
     def senders(self) -> dict[str, Sender]:
@@ -247,7 +269,7 @@ class TowpathStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the outputs of a micro-batch, encoded if the step encodes them."""
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
-        if self._encodes_outputs and self._output_senders:
+        if self._encodes_outputs:
             self.fwd_cache[fwd_chunk_id] = _encoded(self._output_senders, outputs), inputs
         found = super().get_fwd_send_ops(fwd_chunk_id)
         self.fwd_cache[fwd_chunk_id] = outputs, inputs
@@ -256,15 +278,14 @@ class TowpathStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         found = super().get_fwd_recv_ops(fwd_chunk_id)
         if self._encodes_outputs:
-            self._receive_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
+            self._receives_outputs.begin(fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id])
         return self._traced(found, "output", self.stage_index - 1, fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch on its decoded inputs."""
-        for index, info in enumerate(self.args_recv_info[fwd_chunk_id]):
-            message = self._arriving.pop(("output", fwd_chunk_id, index), None)
-            if message is not None:
-                info.buffer = self._inputs[index].decoded(message)
+        infos = self.args_recv_info[fwd_chunk_id]
+        self._receives_outputs.decode(fwd_chunk_id, infos)
+        for info in infos:
             buffer: torch.Tensor | None = getattr(info, "buffer", None)
             if buffer is not None and not hasattr(info, "tensor_meta"):
                 # PyTorch 2.11 asks for the gradients of inputs only when it makes their buffers.
@@ -283,18 +304,14 @@ class TowpathStage(PipelineStage):
         """Return the operations that receive the gradients of a micro-batch's outputs."""
         found = super().get_bwd_recv_ops(bwd_chunk_id)
         if found and self._encodes_gradient(self.stage_index + 1, bwd_chunk_id):
-            infos = self.grad_recv_info[bwd_chunk_id]
-            self._receive_messages("gradient", bwd_chunk_id, found, infos, self._output_gradients)
+            self._receives_gradients.begin(bwd_chunk_id, found, self.grad_recv_info[bwd_chunk_id])
         return self._traced(found, "gradient", self.stage_index, bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the backward of a micro-batch on its decoded gradients."""
         infos = self.grad_recv_info[bwd_chunk_id] if self.has_backward and not self.is_last else ()
         buffers = [info.buffer for info in infos]
-        for index, info in enumerate(infos):
-            message = self._arriving.pop(("gradient", bwd_chunk_id, index), None)
-            if message is not None:
-                info.buffer = self._output_gradients[index].decoded(message)
+        self._receives_gradients.decode(bwd_chunk_id, infos)
         try:
             with self._computing("backward", bwd_chunk_id):
                 return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -319,22 +336,14 @@ class TowpathStage(PipelineStage):
             trace_messages(found, self.trace, track, kind, micro_batch)
         return found
 
-    def _receive_messages(
-        self,
-        kind: str,
-        micro_batch: int,
-        receives: Sequence[dist.P2POp],
-        infos: Sequence[Any],
-        encodings: Sequence[Encoding],
-    ) -> None:
-        """Give each operation that receives an encoded tensor the buffer of a message."""
-        # The model's own inputs have no buffer. In PyTorch 2.11 their placeholders lack the attribute.
-        received = [i for i, info in enumerate(infos) if getattr(info, "buffer", None) is not None]
-        for index, receive in zip(received, receives, strict=True):
-            if encodings[index].used:
-                receive.tensor = self._arriving[kind, micro_batch, index] = encodings[index].message(self.device)
-
 
 def _encoded(senders: dict[int, Sender], tensors: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """Return the tensors, with the message in place of each one that has a sender."""
     return tuple(senders[i].encoded(tensor) if i in senders else tensor for i, tensor in enumerate(tensors))
+
+
+def schedule_of(engine: Engine, micro_batches: int, passes: Sequence[StagePass], step: int | None = None) -> Schedule:
+    """Return the transfers of one sharded module in an optimizer step that runs these passes."""
+    strategy = engine.strategy if step is None else engine.strategy.at(step)
+    units = tuple(unit.plan.spec for unit in engine.units)
+    return derive_schedule(strategy, units, micro_batches, engine.precision, passes, form=engine.comm.form)

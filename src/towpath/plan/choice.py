@@ -38,7 +38,7 @@ from towpath.plan.request import OUTER, Optimizer, Request, Workload, codecs_for
 from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
-from towpath.topology.together import Together
+from towpath.topology.together import AllRanks
 
 _PROBE_SECONDS = 8.0
 # The share of a device's memory that a rank may hold. The allocator, the driver and libraries need the rest.
@@ -87,7 +87,7 @@ def choose(
         began = time.monotonic()
         made = probe(topology, _PROBE_SECONDS)
         how = f"links measured in {time.monotonic() - began:.0f} s"
-    ranks, device = Together(groups, 'strategy="auto"', PlanError), device_of_job()
+    ranks, device = AllRanks(groups, 'strategy="auto"', PlanError), device_of_job()
     describes = groups.rank == 0 or ranks_measure_together(device)
     model = ranks.each(lambda: describe(device) if describes else None)
 
@@ -178,7 +178,7 @@ def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple
             sys.stderr.write(f"towpath: {error} It is measured anew.\n")
             return None
 
-    text = Together(groups, 'strategy="auto"', ConfigError).on_rank_0(load)
+    text = AllRanks(groups, 'strategy="auto"', ConfigError).on_rank_0(load)
     if text is None:
         return None, where
     found = Profile.from_json(text)

@@ -44,9 +44,9 @@ class Groups:
         self, parent: dist.ProcessGroup | None = None, first: int = 0, chosen: torch.device | None = None
     ) -> None:
         self.first, self.chosen = first, chosen
-        self._alone = not (dist.is_available() and dist.is_initialized())
         # The group of all ranks, or None in a world of one that was never initialized.
-        self.parent = None if self._alone else (parent or dist.group.WORLD)
+        is_initialized = dist.is_available() and dist.is_initialized()
+        self.parent = (parent or dist.group.WORLD) if is_initialized else None
         self._shared = _SHARED_ALONE if self.parent is None else _SHARED.setdefault(self.parent, {})
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = self.shared("process groups", dict)
 
@@ -63,7 +63,7 @@ class Groups:
     @property
     def rank(self) -> int:
         """This rank, as the parent counts."""
-        return 0 if self._alone else dist.get_rank(self.parent)
+        return 0 if self.parent is None else dist.get_rank(self.parent)
 
     @property
     def number(self) -> int:
@@ -73,12 +73,12 @@ class Groups:
     @property
     def world(self) -> int:
         """The number of ranks of the parent."""
-        return 1 if self._alone else dist.get_world_size(self.parent)
+        return 1 if self.parent is None else dist.get_world_size(self.parent)
 
     @property
     def members(self) -> list[int]:
         """The global ranks of the parent."""
-        return [0] if self._alone else dist.get_process_group_ranks(self.parent)
+        return [0] if self.parent is None else dist.get_process_group_ranks(self.parent)
 
     def backend(self, device: torch.device) -> str:
         """Return the backend that sends tensors on `device`: 'gloo', 'nccl', or 'none'."""
@@ -120,12 +120,8 @@ class Groups:
         return (next(ranks for ranks in partition if self.rank in ranks), purpose) in self._made
 
     def control_on_host(self) -> dist.ProcessGroup:
-        """Return the group of all ranks for tensors on the CPU, which do not wait for the device."""
-        return self.on_host((tuple(range(self.world)),))
-
-    def on_host(self, partition: Partition) -> dist.ProcessGroup:
-        """Return this rank's group of a partition, for tensors in host memory."""
-        return self.of(partition, "control", backend="gloo")
+        """Return the group of all ranks for tensors in host memory, which do not wait for the device."""
+        return self.of((tuple(range(self.world)),), "control", backend="gloo")
 
     def apart(self, purpose: str) -> Groups:
         """Return the same ranks with a gloo group for `purpose`, which a thread may use while others send messages."""
@@ -188,7 +184,7 @@ class Groups:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank."""
-        if self._alone:
+        if self.parent is None:
             return [value]
         out: list[Any] = [None] * self.world
         dist.all_gather_object(out, value, group=self.parent)
@@ -196,7 +192,7 @@ class Groups:
 
     def collect_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank, on rank 0. Return an empty list on other ranks."""
-        if self._alone:
+        if self.parent is None:
             return [value]
         out: list[Any] | None = [None] * self.world if self.rank == 0 else None
         dist.gather_object(value, out, group=self.parent, group_dst=0)
@@ -204,7 +200,7 @@ class Groups:
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the value of rank 0 on every rank."""
-        if self._alone:
+        if self.parent is None:
             return value
         values = [value]
         dist.broadcast_object_list(values, group=self.parent, group_src=0)
@@ -216,7 +212,7 @@ class Groups:
         Args:
             wait: A function that waits for the collective, such as `Program.wait`.
         """
-        if self._alone:
+        if self.parent is None:
             return row[None]
         rows = [torch.empty_like(row) for _ in range(self.world)]
         wait(dist.all_gather(rows, row, group=self.control_on_host(), async_op=True))

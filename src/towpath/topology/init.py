@@ -169,26 +169,16 @@ def check_devices(groups: Groups, device: torch.device) -> None:
 
 def _problem(groups: Groups, device: torch.device) -> str | None:
     """Return why this rank's tensors on `device` cannot be sent, or None if they can."""
-    backend = groups.backend(device)
+    backend, is_gpu = groups.backend(device), device.type == "cuda"
     if backend == "none":
-        return (
-            f"rank {groups.rank}: the model is on {device}, but the process group carries no tensors there, only those "
-            f"of {groups.describe_backends()}. {_REMEDY}"
-        )
-    if device.type != "cuda":
+        problem = f"the process group carries no tensors there, only those of {groups.describe_backends()}"
+    elif is_gpu and backend == "gloo":
+        problem = "the process group carries tensors on GPUs by gloo, which cannot exchange them as sharding needs"
+    elif is_gpu and device.index not in (None, current := torch.cuda.current_device()):
+        problem = f"the current device is cuda:{current}, where NCCL and kernels would run"
+    else:
         return None
-    if backend == "gloo":
-        return (
-            f"rank {groups.rank}: the model is on {device}, but the process group carries tensors on GPUs by gloo, "
-            f"which cannot exchange them as sharding needs. {_REMEDY}"
-        )
-    current = torch.cuda.current_device()
-    if device.index not in (None, current):
-        return (
-            f"rank {groups.rank}: the model is on {device}, but the current device is cuda:{current}, where NCCL and "
-            f"kernels would run. {_REMEDY}"
-        )
-    return None
+    return f"rank {groups.rank}: the model is on {device}, but {problem}. {_REMEDY}"
 
 
 def gpu_of(device: torch.device) -> str:

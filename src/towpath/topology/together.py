@@ -1,7 +1,7 @@
 """Ranks that decide together: what fails on one rank, or differs between ranks, raises on every rank.
 
 A rank that raises alone leaves its peers waiting. So a call that can fail on one rank alone is made in `together`, or
-by a `Together`, and the ranks exchange their errors at its end. A rank that never comes there ends in the error of the
+by an `AllRanks`, and the ranks exchange their errors at its end. A rank that never comes there ends in the error of the
 process group: at once if its connection has closed, and otherwise at the group's timeout.
 """
 
@@ -65,10 +65,11 @@ def together(
 
 @final
 @dataclass(frozen=True, slots=True)
-class Together:
+class AllRanks:
     """Calls that all ranks of `groups` make, in the same order. If one fails, every rank raises the same error.
 
-    `call` names them in errors. The error is a `raises`, or the closest class below it that all errors have in common.
+    `call` names them in errors. The error is of the closest class that all errors have in common. It is a `raises` if
+    they have none, or if Towpath did not raise them on purpose.
     """
 
     groups: Groups
@@ -88,13 +89,13 @@ class Together:
                 found, error = self._attempt(lambda: then([value for value, _ in answers]))
                 outcome = found, _kind_and_text(error)
         try:
-            return self._agreed(self.groups.broadcast_object(outcome), error)
+            found, failure = self.groups.broadcast_object(outcome)
+            if failure is not None:
+                kind, text = failure
+                raise kind(text) from error
+            return found
         finally:
             del error  # its traceback refers to this frame, which would keep what the caller holds alive
-
-    def gathered(self, work: Callable[[], Value]) -> list[Value]:
-        """Return the result of `work` on every rank, by rank."""
-        return self.combine(work, lambda values: values)
 
     def each(self, work: Callable[[], Value]) -> Value:
         """Return the result of `work` on this rank."""
@@ -104,16 +105,12 @@ class Together:
 
     def on_rank_0(self, work: Callable[[], Value]) -> Value:
         """Return on every rank the result of `work` on rank 0."""
-        found, error = self._attempt(work) if self.groups.rank == 0 else (None, None)
-        try:
-            return self._agreed(self.groups.broadcast_object((found, _kind_and_text(error))), error)
-        finally:
-            del error
+        return self.combine(lambda: None, lambda _: work())
 
     def _attempt(self, work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
         try:
             return work(), None
-        except self.raises as error:
+        except TowpathError as error:
             return None, error
         except Exception as error:  # of any kind, because the other ranks wait for an answer
             return None, self.raises(described(error)).with_traceback(error.__traceback__)
@@ -121,18 +118,12 @@ class Together:
     def _merged(self, failed: Mapping[int, tuple[type[TowpathError], str]]) -> tuple[type[TowpathError], str]:
         kinds = {rank: kind for rank, (kind, _) in failed.items()}
         common = next(c for c in next(iter(kinds.values())).__mro__ if all(issubclass(k, c) for k in kinds.values()))
+        common = self.raises if common is TowpathError else common
         # The first error that is of the common class comes first: others would be handled in another way.
         order = sorted(failed, key=lambda rank: (kinds[rank] is not common, rank))
         texts = {self.groups.members[rank]: failed[rank][1] for rank in order}
         is_everywhere = len(texts) == self.groups.world and len({*texts.values()}) == 1
         return common, next(iter(texts.values())) if is_everywhere else _message(self.call, texts)
-
-    def _agreed(self, outcome: tuple[Any, tuple[type[TowpathError], str] | None], error: Exception | None) -> Any:
-        found, failure = outcome
-        if failure is None:
-            return found
-        kind, text = failure
-        raise kind(text) from error
 
 
 def _kind_and_text(error: Exception | None) -> tuple[type[Exception], str] | None:

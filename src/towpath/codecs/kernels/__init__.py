@@ -1,6 +1,6 @@
 """The kernels of a device: the C++ extension, Triton, or the reference in plain torch where neither exists.
 
-    reference.py      plain torch       native.py        C++, on the CPU
+    plain.py          plain torch       cpp_codecs.py    C++, on the CPU
     triton_codecs.py  Triton, on GPUs   registered.py    codecs that a user registers, on any device
     pieces.py         the places of many pieces, and loops over them
 
@@ -10,19 +10,18 @@ The log reports once which back end a device uses, and what the slow one costs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from importlib import import_module
 from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from towpath.codecs.kernels import pieces as loops
-from towpath.codecs.kernels import reference
-from towpath.codecs.kernels.pieces import Pieces
+from towpath.codecs.kernels import plain
+from towpath.codecs.kernels.pieces import PieceTable
 from towpath.core.formats import Codec, registered_formats
 from towpath.logs import logger
 
@@ -43,27 +42,61 @@ _COST = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@final
 class Kernels:
-    """A back end: functions for one message, and functions for many pieces at a time.
+    """The codecs on one kind of device, by one back end: a module with `encode`, `decode` and functions for pieces.
 
-    On a GPU, each function for pieces is one launch for any number of pieces and rows. Codecs with one scale for each
+    On a GPU, each method for pieces is one launch for any number of pieces and rows. Codecs with one scale for each
     message need a second one, which finds the largest values. `kept` is the error feedback of all pieces, in float32:
     it is added before the encoding, and then it becomes what the encoding rounded away. Back ends without such a
     kernel compute it in `scratch`, which has twice the elements of the longest piece, in float32.
     """
 
-    name: str
-    encode: Callable[..., None]  # (codec, x, out, seed=0)
-    decode: Callable[[Codec, torch.Tensor, torch.Tensor], None]
-    # (pieces, values, wire, seed, kept=None, scratch=None): encode each piece of `values` into its cell of `wire`.
-    # `seed` is the one before the first.
-    encode_pieces: Callable[..., None]
-    # (pieces, wire, seed, kept=None, scratch=None): decode each piece of all rows of `wire`, sum them, and encode the
-    # sum into the piece's cell.
-    sum_pieces: Callable[..., None]
-    # Decode each piece of all rows of `wire`, and sum them into the piece of `out`.
-    decode_pieces: Callable[[Pieces, torch.Tensor, torch.Tensor], None]
+    def __init__(self, back_end: ModuleType, watch: Watch | None = None) -> None:
+        self.name = back_end.__name__.rpartition(".")[2]
+        self._back_end, self._watch = back_end, watch
+
+    def watched(self, watch: Watch | None) -> Kernels:
+        """Return kernels that report each operation to `watch`. Without a watch, return these."""
+        return self if watch is None else Kernels(self._back_end, watch)
+
+    def encode(self, codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
+        with self._reported(codec, "encode", x.numel()):
+            self._chosen(codec).encode(codec, x, out, seed)
+
+    def decode(self, codec: Codec, message: torch.Tensor, out: torch.Tensor) -> None:
+        with self._reported(codec, "decode", out.numel()):
+            self._chosen(codec).decode(codec, message, out)
+
+    def encode_pieces(self, pieces: PieceTable, values: torch.Tensor, wire: torch.Tensor, *feedback: Any) -> None:
+        """Encode each piece of `values` into its cell of `wire`.
+
+        `feedback` is the seed before the first one, and optionally `kept` and `scratch`.
+        """
+        self._run("encode_pieces", "encode", pieces, values, wire, *feedback)
+
+    def sum_pieces(self, pieces: PieceTable, wire: torch.Tensor, *feedback: Any) -> None:
+        """Decode each piece of all rows of `wire`, sum them, and encode the sum into the piece's cell."""
+        self._run("sum_pieces", "decode+sum+encode", pieces, wire, *feedback)
+
+    def decode_pieces(self, pieces: PieceTable, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """Decode each piece of all rows of `wire`, and sum them into the piece of `out`."""
+        self._run("decode_pieces", "decode+sum", pieces, wire, out)
+
+    def _run(self, name: str, operation: str, pieces: PieceTable, *args: Any) -> None:
+        if not pieces.pieces:
+            return
+        back_end = self._chosen(pieces.codec)
+        launch = getattr(back_end, name, None) or partial(getattr(loops, name), back_end)
+        what = operation if pieces.rows > 1 else operation.replace("+sum", "")
+        with self._reported(pieces.codec, what, pieces.rows * pieces.elements):
+            launch(pieces, *args)
+
+    def _chosen(self, codec: Codec) -> ModuleType:
+        return plain if codec.name in registered_formats() else self._back_end
+
+    def _reported(self, codec: Codec, operation: str, elements: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch(codec, operation, elements)
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -74,84 +107,19 @@ def kernels_for(device: torch.device) -> Kernels:
 
 @cache
 def _kernels(device_type: str) -> Kernels:
-    fast = {"cpu": "native", "cuda": "triton_codecs"}.get(device_type)
+    fast = {"cpu": "cpp_codecs", "cuda": "triton_codecs"}.get(device_type)
     if fast is None:
         return _slow(device_type, "there are no kernels for this device")
     try:
         module = import_module(f"towpath.codecs.kernels.{fast}")
     except ImportError as error:
         return _slow(device_type, str(error))
-    level = f", for {module.LEVELS[0]}" if fast == "native" else ""
+    level = f", for {module.LEVELS[0]}" if fast == "cpp_codecs" else ""
     _log.info("codecs on %s: %s%s", device_type, fast, level)
-    return _of(module)
+    return Kernels(module)
 
 
 def _slow(device_type: str, reason: str) -> Kernels:
     cost, remedy = _COST.get(device_type, ("", ""))
     _log.warning("codecs on %s: plain torch (%s).%s%s", device_type, reason, cost, remedy)
-    return _of(reference)
-
-
-def _of(module: ModuleType) -> Kernels:
-    """Return the functions of `module`. For registered codecs, they are those of the reference."""
-
-    def chosen(codec: Codec) -> ModuleType:
-        return reference if codec.name in registered_formats() else module
-
-    def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-        chosen(codec).encode(codec, x, out, seed)
-
-    def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
-        chosen(codec).decode(codec, data, out)
-
-    def of_pieces(name: str) -> Any:
-        loop, launch = getattr(loops, name), getattr(module, name, None)
-
-        def run(pieces: Pieces, *args: Any) -> None:
-            if pieces.pieces:
-                one = chosen(pieces.codec)
-                if one is module and launch is not None:
-                    launch(pieces, *args)
-                else:
-                    loop(one, pieces, *args)
-
-        return run
-
-    name = module.__name__.rpartition(".")[2]
-    return Kernels(
-        name, encode, decode, of_pieces("encode_pieces"), of_pieces("sum_pieces"), of_pieces("decode_pieces")
-    )
-
-
-def watched(kernels: Kernels, watch: Watch | None) -> Kernels:
-    """Return kernels that report each operation to `watch`. Without a watch, return `kernels` itself."""
-    if watch is None:
-        return kernels
-
-    def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-        with watch(codec, "encode", x.numel()):
-            kernels.encode(codec, x, out, seed)
-
-    def decode(codec: Codec, message: torch.Tensor, out: torch.Tensor) -> None:
-        with watch(codec, "decode", out.numel()):
-            kernels.decode(codec, message, out)
-
-    def of_pieces(operation: str, work: Callable[..., None]) -> Any:
-        def run(pieces: Pieces, *args: Any) -> None:
-            with watch(
-                pieces.codec,
-                operation if pieces.rows > 1 else operation.replace("+sum", ""),
-                pieces.rows * pieces.elements,
-            ):
-                work(pieces, *args)
-
-        return run
-
-    return Kernels(
-        kernels.name,
-        encode,
-        decode,
-        of_pieces("encode", kernels.encode_pieces),
-        of_pieces("decode+sum+encode", kernels.sum_pieces),
-        of_pieces("decode+sum", kernels.decode_pieces),
-    )
+    return Kernels(plain)

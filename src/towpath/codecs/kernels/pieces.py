@@ -21,7 +21,7 @@ _WIDE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PiecePlace:
     """One piece of a buffer."""
 
     length: int  # its number of elements
@@ -32,11 +32,11 @@ class Piece:
 
 
 @final
-class Pieces:
+class PieceTable:
     """The pieces that one launch encodes or decodes. Pieces without elements are left out.
 
-    A kernel reads `table`. It has one line for each piece: the fields of `Piece`, the numbers that give the piece's
-    rounding seed, the number of rows, and the bytes between them.
+    A kernel reads `table`. It has one line for each piece: the fields of `PiecePlace`, the numbers that give the
+    piece's rounding seed, the number of rows, and the bytes between them.
 
     Args:
         pieces: The pieces, in the order of their rounding seeds.
@@ -47,7 +47,7 @@ class Pieces:
     COLUMNS = 9  # of the table
 
     def __init__(
-        self, codec: Codec, pieces: Sequence[Piece], device: torch.device, rows: int = 1, stride: int = 0
+        self, codec: Codec, pieces: Sequence[PiecePlace], device: torch.device, rows: int = 1, stride: int = 0
     ) -> None:
         self.codec, self.rows, self.stride = codec, rows, stride
         self.pieces = tuple(piece for piece in pieces if piece.length)
@@ -69,7 +69,7 @@ class Pieces:
     def seeds(self, seed: int) -> Iterator[int]:
         """Return the rounding seed of each piece, where `seed` is the last one of the launch before."""
         for _ in self.pieces:
-            seed = next_seed(seed)
+            seed = (seed * _SEED_FACTOR + _SEED_STEP) & _32_BITS
             yield seed
 
     def last_seed(self, seed: int) -> int:
@@ -84,16 +84,12 @@ def units(codec: Codec, lengths: Sequence[int], places: Iterable[int]) -> tuple[
     return unit, _WIDE if all(split % _WIDE == 0 for split in splits) else SCALE_BYTES
 
 
-def next_seed(seed: int) -> int:
-    return (seed * _SEED_FACTOR + _SEED_STEP) & _32_BITS
-
-
 # `module` is a back end that encodes and decodes one message at a time.
 
 
 def encode_pieces(
     module: ModuleType,
-    pieces: Pieces,
+    pieces: PieceTable,
     values: torch.Tensor,
     wire: torch.Tensor,
     seed: int,
@@ -110,7 +106,7 @@ def encode_pieces(
 
 def sum_pieces(
     module: ModuleType,
-    pieces: Pieces,
+    pieces: PieceTable,
     wire: torch.Tensor,
     seed: int,
     kept: torch.Tensor | None = None,
@@ -127,13 +123,13 @@ def sum_pieces(
             _encode_and_keep(module, pieces.codec, total, out, each, kept.view(-1)[piece.kept :], scratch)
 
 
-def decode_pieces(module: ModuleType, pieces: Pieces, wire: torch.Tensor, out: torch.Tensor) -> None:
+def decode_pieces(module: ModuleType, pieces: PieceTable, wire: torch.Tensor, out: torch.Tensor) -> None:
     for piece, size in zip(pieces.pieces, pieces.sizes, strict=True):
         rows = _rows(pieces, piece, size, wire)
         module.decode_sum(pieces.codec, rows, out[piece.start : piece.start + piece.length])
 
 
-def _rows(pieces: Pieces, piece: Piece, size: int, wire: torch.Tensor) -> list[torch.Tensor]:
+def _rows(pieces: PieceTable, piece: PiecePlace, size: int, wire: torch.Tensor) -> list[torch.Tensor]:
     starts = range(piece.source, piece.source + pieces.rows * pieces.stride, pieces.stride) if pieces.stride else ()
     return [wire[start : start + size] for start in starts or (piece.source,)]
 

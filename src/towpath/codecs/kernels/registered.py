@@ -1,6 +1,6 @@
 """Codecs that a user registers: two functions that turn blocks of values into codes, and back.
 
-This file packs codes into bytes, and handles values that are not finite. `reference.py` does the rest. As with every
+This file packs codes into bytes, and handles values that are not finite. `plain.py` does the rest. As with every
 codec, a block that holds a NaN or an Inf decodes to NaN.
 """
 

@@ -1,7 +1,7 @@
-"""The codecs in Triton, for GPUs. They equal `reference` to the bit, and read and write memory once.
+"""The codecs in Triton, for GPUs. They equal `plain` to the bit, and read and write memory once.
 
 A program works on a tile of whole blocks of one piece, 2,048 elements in total. One launch handles all pieces: a
-program finds its piece's place in `Pieces.table`. Only codecs with one scale per message need a launch before that,
+program finds its piece's place in `PieceTable.table`. Only codecs with one scale per message need a launch before that,
 which finds the largest values. How the kernels keep the bits of the reference:
 
     division         `div_rn`: Triton's `/` of float32 is approximate on GPUs
@@ -11,9 +11,9 @@ which finds the largest values. How the kernels keep the bits of the reference:
     denormals        no functions of libdevice, such as `tl.floor`, which flush denormals
     largest value    compares the bits of absolute values as integers: they order as the values do, then Inf, then NaN
 
-Memory is read and written in words as wide as its alignment allows, which `Pieces` knows. A single message may start at
-any byte. If it does, its scales and bfloat16 codes are read and written byte by byte. Offsets are computed in 64 bits
-once for each program, and in 32 bits inside its tile.
+Memory is read and written in words as wide as its alignment allows, which `PieceTable` knows. A single message may
+start at any byte. If it does, its scales and bfloat16 codes are read and written byte by byte. Offsets are computed in
+64 bits once for each program, and in 32 bits inside its tile.
 
 Messages and outputs must be contiguous and on the current device.
 """
@@ -31,13 +31,13 @@ import torch
 import triton
 import triton.language as tl
 
-from towpath.codecs.kernels.pieces import Pieces, units
+from towpath.codecs.kernels.pieces import PieceTable, units
 from towpath.core.formats import CELL_ALIGNMENT, SCALE_BYTES, Codec
 
 _TILE = 2048
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 _CELL_ALIGNMENT = tl.constexpr(CELL_ALIGNMENT)
-_COLUMNS = tl.constexpr(Pieces.COLUMNS)
+_COLUMNS = tl.constexpr(PieceTable.COLUMNS)
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -59,40 +59,30 @@ def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def encode_pieces(
-    pieces: Pieces,
-    values: torch.Tensor,
+    pieces: PieceTable,
+    values: torch.Tensor | None,
     wire: torch.Tensor,
     seed: int,
     kept: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    _encode_pieces(pieces, _contiguous(values), wire, seed, kept)
-
-
-def sum_pieces(
-    pieces: Pieces,
-    wire: torch.Tensor,
-    seed: int,
-    kept: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
-) -> None:
-    """Decode the rows, sum them, and encode the sums, as `Kernels.sum_pieces` says."""
-    _encode_pieces(pieces, None, wire, seed, kept)
-
-
-def decode_pieces(pieces: Pieces, wire: torch.Tensor, out: torch.Tensor) -> None:
-    grid, constants, _ = _launch(pieces)
-    _decode_kernel[grid](_checked(wire), _contiguous(out), pieces.table, None, **constants)
-
-
-def _encode_pieces(
-    pieces: Pieces, values: torch.Tensor | None, wire: torch.Tensor, seed: int, kept: torch.Tensor | None
-) -> None:
+    """Encode `values`, or for None the sums of the decoded rows of `wire`."""
     grid, constants, largest = _launch(pieces)
+    numbers = None if values is None else _contiguous(values)
     errors = None if kept is None else _contiguous(kept)
-    _encode(grid, constants, (values, _checked(wire), errors, pieces.table, None), largest, seed)
+    _encode(grid, constants, (numbers, _checked(wire), errors, pieces.table, None), largest, seed)
     if largest is not None:
         largest.reverse()
+
+
+def sum_pieces(pieces: PieceTable, wire: torch.Tensor, *feedback: Any) -> None:
+    """Decode the rows, sum them, and encode the sums, as `Kernels.sum_pieces` says."""
+    encode_pieces(pieces, None, wire, *feedback)
+
+
+def decode_pieces(pieces: PieceTable, wire: torch.Tensor, out: torch.Tensor) -> None:
+    grid, constants, _ = _launch(pieces)
+    _decode_kernel[grid](_checked(wire), _contiguous(out), pieces.table, None, **constants)
 
 
 def _encode(
@@ -109,7 +99,7 @@ def _encode(
     _encode_kernel[grid](*where, None if largest is None else largest[0], signed_seed, **constants)
 
 
-def _launch(pieces: Pieces) -> tuple[tuple[int, int], dict[str, Any], list[torch.Tensor | None] | None]:
+def _launch(pieces: PieceTable) -> tuple[tuple[int, int], dict[str, Any], list[torch.Tensor | None] | None]:
     """Return the grid and the compile-time constants for `pieces`, and the memory for the largest values.
 
     That memory is two buffers. The launch that fills one of them clears the other one for the next launch, because

@@ -5,7 +5,7 @@ One transfer combines the bits of unused parameters, and the digests of what eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import torch
@@ -80,25 +80,24 @@ class Values:
     def __init__(self, trained: Sequence[Unit], device: torch.device) -> None:
         self._buckets = [(unit.name, bucket) for unit in trained for bucket in unit.trainable]
         self._on_host = torch.zeros(len(self._buckets), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._end: torch.cuda.Event | None = None
-        self._is_taken = False
+        self._wait: Callable[[], None] | None = None  # until the checksums that were taken are on the host
 
     def take(self) -> None:
         """Start to compute the checksums, and to copy them to the host."""
         checksums = torch.stack([checksum_of(bucket) for _, bucket in self._buckets])
         self._on_host.copy_(checksums, non_blocking=True)
+        self._wait = lambda: None
         if checksums.is_cuda:
-            self._end = torch.cuda.Event()
-            self._end.record()
-        self._is_taken = True
+            end = torch.cuda.Event()
+            end.record()
+            self._wait = end.synchronize
 
     def taken(self) -> Iterator[tuple[str, int]]:
         """Yield the unit and the checksum of each bucket, if `take` was called since the last time."""
-        if not self._is_taken:
+        if self._wait is None:
             return
-        if self._end is not None:
-            self._end.synchronize()
-        self._is_taken = False
+        self._wait()
+        self._wait = None
         for (unit, _), value in zip(self._buckets, self._on_host.tolist(), strict=True):
             yield unit, value
 

@@ -68,9 +68,6 @@ class Lines(NamedTuple):
         before, last = self.kept[-1]
         return last.digest(before)
 
-    def entries(self, start: int) -> list[Entry]:
-        return [entry for _, entry in self.kept[start - self.first :]]
-
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
@@ -92,27 +89,22 @@ class StepLog:
 class Difference:
     """The first entry in which two ranks differ. A rank that has no more entries has None there.
 
-    With `dropped`, the ranks differ among their first `number` entries, which are not kept any more. `lane` is that of
-    the scope.
+    If neither has an entry, the ranks differ among their first `number` entries, which are not kept any more. `lane` is
+    that of the scope.
     """
 
     number: int  # the position of the entry in the step
     ranks: tuple[int, int]
     entries: tuple[Entry | None, Entry | None]
-    dropped: bool = False
-    lane: str = ""
+    lane: str
 
     @property
     def kinds(self) -> set[TransferKind | LoggedCall]:
         """The kinds of the entries that differ: one or two, since a rank may lack its entry."""
         return {entry.kind for entry in self.entries if entry is not None}
 
-    def entry_of(self, kind: LoggedCall) -> tuple[int, Entry]:
-        """Return the first entry of this kind, and its rank."""
-        return next((r, e) for r, e in zip(self.ranks, self.entries, strict=True) if e is not None and e.kind is kind)
-
     def __str__(self) -> str:
-        if self.dropped:
+        if not self.kinds:
             return f"rank {self.ranks[0]} and rank {self.ranks[1]} differ among the first {self.number} of the step"
         described = [str(entry or "nothing more") for entry in self.entries]
         detail = _first_detail(*self.entries)
@@ -127,11 +119,10 @@ def _first_detail(one: Entry | None, other: Entry | None) -> tuple[str, str] | N
     """Return the first detail in which two entries of the same call differ, as text for each of them."""
     if one is None or other is None or one.what != other.what:
         return None
-    nothing: tuple[tuple[str, Any], ...] = ()
-    for number, (mine, theirs) in enumerate(zip_longest(one.details, other.details, fillvalue=nothing)):
+    for number, (mine, theirs) in enumerate(zip_longest(one.details, other.details, fillvalue=())):
         here, there = dict(mine), dict(theirs)
-        for name in (*here, *(n for n in there if n not in here)):
-            if here.get(name) != there.get(name) or (name in here) != (name in there):
+        for name in here | there:
+            if here.get(name, "unset") != there.get(name, "unset"):
                 group = f" in group {number}" if len(one.details) > 1 or len(other.details) > 1 else ""
                 return tuple(f"{name}={each.get(name, 'unset')}{group}" for each in (here, there))  # pyright: ignore
     return None
@@ -233,13 +224,10 @@ class CollectiveLog:
             combined: The maximum of what all ranks have encoded. It is the same on all ranks, so that all raise.
             of_all_ranks: A collective that takes this rank's step log, and returns the step logs of all ranks.
         """
-        found: list[tuple[Scope, int]] = []  # the groups whose members differ
-        for scope in self.scopes:
-            for group in range(scope.groups):
-                start = SLOT_BYTES * (scope.first_slot + group)
-                digest = combined[start : start + DIGEST_BYTES]
-                if digest.translate(_COMPLEMENT) != combined[start + DIGEST_BYTES : start + SLOT_BYTES]:
-                    found.append((scope, group))
+        slots = [combined[start : start + SLOT_BYTES] for start in range(0, self.bytes, SLOT_BYTES)]
+        groups = ((scope, group) for scope in self.scopes for group in range(scope.groups))
+        equal = (slot[:DIGEST_BYTES].translate(_COMPLEMENT) == slot[DIGEST_BYTES:] for slot in slots)
+        found = [group for group, is_equal in zip(groups, equal, strict=True) if not is_equal]  # whose members differ
         step_log = self.step_log()
         self.turn()
         if not found:
@@ -281,11 +269,12 @@ def difference(
     if is_behind and not ended:
         return None
     if is_behind or (start and here.digest_of(start) != there.digest_of(start)):
-        return Difference(start, (rank, peer), (None, None), dropped=True, lane=scope.lane)
-    for number, pair in enumerate(zip_longest(here.entries(start), there.entries(start)), start):
+        return Difference(start, (rank, peer), (None, None), scope.lane)
+    ours, others = ([entry for _, entry in each.kept[start - each.first :]] for each in (here, there))
+    for number, pair in enumerate(zip_longest(ours, others), start):
         missing = [p for p, entry in zip((step_log, theirs), pair, strict=True) if entry is None]
         if pair[0] != pair[1] and (ended or all(p.ended for p in missing)):
-            return Difference(number, (rank, peer), pair, lane=scope.lane)
+            return Difference(number, (rank, peer), pair, scope.lane)
     return None
 
 
@@ -298,11 +287,11 @@ def differing_islands(what: str) -> str:
 
 
 def divergence_message(rank: int, found: Difference) -> str:
-    if LoggedCall.UNDECODED in found.kinds:
-        who, what = found.entry_of(LoggedCall.UNDECODED)
-        return f"rank {rank}: rank {who} could not decode {what}: {dict(what.details[0])['problem']}"
-    if LoggedCall.SLOW_WEIGHTS in found.kinds:
-        return f"rank {rank}: {differing_islands(found.entry_of(LoggedCall.SLOW_WEIGHTS)[1].what)}"
+    for who, entry in zip(found.ranks, found.entries, strict=True):
+        if entry is not None and entry.kind is LoggedCall.UNDECODED:
+            return f"rank {rank}: rank {who} could not decode {entry.what}: {dict(entry.details[0])['problem']}"
+        if entry is not None and entry.kind is LoggedCall.SLOW_WEIGHTS:
+            return f"rank {rank}: {differing_islands(entry.what)}"
     if found.kinds & {LoggedCall.STEP, LoggedCall.PROGRAM}:
         return (
             f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "

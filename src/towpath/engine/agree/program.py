@@ -1,14 +1,19 @@
-"""Notes of what a user's program does with one model, where every rank must do the same.
+"""Notes of what a user's program does with one model, where every rank must do the same; and its failed passes.
 
 A rank that steps another optimizer, or the same one with another learning rate, drifts away from its peers without any
-error. `engine/trial_steps.py` notes every optimizer step in the model's log, and the ranks compare their logs at the
+error. `engine/optimizer_hooks.py` notes every optimizer step in the model's log. The ranks compare their logs at the
 boundary (`engine/agree/digest.py`). Norms and full tensors are noted, too. They are collectives that the program
 starts, and a rank that starts one alone gets an error while it waits.
+
+A program may catch the error of a forward or backward pass. Suppose that one rank does and goes on, and its peers do
+not. The transfers of its next pass would meet those that the peers still wait for. So after a failed pass a rank first
+waits until all others have failed, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, final
@@ -20,6 +25,7 @@ from towpath.core.scopes import LoggedCall
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.errors import StepError
+from towpath.topology.groups import Groups
 
 # How often a rank that waits in a shared call checks whether the call can still end.
 _LOOK = timedelta(seconds=1)
@@ -85,17 +91,15 @@ class Program:
             return
         watchdog.meetings += 1
         with self.shared(call, LoggedCall.PROGRAM):
-            event, patience = f"call {watchdog.meetings}", watchdog.patience_seconds
-            came = watchdog.store.exchange(event, call, patience, watchdog.raise_if_diverged)
-        other = next((rank for rank, theirs in came.items() if theirs != call), None)
-        if other is not None:
-            raise StepError(
-                f"rank {watchdog.number}: this rank called {call}, and rank {watchdog.first + other} {came[other]} "
-                "meanwhile. Let every rank make the same calls in the same order."
-            )
-        watchdog.raise_if_missing(
-            came, lambda missing: f"every rank must call {call}; rank {missing} did not in {patience:.0f} s."
-        )
+            event, omission = f"call {watchdog.meetings}", f"did not in {watchdog.patience_seconds:.0f} s."
+            why = f"every rank must call {call}"
+            words = watchdog.exchange(event, call, why, omission, watchdog.raise_if_diverged)
+        for rank, other in enumerate(words):
+            if other != call:
+                raise StepError(
+                    f"rank {watchdog.number}: this rank called {call}, and rank {watchdog.first + rank} {other} "
+                    "meanwhile. Let every rank make the same calls in the same order."
+                )
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end.
@@ -111,3 +115,65 @@ class Program:
                 if work.is_completed():
                     raise
             self._watchdog.raise_if_diverged()
+
+
+@final
+class EndOfBackward:
+    """A callback that autograd calls at the end of a backward pass.
+
+    If the pass fails, autograd drops the callback without a call. Its destructor then reports the failure.
+    """
+
+    def __init__(self, through: weakref.WeakMethod[Callable[[], Any]], failed: weakref.WeakMethod[Callable[[], Any]]):
+        self._through, self._failed = through, failed
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        through = self._through()
+        if through is not None:
+            through()
+
+    def __del__(self) -> None:
+        failed = self._failed()
+        if not self._called and failed is not None:
+            failed()
+
+
+@final
+class FailedPasses:
+    """The failed passes of one model on one rank. Every rank must make its models in the same order.
+
+    The engine notes failures here, and calls `agree` before the next pass.
+    """
+
+    def __init__(self, groups: Groups, watchdog: Watchdog, log: CollectiveLog) -> None:
+        self._groups, self._watchdog, self._log = groups, watchdog, log
+        self._agreements = 0
+        self._failure = ""
+
+    def failed(self, what: str) -> None:
+        """Note a failed pass. Of several failures the first is kept."""
+        if self._groups.world > 1:
+            self._failure = self._failure or what
+            self._watchdog.status.failed(f"{self._failure}, and was caught")
+
+    def agree(self) -> None:
+        """Return once all ranks have failed like this one, if it has. The engine calls it before the next pass."""
+        if not self._failure:
+            return
+        failure, self._failure = self._failure, ""
+        event = f"failed pass {self._agreements} of model {self._log.model}"
+        self._agreements += 1
+        try:
+            words = self._watchdog.exchange(
+                event,
+                self._log.encoded(),
+                f"{failure}, which was caught here",
+                "did not fail, and waits for the transfers of that pass. A pass that fails on some ranks cannot be "
+                "left out: let the exception end the program, or see to it that it is raised on every rank.",
+            )
+        finally:
+            self._watchdog.status.failed("")
+        combined = bytes(map(max, zip(*words, strict=True)))
+        self._log.check(combined, self._groups.gather_objects)

@@ -84,12 +84,12 @@ class RankStatus:
     def shared(self, call: str) -> Generator[None]:
         """Run a call that other ranks must make, too, such as a norm, and note `call` meanwhile."""
         self.progress += 1
-        before, self._computing, self.inside = self._computing, f"in {call}", call
+        self.inside = call
         try:
             yield
         finally:
             self.progress += 1
-            self._computing, self.inside = before, ""
+            self.inside = ""
 
     def failed(self, what: str) -> None:
         """Note the error `what` of a forward or backward pass. With '', note that all ranks have learned of it."""
@@ -109,8 +109,8 @@ class RankStatus:
         return now - self._since
 
     def describe(self) -> str:
-        parts = [f"step {self.step}"]
-        parts += [self.failure] if self.failure else [self._computing]
+        inside = self.inside  # once, because another thread may change it
+        parts = [f"step {self.step}", self.failure or (f"in {inside}" if inside else self._computing)]
         under_way = sorted(self._under_way.copy().values())
         if on_device := self.on_device():
             under_way.append(f"{on_device}, on the device")

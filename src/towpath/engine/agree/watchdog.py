@@ -14,11 +14,11 @@ from __future__ import annotations
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import final
+from typing import Any, final
 
 from towpath.core.scopes import LoggedCall, Scope
 from towpath.daemons import start_daemon
@@ -104,36 +104,37 @@ class Watchdog:
                 "from a checkpoint."
             )
 
-    def raise_if_missing(self, came: Mapping[int, object], message: Callable[[str], str]) -> None:
-        """Raise StepError if ranks are missing in `came`. `message` describes the problem for their numbers."""
-        missing = [rank for rank in range(self.world) if rank not in came]
+    def exchange(
+        self, event: str, word: Any, why: str, omission: str, raise_if_stuck: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """Return the word that each rank posts for `event`, by rank. Every rank uses an event once.
+
+        If some ranks do not come in time, raise a StepError that says `why` this rank waits, and their `omission`.
+        `raise_if_stuck` is called repeatedly while this rank waits, and may raise.
+        """
+        words = self.store.exchange(event, word, self.patience_seconds, raise_if_stuck)
+        missing = [rank for rank in range(self.world) if rank not in words]
         if missing:
             numbers = ", ".join(str(self.first + rank) for rank in missing)
             raise StepError(
-                f"rank {self.number}: {message(numbers)} What they last said of themselves:{self.describe(missing)}"
+                f"rank {self.number}: {why}; rank {numbers} {omission} What they last said of themselves:"
+                f"{self.describe(missing)}"
             )
+        return [words[rank] for rank in range(self.world)]
 
     def describe(self, ranks: Sequence[int]) -> str:
         """Return the last status that each of `ranks` has posted, one line per rank."""
         others = [rank for rank in ranks if rank != self.rank]
-        notes, nothing = self._read(others), "has said nothing: it makes progress, or it is gone"
-        lines = (
-            f"\n  rank {self.first + rank}: {notes[rank].status if rank in notes else nothing}"
-            for rank in others[:_FEW]
-        )
+        notes, nothing = self.store.read(others[:_FEW]), "has said nothing: it makes progress, or it is gone"
+        statuses = {rank: notes[rank].status if rank in notes else nothing for rank in others[:_FEW]}
+        lines = [f"\n  rank {self.first + rank}: {status}" for rank, status in statuses.items()]
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
 
     def describe_ranks(self, others: Sequence[int]) -> str:
         """Return this rank's status, and the last status that `others` have posted."""
-        said = self.describe(others)
-        return f"This rank: {self.status.describe()}. What its peers last said of themselves:{said}"
+        return f"This rank: {self.status.describe()}. What its peers last said of themselves:{self.describe(others)}"
 
     # What ranks post ------------------------------------------------------------------------------------------------
-
-    @property
-    def warn_seconds(self) -> float:
-        """Seconds without progress before a warning is logged."""
-        return min(_WARN_SECONDS, self.patience_seconds / 2)
 
     def post(self, silent: bool) -> None:
         """Post this rank's status if it is `silent`, which means without progress, or if a call of it has failed.
@@ -150,9 +151,6 @@ class Watchdog:
         if self.world > 1:
             self.post(silent=True)
 
-    def _read(self, ranks: Sequence[int]) -> dict[int, _Note]:
-        return self.store.read(ranks[:_FEW])
-
     def _step_log(self) -> StepLog | None:
         return None if self.log is None else self.log.step_log(self.status.inside)
 
@@ -166,7 +164,7 @@ class Watchdog:
         for scope in log.scopes:
             members = scope.members(scope.group_of[self.rank])
             place = members.index(self.rank)
-            for rank, note in self._read([*members[place + 1 :], *members[:place]]).items():
+            for rank, note in self.store.read([*members[place + 1 :], *members[:place]][:_FEW]).items():
                 found = "" if note.step_log is None else self._compare(log, scope, mine, rank, note, note.step_log)
                 if found and self._step_log() == mine:  # this rank has not gone on meanwhile
                     self.diverged = found
@@ -174,27 +172,24 @@ class Watchdog:
 
     def _compare(self, log: CollectiveLog, scope: Scope, mine: StepLog, rank: int, note: _Note, theirs: StepLog) -> str:
         """Return why this rank and `rank` wait for each other, or "" if they may go on."""
-        peer, common = self.first + rank, [s for s in log.scopes if s.group_of[self.rank] == s.group_of[rank]]
-        calls = [s for s in common if s.kinds & {LoggedCall.PROGRAM, LoggedCall.SHARED} and not s.lane]
+        peer, calls = self.first + rank, {LoggedCall.PROGRAM, LoggedCall.SHARED}
+        shared = [s for s in log.scopes if s.group_of[self.rank] == s.group_of[rank] and s.kinds & calls and not s.lane]
         # A rank in a call that its peer has not made submits nothing before the peer comes. Its log counts as ended.
-        here = mine.inside if any(mine.is_alone_in_call(theirs, s) for s in calls) else ""
-        there = theirs.inside if any(theirs.is_alone_in_call(mine, s) for s in calls) else ""
+        here = mine.inside if any(mine.is_alone_in_call(theirs, s) for s in shared) else ""
+        there = theirs.inside if any(theirs.is_alone_in_call(mine, s) for s in shared) else ""
         # Nor does a rank whose pass has failed, before all ranks have failed, too.
-        step_logs = [
-            (self.number, replace(mine, ended=mine.ended or bool(here))),
-            (peer, replace(theirs, ended=theirs.ended or bool(there or note.failure))),
-        ]
-        first, second = sorted(step_logs, key=itemgetter(0))
+        one = self.number, replace(mine, ended=mine.ended or bool(here))
+        other = peer, replace(theirs, ended=theirs.ended or bool(there or note.failure))
+        first, second = sorted((one, other), key=itemgetter(0))
         found = difference(scope, first, second)
         if found is None:
             return ""
-        for who, other, call in ((peer, self.number, there), (self.number, peer, here)):
-            if call:
-                return (
-                    f"rank {self.number}: rank {who} is in {call}, which every rank must call, while rank {other} "
-                    f"waits for a transfer that rank {who} is to take part in: {found}. Call it on every rank, at the "
-                    "same place."
-                )
+        if call := there or here:
+            who, waiting = (peer, self.number) if there else (self.number, peer)
+            return (
+                f"rank {self.number}: rank {who} is in {call}, which every rank must call, while rank {waiting} waits "
+                f"for a transfer that rank {who} is to take part in: {found}. Call it on every rank, at the same place."
+            )
         if note.failure:
             return (
                 f"rank {self.number}: a pass has failed on rank {peer} and not on this rank, which waits for rank "
@@ -203,15 +198,18 @@ class Watchdog:
             )
         # If only one rank has stepped an optimizer, that explains why their transfers differ.
         cause = difference(log.scopes[0], first, second, ended=True)
-        is_a_step = cause is not None and LoggedCall.STEP in cause.kinds and LoggedCall.SHARED not in found.kinds
-        return divergence_message(self.number, cause if cause is not None and is_a_step else found)
+        if cause is not None and LoggedCall.STEP in cause.kinds and LoggedCall.SHARED not in found.kinds:
+            found = cause
+        return divergence_message(self.number, found)
 
     def look_for_lost_peers(self) -> None:
         """Set `diverged` if this rank, or a peer without progress, has noticed that some rank's process has ended."""
+        if self.diverged:
+            return
         lost = self.ended_peer()
         if lost is None and self._neighbor is not None:
-            notes = self._read([*range(self.rank + 1, self.world), *range(self.rank)]).values()
-            lost = next((note.lost for note in notes if note.lost is not None), None)
+            notes = self.store.read([*range(self.rank + 1, self.world), *range(self.rank)][:_FEW])
+            lost = next((note.lost for note in notes.values() if note.lost is not None), None)
         if lost is not None:
             peer = self.first + lost
             self.diverged = (
@@ -226,8 +224,8 @@ class Watchdog:
         return self._neighbor.rank if self._neighbor is not None and self._neighbor.is_gone else None
 
     def release_device(self) -> None:
-        """Abort the device's process groups if it is in a transfer, so that the training thread can continue."""
-        if self.status.on_device():
+        """Abort the groups of a device in a transfer that can never end, so that the training thread can continue."""
+        if self.diverged and self.status.on_device():
             _LOG.error(self.diverged)
             self._groups.abort(*(island._groups for island in self._islands))
 
@@ -235,35 +233,30 @@ class Watchdog:
 def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
     """Run the background thread: post the status of a rank without progress, and look for the cause."""
     posted, warned = None, -1  # the progress counter at the last post (and a lost peer), and at the last warning
-    watchdog = reference()
-    while watchdog is not None:
-        pause, status = watchdog.pause_seconds, watchdog.status
+    while (watchdog := reference()) is not None:
+        pause, status, patience = watchdog.pause_seconds, watchdog.status, watchdog.patience_seconds
         silent, progress = status.silent_seconds(), status.progress
-        if watchdog.diverged:
-            pass  # the posted status stays, so that the others can find the difference, too
-        elif silent >= 2 * pause:
+        # The posted status of a diverged rank stays, so that the others can find the difference, too.
+        if not watchdog.diverged and silent >= 2 * pause:
             if posted != (progress, lost := watchdog.ended_peer()):
                 watchdog.post(silent=True)
                 posted = progress, lost
             if status.waits:
                 watchdog.look_for_divergence()
-                if not watchdog.diverged:
-                    watchdog.look_for_lost_peers()
-                if watchdog.diverged:
-                    watchdog.release_device()
-        elif posted is not None:
+                watchdog.look_for_lost_peers()
+                watchdog.release_device()
+        elif not watchdog.diverged and posted is not None:
             watchdog.post(silent=False)
             posted = None
         # Whether the rank waits is the last question, because it queries events of the device. Another thread may be
         # capturing a CUDA graph, and CUDA's default mode of capture forbids queries of all threads.
-        is_long = silent >= min(_WARN_SECONDS, watchdog.patience_seconds / 2)
+        is_long = silent >= min(_WARN_SECONDS, patience / 2)
         if watchdog.warns and is_long and warned != progress and status.waits:
             warned = progress
             _LOG.warning(
                 "no progress for %.0f s: %s. This rank gives up after %.0f s. Other ranks:%s",
-                *(silent, status.describe(), watchdog.patience_seconds, watchdog.describe(range(watchdog.world))),
+                *(silent, status.describe(), patience, watchdog.describe(range(watchdog.world))),
             )
-        watchdog = None
+        del watchdog
         if stop.wait(pause):
             return
-        watchdog = reference()

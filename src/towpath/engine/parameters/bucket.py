@@ -200,7 +200,7 @@ class Bucket:
         """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working.
 
         A DTensor cannot be changed in place, because its class has slots. The modules then get another object, to which
-        the DTensor leads. Optimizers that have the DTensor follow it at their next step (`engine/trial_steps.py`).
+        the DTensor leads. Optimizers that have the DTensor follow it at their next step (`engine/optimizer_hooks.py`).
         """
         parameter, cut = place.parameter, self.plan.optimizer
         where = ShardSpec(

@@ -274,7 +274,7 @@ def mesh_of(parameters: list[Parallel]) -> TensorParallelMesh:
 
 
 # `shard` replaces a parameter that is a DTensor. An optimizer that was made before still has the DTensor, until `adopt`
-# exchanges it at the optimizer's next step (`engine/trial_steps.py`).
+# exchanges it at the optimizer's next step (`engine/optimizer_hooks.py`).
 
 
 @cache

@@ -46,7 +46,7 @@ _REPORT_SECONDS, _GRACE_SECONDS = 60.0, 5.0
 MicroStepContext = Callable[[Any, bool], AbstractContextManager[Any]]
 
 
-class Interval(NamedTuple):
+class ConfidenceInterval(NamedTuple):
     """An interval that contains a median with probability `coverage`, for any distribution of the rounds."""
 
     low: float
@@ -54,19 +54,19 @@ class Interval(NamedTuple):
     coverage: float
 
 
-def interval_of_median(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def interval_of_median(values: Sequence[float], confidence: float = CONFIDENCE) -> ConfidenceInterval:
     """Return the sign test's interval of the median: the narrowest one that reaches `confidence`.
 
     No interval of fewer than six values reaches 95 %. The result is then that of the smallest and the largest value.
     """
     ordered, count = sorted(values), len(values)
     outside = 0.0  # the probability that the median is below the value of this rank
-    chosen = Interval(ordered[0], ordered[-1], 1 - 2 * 0.5**count)
+    chosen = ConfidenceInterval(ordered[0], ordered[-1], 1 - 2 * 0.5**count)
     for rank in range(count // 2):
         outside += comb(count, rank) * 0.5**count
         if 1 - 2 * outside < confidence:
             break
-        chosen = Interval(ordered[rank], ordered[-1 - rank], 1 - 2 * outside)
+        chosen = ConfidenceInterval(ordered[rank], ordered[-1 - rank], 1 - 2 * outside)
     return chosen
 
 
@@ -292,7 +292,7 @@ class Comparison:
         """Return the fastest candidate of some kinds, or None if none of them ran."""
         return min((name for name in self.samples if self.kinds.get(name) in kinds), key=self.step, default=None)
 
-    def speedup(self, candidate: str, over: str) -> tuple[float, Interval]:
+    def speedup(self, candidate: str, over: str) -> tuple[float, ConfidenceInterval]:
         """Return a ratio of medians, above 1 where `candidate` is faster, and the interval of the ratio in a round."""
         # A comparison that ended early lacks samples of its last round.
         ratios = [a.seconds / b.seconds for a, b in zip(self.samples[over], self.samples[candidate], strict=False)]

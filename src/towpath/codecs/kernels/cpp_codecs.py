@@ -1,6 +1,6 @@
-"""The codecs in C++, for tensors on the CPU. They equal `reference` to the bit, and run on one thread.
+"""The codecs in C++, for tensors on the CPU. They equal `plain` to the bit, and run on one thread.
 
-Importing this file fails where the extension was not built. `kernels_for` then uses the reference, and logs it.
+Importing this file fails where the extension was not built. `kernels_for` then uses plain torch, and logs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEVELS = tuple(_native.levels())
 
 
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-    """Encode as `reference.encode` does. Tensors that are not contiguous are copied first."""
+    """Encode as `plain.encode` does. Tensors that are not contiguous are copied first."""
     x = x.contiguous()
     _check(x)
     _check_message(codec, out, x.numel())
