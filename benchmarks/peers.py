@@ -371,7 +371,7 @@ def bits_between_nodes(stats: towpath.Stats) -> dict[str, float]:
     for kind in EXACT_KINDS:
         crossing = [t for t in stats.transfers if t.transfer.kind is kind and t.transfer.inter_bytes]
         elements = sum(t.calls * t.transfer.inter_bytes / item_bytes(t.transfer.dtype) for t in crossing)
-        if any(t.transfer.exact for t in crossing):
+        if any(t.transfer.coding for t in crossing):
             bits[kind.value] = round(8 * sum(t.inter_bytes for t in crossing) / elements, 3)
     return bits
 

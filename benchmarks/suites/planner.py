@@ -94,7 +94,7 @@ class PlannerCase:
         seconds = 2.0 if settings.quick else PROBE_SECONDS
         with started({"probe": Launch(cluster, Planning, (workload, seconds))}, settings.say) as running:
             profile, model = running["probe"].ask("found")[0]
-            shares = running["probe"].ask("exact_shares")[0] if self.exact else ()
+            shares = running["probe"].ask("encoded_shares")[0] if self.exact else ()
         plan, by_messages = (Plan(profile, model, workload, measured, shares) for measured in (True, False))
         compared_with = EXACT if self.exact else LOSSY
         names = CHOSEN_EXACT if self.exact else CHOSEN
@@ -136,7 +136,7 @@ class PlannerCase:
             "measured_seconds": {name: [round(s, 5) for s in values] for name, values in measured.items()},
             "chosen": {name: strategy.to_toml() for name, strategy in chosen.items()},
             "computing_seconds": round(plan.computing, 5),
-            "exact_shares": {f"{codec} of {dtype}": share for (codec, dtype), share in shares},
+            "encoded_shares": {f"{codec} of {dtype}": share for (codec, dtype), share in shares},
             "profile": profile.to_json(),
             **found,
             **self._timelines(by_messages, strategies, traces, measured),
@@ -214,7 +214,7 @@ class Plan:
     model: Model
     workload: Workload
     measured_collectives: bool = True
-    exact_shares: Shares = ()
+    encoded_shares: Shares = ()
 
     def best(self, allowed: Sequence[str], exact: bool | None) -> towpath.Strategy:
         """Return the strategy that the planner ranks first, with these codecs allowed.
@@ -260,7 +260,7 @@ class Plan:
             exact=exact,
         )
         cluster = self.profile.cluster(measured_collectives=self.measured_collectives)
-        return Solver(self.model, cluster.with_exact_shares(self.exact_shares), request)
+        return Solver(self.model, cluster.with_encoded_shares(self.encoded_shares), request)
 
 
 class Planning:
@@ -279,7 +279,7 @@ class Planning:
         """Return what was measured."""
         return self._profile, self._model
 
-    def exact_shares(self) -> Shares:
+    def encoded_shares(self) -> Shares:
         """Return what exact messages take in some steps of `zero1`, after one that sends values instead."""
         strategy = towpath.strategy("zero1", self._workload.topology, exact=True)
         stepped = TracedStep(self._rank, self._workload.topology.world, strategy, self._workload)
@@ -287,7 +287,7 @@ class Planning:
         for _ in range(1 + SHARE_STEPS):
             stepped.sample()
             seen.append(totals(stepped.model))
-        return tuple(seen[-1].since(seen[0]).exact_shares.items())
+        return tuple(seen[-1].since(seen[0]).encoded_shares.items())
 
 
 class TracedStep:

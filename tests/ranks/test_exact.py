@@ -65,9 +65,9 @@ def _check_same(
         for name, expected in plain.items():
             assert torch.equal(_bits(found[name]), _bits(expected)), name
         schedule = towpath.schedule(exactly, model, micro_steps)
-        used, memory = [t for t in schedule.transfers if t.exact], towpath.stats(model).memory_bytes
+        used, memory = [t for t in schedule.transfers if t.coding], towpath.stats(model).memory_bytes
         assert used and {kind: memory[kind] for kind in schedule.buffer_bytes()} == schedule.buffer_bytes()
-        sent = [each for each in towpath.stats(model).transfers if each.transfer.exact]
+        sent = [each for each in towpath.stats(model).transfers if each.transfer.coding]
         assert {each.transfer.kind for each in sent} == {t.kind for t in used}
         # Of this size, encoded messages have another length than their values.
         assert all(each.inter_bytes != each.calls * each.transfer.inter_bytes for each in sent)

@@ -237,8 +237,8 @@ def _compare(form: Form, name: str, label: str, precision: str, steps: int) -> N
         assert plain.kept.keys() == found.kept.keys() and any(".grad" in key for key in plain.kept)
         for key, expected in plain.kept.items():
             assert torch.equal(_bits(found.kept[key]), _bits(expected)), key
-        assert not any(t.transfer.exact for model in plain.models for t in towpath.stats(model).transfers)
-        sent = [t for model in found.models for t in towpath.stats(model).transfers if t.transfer.exact]
+        assert not any(t.transfer.coding for model in plain.models for t in towpath.stats(model).transfers)
+        sent = [t for model in found.models for t in towpath.stats(model).transfers if t.transfer.coding]
         for kind in {each.transfer.kind for each in sent}:
             mine = [each for each in sent if each.transfer.kind is kind]
             # Of this size, encoded messages have another length than their values.

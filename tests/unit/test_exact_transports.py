@@ -58,7 +58,7 @@ def test_no_master_no_dtype_and_no_layout_changes(name: str, precision: str) -> 
 def test_float64_is_sent_as_it_is(name: str) -> None:
     plain, exact = (_plan(name, "", "float64", exact=each) for each in (False, True))
     every = [t for kind in TransferKind if kind in exact.buckets[0].transfers for t in exact.transfers(kind)]
-    assert every and not any(t.exact for t in every)
+    assert every and not any(t.coding for t in every)
     kinds = plain.buckets[0].transfers
     assert {k: exact.wire_needs(k) for k in kinds} == {k: plain.wire_needs(k) for k in kinds}
     assert [t.route for t in every] == [t.route for k in kinds for t in plain.transfers(k)]
@@ -75,13 +75,13 @@ def test_frozen_parameters_are_sent_as_they_are() -> None:
 def test_a_codec_stays_next_to_exact_transports() -> None:
     strategy = towpath.strategy("paro-iig", TWO, gradients="int4", exact=True)
     transfers = towpath.schedule(strategy, [1 << 20]).transfers
-    assert {t.kind for t in transfers if t.exact} == {TransferKind.PARAM_SYNC}
+    assert {t.kind for t in transfers if t.coding} == {TransferKind.PARAM_SYNC}
     assert {t.kind for t in transfers if t.transport.encoding} == {TransferKind.GRAD_SYNC}
     assert "exact" not in str(strategy.grad_sync) and "exact" in str(strategy.param_sync)
     until = towpath.strategy("paro-iig", TWO, gradients="int4", gradients_until=3, exact=True)
     for step, exact in ((2, False), (3, True)):
         transfers = towpath.schedule(until.at(step), [1 << 20]).transfers
-        assert [t.exact for t in transfers if t.kind is TransferKind.GRAD_SYNC] == [exact]
+        assert [t.coding is not None for t in transfers if t.kind is TransferKind.GRAD_SYNC] == [exact]
     assert "exact" in str(until.grad_sync)
 
 
@@ -99,7 +99,7 @@ def test_stages_in_low_rank_keep_exact_transports_for_other_steps() -> None:
     strategy = towpath.strategy("ddp", TWO, exact=True)
     made = Compression(gradients=Transport(codec="low-rank:2", after=5)).strategy_of(strategy, 0, 2)
     assert all(made.transport(kind).exact for kind in GRADIENTS if getattr(made.moves, kind.value))
-    assert towpath.schedule(made.at(0), [1 << 20]).transfers[0].exact
+    assert towpath.schedule(made.at(0), [1 << 20]).transfers[0].coding
 
 
 @pytest.mark.parametrize("exact", ["false", "yes", 1, 0, None])

@@ -160,7 +160,7 @@ def test_several_gathers_in_one_message_share_its_seconds() -> None:
     assert [(t.calls, t.seconds_in_flight) for t in counted.totals().transfers] == [(1, 1.0), (1, 1.0)]
 
 
-def test_bytes_of_exact_messages_are_those_that_were_sent() -> None:
+def test_bytes_of_coded_messages_are_those_that_were_sent() -> None:
     """In a trace, those of each interval. In totals, those of all calls."""
     move = replace(PAIR, op=Op.ALL_GATHER)
     sync = Transfer(
@@ -177,8 +177,8 @@ def test_bytes_of_exact_messages_are_those_that_were_sent() -> None:
     assert [args["bytes"] for args in sent] == [sync.inter_bytes // 4]
     assert [args["codec"] for args in sent] == ["exact differences"]
     assert counted.totals().inter_bytes == sync.inter_bytes * 2 * 150 // 400
-    assert counted.totals().exact_shares == {("exact differences", "float32"): 150 / 400}
-    assert counted.totals().since(counted.totals()).exact_shares == {}
+    assert counted.totals().encoded_shares == {("exact differences", "float32"): 150 / 400}
+    assert counted.totals().since(counted.totals()).encoded_shares == {}
 
 
 def test_wire_buffers_are_made_once_and_only_as_large_as_is_needed() -> None:

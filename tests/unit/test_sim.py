@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from towpath.core.formats import Precision
-from towpath.core.lossless import expected_share
 from towpath.core.placement import legal_placements
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES, Grid, Op
@@ -170,10 +169,10 @@ def test_exact_transfers_load_the_cable_with_the_share_that_is_expected(name: st
     made = [schedule(each, units, 1).transfers for each in (plain, plain.with_exact_transports())]
     seen = 0
     for before, after in zip(*made, strict=True):
-        if not after.exact:
+        if not after.coding:
             continue
         loads = [sum(c.needs.get(CABLE, 0.0) for c in phase_costs(TransferShape.of(t), on)) for t in (before, after)]
-        assert loads[1] == pytest.approx(expected_share(after.move.op, after.dtype) * loads[0])
+        assert loads[1] == pytest.approx(after.coding.share * loads[0])
         (shape,) = move_shapes(plain.placement, topology)[after.kind]
         numel = after.elements * after.move.regions
         assert TransferShape.of_move(shape, after.transport, numel, after.dtype) == TransferShape.of(after)

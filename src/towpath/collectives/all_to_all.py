@@ -206,8 +206,8 @@ class AllToAllReduceScatter(Collective):
             self._posted[number, index] = post(messages, self._members, where, workspace, self._tag)
 
     def _cells(self, number: int, workspace: Workspace) -> Iterator[torch.Tensor]:
-        """Yield the memory of encoded messages between nodes of stage `number`, if they are exact."""
-        if self._transfer.exact:
+        """Yield the memory of encoded messages between nodes of stage `number`, if it has a coding."""
+        if self._transfer.coding is not None:
             count, longest = exchanged_cells(self._buffers, self._members.grid)
             each, sets = message_cell(longest, self._transfer.dtype), self._buffers.sets
             wire = workspace.take(sets * count * each, torch.uint8)

@@ -66,13 +66,13 @@ class Workspace:
     watch: Watch | None = None  # a callback for the work of codecs, if a trace records it
     # A function to call when the transfer no longer needs the links. The next transfer may then begin.
     links_free: Callable[[], None] = lambda: None
-    # The bytes of values that were encoded exactly so far, and the bytes of their messages.
-    exact_bytes: tuple[int, int] = (0, 0)
+    # The bytes of values that were encoded so far in messages of any length, and the bytes of these messages.
+    encoded_bytes: tuple[int, int] = (0, 0)
 
-    def count_exact(self, values: int, messages: int) -> None:
+    def count_encoded(self, values: int, messages: int) -> None:
         """Note that `values` bytes of values became `messages` bytes of messages between nodes."""
-        before, after = self.exact_bytes
-        self.exact_bytes = before + values, after + messages
+        before, after = self.encoded_bytes
+        self.encoded_bytes = before + values, after + messages
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a wire buffer of `numel` elements. All calls for a dtype return the same memory, unless it grows."""
@@ -131,9 +131,8 @@ def message_tag(transfer: Transfer) -> int:
     gloo ends a process that receives more than it expects. Collectives that do fit share a tag. If ranks mix them up,
     the collective logs reveal it, without a wait.
     """
-    op, codec = transfer.move.op, transfer.transport.encoding
-    codec = "exact" if transfer.exact else "none" if codec is None else str(codec)
-    return crc32(f"{op.value} {transfer.route} {transfer.elements} {transfer.dtype} {codec}".encode()) >> 8
+    told = transfer.move.op.value, transfer.route, transfer.elements, transfer.dtype, transfer.encoding
+    return crc32(" ".join(map(str, told)).encode()) >> 8
 
 
 class Collective(ABC):
@@ -158,6 +157,25 @@ class Collective(ABC):
     def problems(self) -> Sequence[str]:
         """Return what is wrong with what this rank received, if it could go on. All ranks raise at the boundary."""
         return ()
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that are kept of what was sent last, because the next run sends differences to it."""
+        return 0
+
+    # If messages have sizes of their own, collectives of the backend need one that all ranks agree on. `encode` then
+    # comes first. The ranks set `agreed_size` to the largest `encoded_size`, and `run` sends as many bytes.
+
+    @property
+    def encoded_size(self) -> torch.Tensor | None:
+        """The bytes of the encoded message, one integer on the device. None if ranks need not agree on it."""
+        return None
+
+    agreed_size = 0
+
+    def encode(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        """Encode `shard` before the ranks agree on sizes."""
+        raise NotImplementedError(f"{type(self).__name__} sends messages of one size.")
 
     @property
     def seeds(self) -> tuple[RoundingSeeds, ...]:

@@ -6,7 +6,7 @@ end each member decodes the slices of the others in place.
 
 Messages have sizes of their own. `ExactAllGather` encodes and sends in one go, because a message between two ranks may
 have any length. `AgreedAllGather` uses the backend's collectives, in which every rank sends as many bytes. It encodes
-before the ranks agree on the largest size (`engine/parameters/exact_syncs.py`), and sends afterwards.
+before the ranks agree on the largest size (`engine/parameters/param_syncs.py`), and sends afterwards.
 
 A message that a member cannot decode leaves its slice unchanged. The member tells all ranks at the boundary, which
 raise before the optimizer steps (`Collective.problems`).
@@ -122,7 +122,7 @@ class ExactAllGather(ExactSync):
         mine = cells[self._members.slot]
         self._encode(region, shard, list(mine))
         self._inner.run(cells.view(-1), mine.view(-1), workspace)
-        workspace.count_exact(region.nbytes, sum(message_bytes(list(cells.view(-1, self._cell)))))
+        workspace.count_encoded(region.nbytes, sum(message_bytes(list(cells.view(-1, self._cell)))))
         self._decode(cells, region)
 
 
@@ -130,7 +130,7 @@ class ExactAllGather(ExactSync):
 class AgreedAllGather(ExactSync):
     """The exact parameter sync by collectives of the backend. All slices have the same length.
 
-    `encode` comes first. Then all ranks agree on the largest `size`, and set it. `run` sends as many bytes.
+    `encode` comes first. `run` sends as many bytes as the ranks have agreed on.
     """
 
     def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device) -> None:
@@ -138,7 +138,6 @@ class AgreedAllGather(ExactSync):
         self._message = torch.zeros(self._cell, dtype=torch.uint8, device=device)
         self._inner = grouped(Op.ALL_GATHER, transfer.route, members, self._bytes, device, start=self._bytes)
         self._as_differences = False
-        self.size = 0
         on_device = device.type == "cuda"
         # The outcomes of decoding, by slice. On a GPU the host reads them at the boundary.
         self._outcomes = torch.zeros(len(self._pieces), dtype=torch.int32, pin_memory=True) if on_device else None
@@ -161,12 +160,12 @@ class AgreedAllGather(ExactSync):
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Send the encoded slice to all members, and replace the region by the new values of all."""
-        size, self.size = round_up(self.size, CELL_ALIGNMENT), 0
+        size, self.agreed_size = round_up(self.agreed_size, CELL_ALIGNMENT), 0
         assert size, "the ranks have not agreed on a size"
         count = len(self._pieces)
         gathered = workspace.take(self._bytes, torch.uint8)[: count * size]
         self._inner.run(gathered, self._message[:size], workspace)
-        workspace.count_exact(region.nbytes, gathered.nbytes)
+        workspace.count_encoded(region.nbytes, gathered.nbytes)
         if self._outcomes is None:
             self._decode(gathered.view(count, 1, size), region)
             return

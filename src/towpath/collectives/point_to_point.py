@@ -74,7 +74,7 @@ class Posted:
                 raise _lost(messages, self.members, self.where, error) from error
         for message in self.messages:
             if message.cell is not None:
-                self.workspace.count_exact(message.content.nbytes, message_bytes([message.cell])[0])
+                self.workspace.count_encoded(message.content.nbytes, message_bytes([message.cell])[0])
                 if not message.leaves:
                     raise_failed([decode(message.cell, message.content, difference=False)])
 
@@ -148,7 +148,7 @@ class PointToPoint(Collective):
 
     In each step it waits for the messages that are due, adds what they bring to a sum, and posts the step's messages.
 
-    `cells_of`: The bytes of a cell, if the region consists of cells with exactly encoded messages, one for each part of
+    `cells_of`: The bytes of a cell, if the region consists of cells with encoded messages, one for each part of
     a slice. Only the part of a cell that the message fills is sent.
     """
 
@@ -163,7 +163,7 @@ class PointToPoint(Collective):
         messages = sends(self._op, transfer.route, members.group, members.nodes, parts)
         plan = [s for s in messages if members.position in (s.source, s.target)]
         self._cell = cell_elements(transfer.elements, count, parts, self._grain)
-        self._exact_cell = message_cell(self._cell, transfer.dtype) if transfer.exact else 0
+        self._message_cell = message_cell(self._cell, transfer.dtype) if transfer.coding is not None else 0
         self._batches = self._in_batches(plan, transfer)
         self._first = [b for b in self._batches if b.step == self._batches[0].step]
         node = members.nodes[members.position]
@@ -174,13 +174,13 @@ class PointToPoint(Collective):
         self._begun: list[tuple[_Batch, Posted]] | None = None
         self._cells = 1 + max((p.cell for b in self._batches for p in b.messages if p.cell is not None), default=-1)
         encoded = (p.encoded for b in self._batches for p in b.messages if p.encoded is not None)
-        self._exact_cells = 1 + max(encoded, default=-1)
+        self._message_cells = 1 + max(encoded, default=-1)
 
     def _in_batches(self, plan: list[Send], transfer: Transfer) -> list[_Batch]:
         members, position = self._members, self._members.position
         added = [s for s in plan if s.adds and s.target == position]
         cells = dict(zip(added, cells_of(added), strict=True))
-        crosses = crossing(plan, members.nodes, position) if transfer.exact else []
+        crosses = crossing(plan, members.nodes, position) if transfer.coding is not None else []
         encoded = dict(zip(crosses, cells_of(crosses), strict=True))
 
         def message(send: Send) -> _RangeMessage:
@@ -230,14 +230,14 @@ class PointToPoint(Collective):
             shard.copy_(mine)
 
     def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
-        each = self._exact_cell
-        exact = workspace.take(self._exact_cells * each, torch.uint8) if each else region
+        each = self._message_cell
+        memory = workspace.take(self._message_cells * each, torch.uint8) if each else region
         messages: list[PeerMessage] = []
         for p in batch.messages:
             content = self._content(region, wire, p)
             if self._filled and p.leaves:
                 content = content[: message_bytes([content])[0]]
-            cell = None if p.encoded is None else exact[p.encoded * each :][:each]
+            cell = None if p.encoded is None else memory[p.encoded * each :][:each]
             messages.append(PeerMessage(p.leaves, p.peer, content, cell))
         where = f"{self._what}, step {batch.step}"
         return post(messages, self._members, where, workspace, self._tag)

@@ -47,12 +47,9 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
     if transfer.kind in BY_MAXIMUM:
         return FlatAllReduce(members, dist.ReduceOp.MAX)
     op, route, codec = transfer.move.op, transfer.route, transfer.transport.encoding
-    if transfer.kind is TransferKind.PARAM_SYNC and transfer.exact:
-        return (
-            AgreedAllGather(transfer, members, device)
-            if transfer.agrees_on_sizes
-            else ExactAllGather(transfer, members)
-        )
+    if transfer.kind is TransferKind.PARAM_SYNC and transfer.coding is not None:
+        agrees = transfer.agrees_on_sizes
+        return AgreedAllGather(transfer, members, device) if agrees else ExactAllGather(transfer, members)
     if op is Op.ALL_GATHER and codec is not None:
         encoded = of_bytes(transfer, codec)
         return EncodedAllGather(transfer, members, select(encoded, members, device, encoded.elements), device)

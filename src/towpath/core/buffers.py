@@ -61,7 +61,7 @@ def wire_needs(transfer: Transfer) -> Needs:
         scratch = max(sums if any(kept_elements(transfer)) else 0, 2 * _kept_by_gather(transfer))
         return {"uint8": own, "float32": scratch}
     needs = {dtype: own} if dtype not in NARROW else {dtype: own, "float32": sums}
-    if transfer.exact:
+    if transfer.coding is not None:
         in_calls = transfer.form is Form.COLLECTIVES
         encoded = _message_cells(op, route, grid, 1 if in_calls else parts, transfer.elements, dtype)
         if in_calls:  # in place of the values

@@ -37,12 +37,12 @@ class Launches:
         return Launches(*(times * getattr(self, name) for name in Launches.__slots__))
 
 
-# What encodes the message of an exact parameter sync, before the ranks agree on sizes: three kernels and a prefix sum,
-# the header, the digest and the checksum, and two copies. One slice has one message.
-EXACT_ENCODING = Launches(codecs=5, operations=4)
+# What encodes the message of a parameter sync, before the ranks agree on sizes: three kernels and a prefix sum, the
+# header, the digest and the checksum, and two copies. One slice has one message.
+MESSAGE_ENCODING = Launches(codecs=5, operations=4)
 # What decodes the messages of all other members together: digests, checksums, their comparison, a prefix sum and the
 # decoding. The outcomes are copied to the host.
-EXACT_DECODING = Launches(codecs=4, operations=4)
+_MESSAGES_DECODING = Launches(codecs=4, operations=4)
 
 
 @lru_cache(maxsize=4096)
@@ -64,7 +64,7 @@ def launches_of(transfer: Transfer) -> Launches:
 def _gather(transfer: Transfer) -> Launches:
     codec, payload = transfer.transport.encoding, transfer.payload
     if transfer.agrees_on_sizes:
-        return EXACT_DECODING + _moved(transfer, Op.ALL_GATHER)
+        return _MESSAGES_DECODING + _moved(transfer, Op.ALL_GATHER)
     if codec is None:
         return _moved(transfer, Op.ALL_GATHER)
     rests = isinstance(payload, Range) and payload.encoded and transfer.move.op is Op.ALL_GATHER

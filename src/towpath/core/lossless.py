@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil
+from typing import NamedTuple
 
 from towpath.core.formats import CELL_ALIGNMENT, item_bytes
 from towpath.core.routes import Form, Grid, Op
@@ -32,33 +33,37 @@ _EXPECTED_BITS = {
     VALUES: {"bfloat16": 11.5, "float16": 14.0, "float32": 27.4},
 }
 
-# The bytes of encoded messages as a share of their values, by codec and dtype.
+
+class Coding(NamedTuple):
+    """An encoding whose messages are as long as their values need: the exact codec, and the dtype of the values."""
+
+    codec: str
+    dtype: str
+
+    @property
+    def share(self) -> float:
+        """The expected bytes of its messages, as a share of their values."""
+        return _EXPECTED_BITS[self.codec][self.dtype] / (8 * item_bytes(self.dtype))
+
+
+# The bytes of encoded messages as a share of their values.
 Shares = tuple[tuple[tuple[str, str], float], ...]
 
-# The names of measured shares in the metrics of a run, such as "exact_values_bfloat16", with their codecs and dtypes.
-METRICS = {f"{codec.replace(' ', '_')}_{dtype}": (codec, dtype) for codec in _EXPECTED_BITS for dtype in EXACT}
+# The names of measured shares in the metrics of a run, such as "exact_values_bfloat16", with their codings.
+METRICS = {f"{codec.replace(' ', '_')}_{dtype}": Coding(codec, dtype) for codec in _EXPECTED_BITS for dtype in EXACT}
 
 
-def can_be_exact(op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> bool:
-    """Return whether an exact transport encodes a collective. Otherwise it is sent as it is.
+def coding_of(op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> Coding | None:
+    """Return how an exact transport encodes a collective, or None if it is sent as it is.
 
-    Args:
-        grid: The members of a group. Only what crosses nodes is encoded.
-        form: How it is executed. Collectives of the backend add values, so they can only gather encoded ones.
+    Only what crosses nodes is encoded. Collectives of the backend add values, so they can only gather encoded ones.
     """
     large = elements * item_bytes(dtype) >= SMALLEST_BYTES
     gathers_equal_slices = op is Op.ALL_GATHER and elements % (grid.nodes * grid.width) == 0
-    return (form is Form.MESSAGES or gathers_equal_slices) and grid.nodes > 1 and dtype in EXACT and large
-
-
-def exact_codec(op: Op) -> str:
-    """Return the exact codec of a collective. The only all-gather that can be exact is a parameter sync."""
-    return DIFFERENCES if op is Op.ALL_GATHER else VALUES
-
-
-def expected_share(op: Op, dtype: str) -> float:
-    """Return the expected bytes of an encoded transfer, as a share of those that it would have as it is."""
-    return _EXPECTED_BITS[exact_codec(op)][dtype] / (8 * item_bytes(dtype))
+    if not (form is Form.MESSAGES or gathers_equal_slices) or grid.nodes == 1 or dtype not in EXACT or not large:
+        return None
+    # The only all-gather that can be exact is a parameter sync.
+    return Coding(DIFFERENCES if op is Op.ALL_GATHER else VALUES, dtype)
 
 
 def in_bits(shares: Mapping[tuple[str, str], float]) -> str:

@@ -20,7 +20,7 @@ from towpath.core.placement import everyone, send
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
 from towpath.core.routes import Form
 from towpath.core.scopes import log_bytes
-from towpath.core.steady_step import staged_tasks, steady_tasks
+from towpath.core.steady_step import steady_tasks
 from towpath.core.step_state import Task, slot_groups
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Transfer
@@ -43,9 +43,7 @@ def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tu
         parameters: The number of trainable parameters. Without any, nothing is compared.
         log: The bytes of the digests, as `log_bytes` returns them.
     """
-    moves = everyone(strategy.topology) if parameters else ()
-    payload = Range("", "", parameters + log, "uint8")
-    return tuple(Transfer(TransferKind.UNUSED_PARAMS, payload, m, Transport(), strategy.topology) for m in moves)
+    return _over_all_ranks(strategy, TransferKind.UNUSED_PARAMS, parameters and parameters + log, "uint8")
 
 
 def message_sizes_transfers(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[Transfer, ...]:
@@ -54,9 +52,13 @@ def message_sizes_transfers(strategy: Strategy, plans: Iterable[UnitPlan]) -> tu
     It has the size of one message for each transfer whose sizes the ranks agree on.
     """
     agreeing = sum(t.agrees_on_sizes for plan in plans for t in plan.transfers(TransferKind.PARAM_SYNC))
-    payload = Range("", "", agreeing, "int64")
-    moves = everyone(strategy.topology) if agreeing else ()
-    return tuple(Transfer(TransferKind.MESSAGE_SIZES, payload, m, Transport(), strategy.topology) for m in moves)
+    return _over_all_ranks(strategy, TransferKind.MESSAGE_SIZES, agreeing, "int64")
+
+
+def _over_all_ranks(strategy: Strategy, kind: TransferKind, elements: int, dtype: str) -> tuple[Transfer, ...]:
+    """Return an all-reduce for the whole model, or nothing if there are no elements or no other ranks."""
+    topology, payload = strategy.topology, Range("", "", elements, dtype)
+    return tuple(Transfer(kind, payload, m, Transport(), topology) for m in everyone(topology) if elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,7 @@ def schedule(
     plans = tuple(plan_unit(strategy, unit, precision or Precision(), form) for unit in units)
     root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
     run = (*root, *(p for p in plans if not p.spec.kept))
-    tasks = list(staged_tasks(run, passes) if passes else steady_tasks(run, micro_steps))
+    tasks = list(steady_tasks(run, micro_steps, passes))
     laid_out = tuple(_laid_out(strategy, run, micro_steps, tasks))
     copied: Counter[TransferKind] = Counter()
     for _, task in tasks:

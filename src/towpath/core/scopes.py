@@ -34,7 +34,7 @@ class LoggedCall(StrEnum):
 
     STEP = "step"  # a step of an optimizer
     PROGRAM = "program"  # the boundary, with the micro-steps and zeroed gradients before it; calls that need every rank
-    UNDECODED = "undecoded"  # a message of an exact parameter sync that this rank could not decode
+    UNDECODED = "undecoded"  # a message of a parameter sync that this rank could not decode
     SLOW_WEIGHTS = "slow weights"  # slow weights that differ between islands
     VALUES = "values"  # a checksum of one bucket's parameters
     SHARED = "shared call"  # a norm or a full tensor, which is a collective of one replica of the optimizer states

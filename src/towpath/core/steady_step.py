@@ -39,10 +39,15 @@ class Compute:
     part: PassPart
 
 
-def steady_tasks(plans: Sequence[UnitPlan], micro_steps: int) -> Iterator[tuple[int, Task]]:
-    """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step."""
-    machine = settled(plans)
-    for micro_step, action in steady_step(machine, plans, micro_steps):
+def steady_tasks(
+    plans: Sequence[UnitPlan], micro_steps: int, passes: Sequence[StagePass] = ()
+) -> Iterator[tuple[int, Task]]:
+    """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step.
+
+    A pipeline stage computes `passes` in every step. The number of its micro-step rises when a backward pass ends.
+    """
+    steps = settled_stage(plans, passes).step() if passes else steady_step(settled(plans), plans, micro_steps)
+    for micro_step, action in steps:
         if isinstance(action, (Submit, AgreeOnSizes)):
             yield micro_step, action.task
 
@@ -64,29 +69,11 @@ def write_all(machine: StepMachine, plans: Sequence[UnitPlan]) -> None:
             machine.written(index)
 
 
-def staged_tasks(plans: Sequence[UnitPlan], passes: Sequence[StagePass]) -> Iterator[tuple[int, Task]]:
-    """Yield the tasks that a pipeline stage submits in one steady step, each with the number of its micro-step.
-
-    The stage computes `passes` in every step. The number of the micro-step rises when a backward pass ends.
-    """
-    stage = settled_stage(plans, passes)
-    for each in passes:
-        for action in stage.walk(each):
-            if isinstance(action, (Submit, AgreeOnSizes)):
-                yield stage.micro_step, action.task
-    for action in stage.end_boundary():
-        if isinstance(action, Submit):
-            yield stage.micro_step, action.task
-
-
 def settled_stage(plans: Sequence[UnitPlan], passes: Sequence[StagePass]) -> SteadyStage:
     """Return a stage at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
     stage = SteadyStage(plans, passes)
     for _ in range(STEPS_BEFORE):
-        for each in passes:
-            for _ in stage.walk(each):
-                pass
-        for _ in stage.end_boundary():
+        for _ in stage.step():
             pass
         write_all(stage.machine, plans)
     return stage
@@ -98,10 +85,18 @@ class SteadyStage:
     def __init__(self, plans: Sequence[UnitPlan], passes: Sequence[StagePass]) -> None:
         self.machine = StepMachine(plans)
         self.machine.staged = True
-        self._plans = plans
+        self._plans, self._order = plans, passes
         self._micro_batches = sum(each.kind is PassKind.FORWARD for each in passes)
         self._passes: dict[int, list[ForwardPass]] = {}  # by micro-batch, the passes whose backward is still to come
         self.micro_step = 0  # how many backward passes of this step have ended
+
+    def step(self) -> Iterator[tuple[int, Action | Compute]]:
+        """Yield the computations and actions of one step, each with the number of its micro-step."""
+        for each in self._order:
+            for action in self.walk(each):
+                yield self.micro_step, action
+        for action in self.end_boundary():
+            yield self.micro_step, action
 
     def walk(self, each: StagePass) -> Iterator[Action | Compute]:
         """Yield the computations of one pass of the stage, and the actions of the machine around them."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from towpath.core.formats import item_bytes
+from towpath.core.lossless import Coding
 from towpath.core.payloads import Activation, Matrices, Payload, Range
 from towpath.core.placement import GroupCollective
 from towpath.core.route_costs import traffic
@@ -87,20 +88,26 @@ class Transfer:
         in_calls = self.form is Form.COLLECTIVES and self.move.op in COLLECTIVES
         if in_calls and self.transport.encoding is None and self.elements % self.move.members:
             return "flat"
-        return self.transport.route_on(self.move.op, self.grid, self.form, self.exact)
+        return self.transport.route_on(self.move.op, self.grid, self.form, self.coding is not None)
 
     @property
-    def exact(self) -> bool:
-        """True if what crosses nodes is encoded without losing a bit."""
+    def coding(self) -> Coding | None:
+        """How it encodes what crosses nodes without losing a bit, or None. Its messages are then as long as needed."""
         payload = self.payload
         if not isinstance(payload, Range) or payload.factored:
-            return False
-        return self.transport.encodes_exactly(self.move.op, self.grid, payload.elements, payload.dtype, self.form)
+            return None
+        return self.transport.coding(self.move.op, self.grid, payload.elements, payload.dtype, self.form)
+
+    @property
+    def encoding(self) -> str:
+        """The name of the encoding of its messages, or 'none'."""
+        coding = self.coding
+        return coding.codec if coding is not None else str(self.transport.codec)
 
     @property
     def agrees_on_sizes(self) -> bool:
-        """True if it sends exactly encoded messages by collectives, whose sizes ranks must agree on first."""
-        return self.exact and self.form is Form.COLLECTIVES
+        """True if collectives send messages of a coding. Ranks must agree on their sizes first."""
+        return self.form is Form.COLLECTIVES and self.coding is not None
 
     @property
     def by_rows_and_columns(self) -> bool:
@@ -136,12 +143,12 @@ class Transfer:
 
     @property
     def inter_bytes(self) -> int:
-        """Bytes sent between nodes, summed over all ranks. Exact transfers send fewer: this is their upper bound."""
+        """Bytes sent between nodes, summed over all ranks. With a coding, this is an upper bound."""
         return sum(traffic(self).leaving)
 
     @property
     def intra_bytes(self) -> int:
-        """Bytes sent inside nodes, summed over all ranks. For an exact parameter sync, this is an upper bound, too."""
+        """Bytes sent inside nodes, summed over all ranks. Of a coded parameter sync, it is an upper bound, too."""
         return traffic(self).inside
 
     @property
@@ -159,8 +166,8 @@ class Transfer:
 
     @property
     def encoded_inside(self) -> bool:
-        """True if it is exact and stays encoded inside nodes. A sum is decoded there, and only encoded to cross."""
-        return self.exact and self.move.op is Op.ALL_GATHER
+        """True if it has a coding and stays encoded inside nodes. A sum is decoded there, and only encoded to cross."""
+        return self.move.op is Op.ALL_GATHER and self.coding is not None
 
     @property
     def message_bytes(self) -> int:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec, item_bytes
-from towpath.core.lossless import can_be_exact
+from towpath.core.lossless import Coding, coding_of
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
 from towpath.core.units import BucketSpec
 from towpath.errors import ConfigError
@@ -218,18 +218,10 @@ class Transport:
         """The low-rank codec that is in use, or None."""
         return self.codec if isinstance(self.codec, LowRank) and not self.served else None
 
-    def encodes_exactly(self, op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> bool:
-        """Return whether a collective with this transport sends what crosses nodes in an exact encoding.
-
-        Args:
-            op: The collective operation.
-            grid: The members of a group.
-            elements: The length of a group's region.
-            dtype: The dtype of its elements.
-            form: How it is executed.
-        """
+    def coding(self, op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> Coding | None:
+        """Return how a collective on a region of `elements` encodes what crosses nodes without loss, or None."""
         plain = self.encoding is None and self.low_rank is None
-        return self.exact and plain and can_be_exact(op, grid, elements, dtype, form)
+        return coding_of(op, grid, elements, dtype, form) if self.exact and plain else None
 
     def message_bytes(self, shape: Sequence[int], dtype: str) -> int:
         """Return the bytes of a message between two ranks with a tensor of `shape`, after encoding."""
@@ -247,18 +239,22 @@ class Transport:
         factor = 0 if self.low_rank is None else self.low_rank.rank * matrix_of(shape)[1]
         return factor, 0 if self.feedback == "none" else prod(shape)
 
-    def route_on(self, op: Op, grid: Grid, form: Form = Form.MESSAGES, exact: bool = False) -> str:
+    def route_on(self, op: Op, grid: Grid, form: Form = Form.MESSAGES, coded: bool = False) -> str:
         """Return the route that is used for `op` on `grid`, if it is executed in `form`.
 
-        On a plain grid, an encoded reduction uses 'one-hop', because 'flat' cannot encode it. With `exact`, an
-        all-reduce uses 'ring' in place of 'flat', because the backend's own cannot be encoded on its way.
+        On a plain grid, an encoded reduction uses 'one-hop', because 'flat' cannot encode it. With a coding (`coded`),
+        an all-reduce uses 'ring' in place of 'flat', because the backend's own cannot be encoded on its way.
         """
         if op in WITH_OWNERS:
             return "flat"
         if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
             return "one-hop"
         route = effective_route(self.route, grid, op, form)
-        return "ring" if exact and op is Op.ALL_REDUCE and route == "flat" else route
+        return "ring" if coded and op is Op.ALL_REDUCE and route == "flat" else route
+
+    def with_codec_of(self, other: Transport) -> Transport:
+        """Return the transport with the codec of another one, and when and how that is used."""
+        return replace(other, route=self.route, exact=self.exact)
 
     def check(self, op: Op, what: str) -> None:
         """Check that the transport can execute `op`.

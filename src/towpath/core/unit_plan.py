@@ -131,7 +131,7 @@ class BucketPlan:
 
         The states of the optimizer are not included.
         """
-        compute, summed, own = (item_bytes(d) for d in (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
+        compute, summed, own = map(item_bytes, (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
         master = 0 if self.optimizer_on_host else self.numel // self.optimizer.count * own
         frozen = {} if self.spec.trainable else {"frozen": self.shard_bytes}
         sent = {"sent": self.sent_bytes} if self.sent_bytes else {}
@@ -158,14 +158,14 @@ class BucketPlan:
     def host_copy_bytes(self, kind: TransferKind, is_apart: bool = True) -> int:
         """Return the bytes that one transfer of this kind copies between host and device, both directions together.
 
-        An exact parameter sync first copies old values to the device: those of this rank's slice to encode it, if ranks
-        then agree on sizes, and all to decode the slices of others. Without `is_apart`, the device works on host
-        memory itself, and P shards are not copied.
+        A parameter sync of differences first copies old values to the device: those of this rank's slice to encode it,
+        if ranks then agree on sizes, and all to decode the slices of others. Without `is_apart`, the device works on
+        host memory itself, and P shards are not copied.
         """
         held = self.host_memory_bytes()
         params = held.get("params", 0) if is_apart else 0
         own = params // (self.optimizer.count // self.params.count)
-        old = 2 * own * self.agrees_on_sizes + params * self.syncs_exactly
+        old = 2 * own * self.agrees_on_sizes + params * self.syncs_differences
         copied = {
             TransferKind.GATHER: params,
             TransferKind.BACKWARD_GATHER: 0 if self.backward_copy else params,
@@ -183,12 +183,12 @@ class BucketPlan:
 
     @property
     def cast_apart(self) -> int:
-        """The elements of the wire buffer to which an exact parameter sync casts the master.
+        """The elements of the wire buffer to which a parameter sync of differences casts the master.
 
         The P shard keeps the old values, which the differences are relative to. Otherwise the master is cast to the P
         shard itself, and this is 0.
         """
-        return self.numel // self.optimizer.count if self.syncs_exactly and self.has_master else 0
+        return self.numel // self.optimizer.count if self.syncs_differences and self.has_master else 0
 
     @property
     def synced_in(self) -> tuple[int, int]:
@@ -204,20 +204,20 @@ class BucketPlan:
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that exact parameter syncs keep of what they sent last.
+        """The bytes that parameter syncs keep of what they sent last, to send differences to it.
 
         It is a copy of the values if the optimizer overwrites them in the P shard. With agreed sizes, it is also the
         encoded message, from its encoding until all ranks know its size.
         """
-        exact = [t for t in self.transfers[TransferKind.PARAM_SYNC] if t.exact]
+        coded = [t for t in self.transfers[TransferKind.PARAM_SYNC] if t.coding is not None]
         own = self.numel // self.optimizer.count
-        copy = own * item_bytes(self.own_dtype) if exact and not self.has_master else 0
-        return copy + sum(message_cell(own, t.dtype) for t in exact if t.agrees_on_sizes)
+        copy = own * item_bytes(self.own_dtype) if coded and not self.has_master else 0
+        return copy + sum(message_cell(own, t.dtype) for t in coded if t.agrees_on_sizes)
 
     @property
-    def syncs_exactly(self) -> bool:
+    def syncs_differences(self) -> bool:
         """True if the parameter sync sends differences to the old values in the P shard."""
-        return any(t.exact for t in self.transfers[TransferKind.PARAM_SYNC])
+        return any(t.coding is not None for t in self.transfers[TransferKind.PARAM_SYNC])
 
     @property
     def agrees_on_sizes(self) -> bool:
@@ -357,7 +357,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     rests_in = None if spec.trainable or strategy.frozen_codec == "none" else strategy.frozen_codec
     strategy = strategy.of(spec.trainable)
     moves, own = strategy.moves, spec.dtype
-    precision = Precision() if spec.exact else precision
+    precision = Precision() if spec.keeps_dtype else precision
     compute, reduce, summed = precision.dtypes(own)
     if rests_in is not None:
         _check_resting(rests_in, unit, spec, compute)
@@ -375,7 +375,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     factored = Factored.of(low_rank, spec) if low_rank and moves.grad_sync and spec.trainable else None
     # A codec encodes the accumulated sum as it is. Without one, the sum is rounded once, to the reduce dtype.
     synced = summed if strategy.grad_sync.encoding is not None and summed in ENCODED else reduce
-    # Frozen parameters are only sent after a write. Exact syncs would keep memory for them all the time.
+    # Frozen parameters are only sent after a write. Syncs of differences would keep memory for them all the time.
     param_sync = strategy.param_sync if spec.trainable else replace(strategy.param_sync, exact=False)
     wanted: dict[TransferKind, tuple[tuple[GroupCollective, ...], str, Transport]] = {
         TransferKind.GATHER: (moves.gather, compute, strategy.gather),

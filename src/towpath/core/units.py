@@ -48,14 +48,14 @@ def overlap(offset: int, numel: int, cut: int, slot: int) -> tuple[int, int]:
 class BucketSpec:
     """The parameters of a unit that share one flat buffer: one dtype, all trainable or all frozen.
 
-    With `exact`, they are computed with and sent in their own dtype, whatever the precision. `matrices` has the rows
-    and columns of each parameter whose gradient may be sent in low rank, and None for the others. It may be empty.
+    With `keeps_dtype`, they are computed with and sent in their own dtype, whatever the precision. `matrices` has the
+    rows and columns of each parameter whose gradient may be sent in low rank, and None for the others. It may be empty.
     """
 
     numels: tuple[int, ...]  # the elements of each parameter
     dtype: str = "float32"
     trainable: bool = True
-    exact: bool = False
+    keeps_dtype: bool = False
     alignment: int = PARAMETER_ALIGNMENT
     matrices: tuple[tuple[int, int] | None, ...] = ()
 
@@ -69,8 +69,8 @@ class BucketSpec:
 
     @property
     def name(self) -> str:
-        """The dtype, with 'exact' and 'frozen' where these hold. It is unique in the unit."""
-        return self.dtype + (" exact" if self.exact else "") + ("" if self.trainable else " frozen")
+        """The dtype, with 'kept' and 'frozen' where these hold. It is unique in the unit."""
+        return self.dtype + (" kept" if self.keeps_dtype else "") + ("" if self.trainable else " frozen")
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -173,7 +173,7 @@ def build(
         )
     plans = [plan_unit(strategy.at(0), layout.spec, precision, comm.form) for layout in layouts]
     outer = plan_outer(strategy, plans, comm.form)
-    encoded = (t.exact for plan in plans for kind in EXACT_KINDS for t in plan.transfers(kind))
+    encoded = (t.coding for plan in plans for kind in EXACT_KINDS for t in plan.transfers(kind))
     is_exact = any(strategy.transport(kind).exact for kind in EXACT_KINDS)
     if is_exact and not any(encoded) and comm.job.rank == 0:
         _LOG.warning(

@@ -47,8 +47,8 @@ from towpath.engine.agree.program import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
-from towpath.engine.parameters.exact_syncs import ExactSyncs
 from towpath.engine.parameters.gradients import check_gradient
+from towpath.engine.parameters.param_syncs import ParamSyncs
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.registrations import registrations
@@ -100,7 +100,7 @@ class Engine:
         self._arriving: Unit | None = None  # the only unit whose gradients may be held, and not stored yet
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
         self._unused_params = UnusedParams(strategy, self._trained, comm)
-        self.exact_syncs = ExactSyncs(strategy, units, comm)
+        self.param_syncs = ParamSyncs(strategy, units, comm)
         comm.queues.plan(u.plan for u in units)
         self._failures = FailedPasses(comm.groups, comm.watchdog, comm.log)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
@@ -174,12 +174,12 @@ class Engine:
             case OpenGradients(index, slot):
                 self.units[index].open_gradients(None if slot is None else self.gradients.of(slot))
             case AgreeOnSizes(units):
-                self.exact_syncs.agree(units)
+                self.param_syncs.agree(units)
             case ApplyOuter():
                 assert self.outer is not None
                 self.outer.apply(action)
             case CheckRanks():
-                self.exact_syncs.note_problems()
+                self.param_syncs.note_problems()
                 if self.outer is not None:
                     self.outer.note_problems()
                 self._used = self._unused_params.compare(self.step)
@@ -273,7 +273,7 @@ class Engine:
         self._calls -= 1
         if not (self._calls or graph_follows or in_backward()):
             self.comm.record.forget_gathers(self._before_call)
-            self.exact_syncs.raise_problems()
+            self.param_syncs.raise_problems()
 
     @on_host
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
@@ -512,7 +512,7 @@ class Engine:
             unit.take(plan, self.comm)
         self.machine.use_plans(plans)
         self.comm.queues.plan(plans)
-        self.exact_syncs.bind()
+        self.param_syncs.bind()
 
     # What the user calls --------------------------------------------------------------------------------------------
 

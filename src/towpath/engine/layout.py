@@ -46,7 +46,7 @@ class ParameterPlace:
     parameter: nn.Parameter
     shape: torch.Size  # the shape of this rank's part, which differs from the parameter's on a tensor-parallel mesh
     parallel: Parallel | None
-    exact: bool = False  # whether the precision keeps its module in its own dtype
+    keeps_dtype: bool = False  # whether the precision keeps its module in its own dtype
     replicated: bool = False  # whether the ranks of a tensor-parallel mesh hold copies of it
     offset: int = 0  # its first element in the flat buffer; set by `BucketLayout.follow`
     # The lists, dicts and module attributes that hold the parameter too, alone or in a tuple, each with its key.
@@ -55,7 +55,7 @@ class ParameterPlace:
     @property
     def key(self) -> tuple[str, bool, bool]:
         """Properties that all parameters of one bucket share: dtype, trainability, and whether the dtype is kept."""
-        return dtype_name(self.parameter.dtype), self.parameter.requires_grad, self.exact
+        return dtype_name(self.parameter.dtype), self.parameter.requires_grad, self.keeps_dtype
 
     @property
     def numel(self) -> int:
@@ -126,13 +126,13 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
     kept = {id(m) for outermost in kept_modules(model, precision or Precision()) for m in outermost.modules()}
     on_a_mesh = any(place.parallel is not None for place in places)
     for place in places:
-        exact = {id(owner) in kept for owner, _ in place.owners}
-        if len(exact) > 1:
+        keeps = {id(owner) in kept for owner, _ in place.owners}
+        if len(keeps) > 1:
             raise ShardError(
                 f"Precision(keep=): {' and '.join(place.names)} are one parameter, and keep= names a module of one of "
                 "them only. Name the modules of both, or of neither."
             )
-        place.exact = exact == {True}
+        place.keeps_dtype = keeps == {True}
         place.replicated = on_a_mesh and (place.parallel is None or not place.parallel.is_split)
     homes = {id(module): name for name, modules in chosen.items() for module in modules}
     inside = _unit_of_modules(model, homes)
@@ -389,7 +389,7 @@ def describe(model: nn.Module, layouts: list[UnitLayout], groups: Groups) -> Ite
             for place in bucket.places:
                 shape = shape_text(place.shape)
                 shape += f" {place.parallel.describe()}" if place.parallel is not None else ""
-                state = ("trains" if bucket.spec.trainable else "frozen") + (" exactly" if bucket.spec.exact else "")
+                state = ("trains" if bucket.spec.trainable else "frozen") + " kept" * bucket.spec.keeps_dtype
                 yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
     for name, buffer in model.named_buffers():
         # A meta buffer will be made on the parameters' device. So a rank with meta buffers matches one with real ones.

@@ -32,6 +32,7 @@ from towpath.logs import logger
 from towpath.optim import members_of, whole_of
 from towpath.plan.request import Workload
 from towpath.topology.cluster import Topology
+from towpath.topology.together import AllRanks
 
 # The names of frameworks for mixed precision. As under FSDP, gradients are reduced in float32.
 _MIXED: Mapping[str, torch.dtype] = {

@@ -21,7 +21,6 @@ from torch.autograd import profiler
 
 from towpath.codecs.kernels import Watch
 from towpath.core.formats import Codec
-from towpath.core.lossless import exact_codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.agree.watchdog import Watchdog
@@ -196,7 +195,7 @@ def _args(transfers: Sequence[Transfer]) -> Args:
         "kind": first.kind.value,
         "unit": first.unit or "root",
         "route": first.route,
-        "codec": exact_codec(first.move.op) if first.exact else str(first.transport.codec),
+        "codec": first.encoding,
         "calls": len(transfers),
     }
 
@@ -290,8 +289,8 @@ class Record:
         """Note that an exact transfer encoded `values` bytes of values in `messages` bytes of messages."""
         with self._lock:
             stats = self._stats_of(transfer)
-            stats.exact_values += values
-            stats.exact_messages += messages
+            stats.coded_values += values
+            stats.coded_messages += messages
 
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
         """Note that the computation waited for these transfers between two marks."""

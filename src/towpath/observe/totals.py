@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from towpath.core.lossless import exact_codec, expected_share, in_bits
+from towpath.core.lossless import in_bits
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 
@@ -49,7 +49,7 @@ class SentBytes:
         links = {"inside nodes": "intra_bytes", "between nodes": "inter_bytes"}
         if any(t.topology.nodes_per_rack for t in self.transfers):
             links["between racks"] = "between_racks_bytes"
-        exact = {exact_key(t): _share(t) for t in self.transfers if t.exact}
+        codings = {coding for t in self.transfers if (coding := t.coding) is not None}
         columns: list[tuple[str, str, bool]] = []  # heading, attribute to sum, whether as expected
         for heading, name in links.items():
             columns.append((heading, name, False))
@@ -61,18 +61,16 @@ class SentBytes:
             sums = (sum(_expected(t, n) if expected else getattr(t, n) for t in mine) for _, n, expected in columns)
             if mine or label == "total":
                 lines.append(f"  {label:<20} {len(mine):>6}" + "".join(f" {nbytes:>16,}" for nbytes in sums))
-        return "\n".join([*lines, *([f"  expected on paper: {in_bits(exact)}"] if exact else [])])
-
-
-def _share(transfer: Transfer) -> float:
-    """Return the expected bytes of a transfer's encoded messages, as a share of their values: 1 unless it is exact."""
-    return expected_share(transfer.move.op, transfer.dtype) if transfer.exact else 1.0
+        told = [f"  expected on paper: {in_bits({coding: coding.share for coding in codings})}"] if codings else []
+        return "\n".join([*lines, *told])
 
 
 def _expected(transfer: Transfer, name: str) -> int:
     """Return the expected part of the bytes that attribute `name` bounds. Inside nodes, sums are sent as they are."""
-    bound = getattr(transfer, name)
-    return bound if name == "intra_bytes" and not transfer.encoded_inside else round(_share(transfer) * bound)
+    bound, coding = getattr(transfer, name), transfer.coding
+    if coding is None or (name == "intra_bytes" and not transfer.encoded_inside):
+        return bound
+    return round(coding.share * bound)
 
 
 @dataclass(slots=True)
@@ -90,8 +88,8 @@ class TransferStats:
     seconds_in_flight: float = 0.0
     seconds_exposed: float = 0.0
     # What this rank saw encoded, if the transfer is exact: bytes of values, and of their messages.
-    exact_values: int = 0
-    exact_messages: int = 0
+    coded_values: int = 0
+    coded_messages: int = 0
 
     @staticmethod
     def of(transfer: Transfer, copies: int = 1, calls: int = 0) -> TransferStats:
@@ -101,7 +99,7 @@ class TransferStats:
     @property
     def intra_bytes(self) -> int:
         """The bytes sent inside nodes."""
-        if self.exact_values and self.transfer.encoded_inside:
+        if self.coded_values and self.transfer.encoded_inside:
             return self._sent(self.call_intra_bytes)
         return self.calls * self.call_intra_bytes
 
@@ -111,9 +109,9 @@ class TransferStats:
         return self._sent(self.call_inter_bytes)
 
     def _sent(self, nbytes: int) -> int:
-        if not self.exact_values:
+        if not self.coded_values:
             return self.calls * nbytes
-        return round(self.exact_messages / self.exact_values * self.calls * nbytes)
+        return round(self.coded_messages / self.coded_values * self.calls * nbytes)
 
     def plus(self, other: TransferStats, sign: int = 1) -> TransferStats:
         """Return the sum of both, or the difference with `sign=-1`, for stats of the same transfer."""
@@ -124,8 +122,8 @@ class TransferStats:
             self.calls + sign * other.calls,
             self.seconds_in_flight + sign * other.seconds_in_flight,
             self.seconds_exposed + sign * other.seconds_exposed,
-            self.exact_values + sign * other.exact_values,
-            self.exact_messages + sign * other.exact_messages,
+            self.coded_values + sign * other.coded_values,
+            self.coded_messages + sign * other.coded_messages,
         )
 
 
@@ -192,20 +190,16 @@ class Totals:
         return dict(found)
 
     @property
-    def exact_bytes(self) -> dict[tuple[str, str], tuple[int, int]]:
+    def coded_bytes(self) -> dict[tuple[str, str], tuple[int, int]]:
         """The bytes of values that this rank saw encoded, and of their messages, by exact codec and dtype."""
         found: dict[tuple[str, str], tuple[int, int]] = defaultdict(lambda: (0, 0))
-        for each in (each for each in self.transfers if each.exact_values):
-            values, messages = found[exact_key(each.transfer)]
-            found[exact_key(each.transfer)] = values + each.exact_values, messages + each.exact_messages
+        for each in (each for each in self.transfers if each.coded_values):
+            if (coding := each.transfer.coding) is not None:
+                values, messages = found[coding]
+                found[coding] = values + each.coded_values, messages + each.coded_messages
         return dict(found)
 
     @property
-    def exact_shares(self) -> dict[tuple[str, str], float]:
+    def encoded_shares(self) -> dict[tuple[str, str], float]:
         """The bytes of exact messages as a share of their values, by exact codec and dtype."""
-        return {key: messages / values for key, (values, messages) in self.exact_bytes.items()}
-
-
-def exact_key(transfer: Transfer) -> tuple[str, str]:
-    """Return the exact codec and the dtype of an exact transfer: those with the same ones shrink alike."""
-    return exact_codec(transfer.move.op), transfer.dtype
+        return {key: messages / values for key, (values, messages) in self.coded_bytes.items()}

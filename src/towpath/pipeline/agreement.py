@@ -83,7 +83,7 @@ def exchanged_tensors(
             except Exception as error:  # whatever the user's module raises
                 raise ShardError(f"stage {index}, called with {shapes_of(found[-1])}: {error}") from error
 
-        found.append(next(each for each in ranks.gathered(outputs) if each is not None))
+        found.append(ranks.combine(outputs, lambda given: next(each for each in given if each is not None)))
     return [tuple(t.detach().requires_grad_(t.dtype.is_floating_point) for t in tensors) for tensors in found]
 
 

@@ -75,7 +75,7 @@ def find_ends(
                 )
         return names
 
-    everyones = AllRanks(Groups(mesh["pp"].get_group()), "Pipeline()", ShardError).gathered(of_this_rank)
+    everyones = AllRanks(Groups(mesh["pp"].get_group()), "Pipeline()", ShardError).combine(of_this_rank, list)
     name_in = {index: name for each in everyones for index, name in each.items()}
     if not (name_in[0] or name_in[last]):
         return None

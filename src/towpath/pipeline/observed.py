@@ -19,7 +19,7 @@ from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine
 from towpath.observe.record import Trace
 from towpath.observe.stats import Stats, stats_of
-from towpath.observe.totals import Totals, TransferStats, exact_key
+from towpath.observe.totals import Totals, TransferStats
 from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
@@ -101,9 +101,10 @@ class StepCounter:
         each = [engine.comm.record.totals() for engine in self._engines]
         transfers = _merged(transfer for one in each for transfer in one.transfers)
         own = Totals(transfers=transfers, seconds_host=sum(one.seconds_host for one in each))
-        seen, sent = own.exact_bytes, self._sent()
-        for stats in (stats for stats in sent if stats.transfer.exact):
-            stats.exact_values, stats.exact_messages = seen.get(exact_key(stats.transfer), (0, 0))
+        seen, sent = own.coded_bytes, self._sent()
+        for stats in sent:
+            if (coding := stats.transfer.coding) is not None:
+                stats.coded_values, stats.coded_messages = seen.get(coding, (0, 0))
         # The schedules have the calls of this rank's stages, too.
         waits = (replace(stats, calls=0) for stats in transfers)
         return replace(own, transfers=_merged([*sent, *waits]))

@@ -163,7 +163,7 @@ class Candidates:
         key = kind, tuple(shapes)
         if key not in self._exact:
             plain, exact = ([Transport(route, exact=exact) for route in _routes(shapes)] for exact in (False, True))
-            encodes = any(self._shape(kind, s, t, self._largest).exact for s in shapes for t in exact)
+            encodes = any(self._shape(kind, s, t, self._largest).coding for s in shapes for t in exact)
             before, after = (
                 min(self._cost(kind, shapes, t, self._largest)[_ALONE] for t in ts) for ts in (plain, exact)
             )

@@ -110,9 +110,9 @@ class Cluster:
         """Return the same cluster with links between nodes of another rate, in bytes a second."""
         return replace(self, hardware=replace(self.hardware, inter=replace(self.hardware.inter, rate=rate)))
 
-    def with_exact_shares(self, shares: Shares) -> Cluster:
+    def with_encoded_shares(self, shares: Shares) -> Cluster:
         """Return the cluster with these measured shares of exact messages."""
-        return replace(self, hardware=replace(self.hardware, exact_shares=shares))
+        return replace(self, hardware=replace(self.hardware, encoded_shares=shares))
 
 
 def from_table(name: str, table: Mapping[str, Any]) -> Cluster:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import log
 
 from towpath.core.launches import Launches
-from towpath.core.lossless import DIFFERENCES, VALUES, Shares, exact_codec, expected_share
+from towpath.core.lossless import DIFFERENCES, VALUES, Coding, Shares
 from towpath.core.routes import Form, Grid, Op
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
@@ -159,7 +159,7 @@ class Hardware:
     measured: MeasuredCollectives | None = None
     # The bytes of exact messages as a share of their values, as a run of the same model has measured them. Default: as
     # expected on paper.
-    exact_shares: Shares = ()
+    encoded_shares: Shares = ()
 
     @property
     def form(self) -> Form:
@@ -200,10 +200,9 @@ class Hardware:
             )
         return speed
 
-    def exact_share(self, op: Op, dtype: str) -> float:
-        """Return the bytes of exact messages as a share of their values: as measured, or else as expected on paper."""
-        measured = dict(self.exact_shares).get((exact_codec(op), dtype))
-        return expected_share(op, dtype) if measured is None else measured
+    def share_of(self, coding: Coding) -> float:
+        """Return the bytes of encoded messages as a share of their values: as measured, or else as expected."""
+        return dict(self.encoded_shares).get(coding, coding.share)
 
     def processor(self, seconds: float) -> float:
         """Return the processor need of `seconds` of work by one rank, if all ranks that share it do the same."""

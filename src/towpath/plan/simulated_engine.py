@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from towpath.core.formats import item_bytes
-from towpath.core.launches import EXACT_ENCODING, Launches, launches_of
+from towpath.core.launches import MESSAGE_ENCODING, Launches, launches_of
 from towpath.core.queues import QUEUES, Communicator, Lanes, shared_lanes
 from towpath.core.schedule import message_sizes_transfers, unused_params_transfers
 from towpath.core.scopes import log_bytes
@@ -217,8 +217,8 @@ class SimulatedEngine:
         hardware = self._hardware
         transfers = [t for index in units for t in self.plans[index].steady_transfers(TransferKind.PARAM_SYNC)]
         agreeing = [t for t in transfers if t.agrees_on_sizes]
-        yield from self.launch(len(agreeing) * EXACT_ENCODING + _TASK)
-        yield from self.compute(sum(encoding_seconds(t, hardware) for t in agreeing), "exact encoding")
+        yield from self.launch(len(agreeing) * MESSAGE_ENCODING + _TASK)
+        yield from self.compute(sum(encoding_seconds(t, hardware) for t in agreeing), "encoding")
         self._submit(task, micro_step)
         yield from self._wait(task)
         self._launcher.until = max(self._launcher.until, self._bandwidth.now)  # the host could not run ahead
@@ -272,7 +272,7 @@ class SimulatedEngine:
             own = [PhaseCost(0.0, {PROCESSOR: hardware.processor(work)})] if (work := hardware.transfer_work) else []
             every = self._lanes.communicators(transfer)
             phases = [replace(phase, communicators=_called(transfer, every, phase)) for phase in (*own, *phases)]
-            saved = 1.0 - hardware.exact_share(transfer.move.op, transfer.dtype) if transfer.exact else 0.0
+            saved = 0.0 if transfer.coding is None else 1.0 - hardware.share_of(transfer.coding)
             inter, intra = transfer.inter_bytes, transfer.intra_bytes
             inside = round(saved * intra) if transfer.encoded_inside else 0
             self._costs[transfer] = phases, (inter, intra, round(saved * inter), inside)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
-from towpath.core.lossless import SMALLEST_BYTES, exact_codec, in_bits
+from towpath.core.lossless import SMALLEST_BYTES, in_bits
 from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind, move_shapes
 from towpath.plan.cluster_file import GIB
 from towpath.plan.pipelines import PipelinePrediction
@@ -115,9 +115,9 @@ def exact_bits(steps: Sequence[Prediction], solver: Solver) -> list[str]:
             dtype, transport = reduce if kind in GRADIENTS else compute, step.strategy.transport(kind)
             for shape in shapes[kind]:
                 large = SMALLEST_BYTES * shape.grid.nodes * shape.grid.width
-                if transport.encodes_exactly(shape.op, shape.grid, large, dtype, hardware.form):
-                    shares[exact_codec(shape.op), dtype] = hardware.exact_share(shape.op, dtype)
-    seen = {key: share for key, share in shares.items() if key in dict(hardware.exact_shares)}
+                coding = transport.coding(shape.op, shape.grid, large, dtype, hardware.form)
+                shares |= {} if coding is None else {coding: hardware.share_of(coding)}
+    seen = {key: share for key, share in shares.items() if key in dict(hardware.encoded_shares)}
     on_paper = {key: share for key, share in shares.items() if key not in seen}
     return [
         f"Exact transports lose nothing. Expected {where}: {in_bits(found)}."

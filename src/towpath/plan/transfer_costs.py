@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from towpath.core.formats import Codec, item_bytes
-from towpath.core.lossless import exact_codec
+from towpath.core.lossless import Coding
 from towpath.core.payloads import Activation, Range
 from towpath.core.queues import Communicator
 from towpath.core.route_costs import Phase, phases, share_leaving_racks
@@ -65,7 +65,7 @@ class TransferShape:
     factored: int = 0  # elements of the matrices that are sent as low-rank factors
     encoded: bool = False  # whether the gathered shards are stored encoded
     form: Form = Form.MESSAGES  # how the route is executed
-    exact: str | None = None  # the dtype of the elements, if what crosses nodes is encoded without losing a bit
+    coding: Coding | None = None  # how what crosses nodes is encoded without losing a bit
 
     @staticmethod
     def of(transfer: Transfer) -> TransferShape:
@@ -82,8 +82,8 @@ class TransferShape:
         )
         if not isinstance(transfer.payload, Range):
             return shape
-        exact = transfer.dtype if transfer.exact else None
-        return replace(shape, factored=transfer.payload.factored, encoded=transfer.payload.encoded, exact=exact)
+        payload = transfer.payload
+        return replace(shape, factored=payload.factored, encoded=payload.encoded, coding=transfer.coding)
 
     @staticmethod
     def of_move(
@@ -91,12 +91,12 @@ class TransferShape:
     ) -> TransferShape:
         """Return the shape of a collective over a buffer of `numel` elements, without naming its ranks."""
         elements, codec = numel // move.regions, transport.encoding
-        exact = transport.encodes_exactly(move.op, move.grid, elements, dtype, form)
-        route = transport.route_on(move.op, move.grid, form, exact)
+        coding = transport.coding(move.op, move.grid, elements, dtype, form)
+        route = transport.route_on(move.op, move.grid, form, coding is not None)
         size = slice_bytes(elements, move.members, item_bytes(dtype), codec)
         parts = parts_of(route, move.grid, size, move.op, form)
         shape = TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec, form=form)
-        return replace(shape, exact=dtype) if exact else shape
+        return replace(shape, coding=coding)
 
 
 def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ...]:
@@ -120,8 +120,8 @@ def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ..
     if shape.factored:
         copied = _FACTOR_COPIES * shape.factored * _FACTOR_BYTES
         costs.append(PhaseCost(0.0, {PROCESSOR: hardware.processor(copied / hardware.memory_rate)}))
-    if shape.exact is not None:
-        before, after = _exact_costs(shape, hardware)
+    if shape.coding is not None:
+        before, after = _message_coding_costs(shape, shape.coding, hardware)
         costs += [before, *moved, after]
     elif shape.codec is None:
         costs += moved
@@ -167,8 +167,8 @@ def message_cost(transfer: Transfer, hardware: Hardware, source: StageLocation, 
 
 
 def encoding_seconds(transfer: Transfer, hardware: Hardware) -> float:
-    """Return the seconds in which one member encodes its slice for an exact parameter sync."""
-    return transfer.elements / transfer.move.members / hardware.codec_speed(exact_codec(transfer.move.op)).encode
+    """Return the seconds in which one member encodes its slice before a parameter sync whose sizes ranks agree on."""
+    return transfer.elements / transfer.move.members / hardware.codec_speed(transfer.encoding).encode
 
 
 def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> float:
@@ -188,8 +188,8 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
     op, grid = shape.op, shape.grid
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
     cable, inside = phase.leaving * shape.slice_bytes * groups, phase.inside * shape.slice_bytes
-    if shape.exact is not None:
-        share = hardware.exact_share(op, shape.exact)
+    if shape.coding is not None:
+        share = hardware.share_of(shape.coding)
         cable *= share
         inside *= share if op is Op.ALL_GATHER else 1.0  # a parameter sync stays encoded inside nodes
     used = [link for link, sent in ((hardware.inter, phase.leaving), (hardware.intra, phase.inside)) if sent]
@@ -210,9 +210,9 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
     return PhaseCost(phase.rounds * latency + messages, needed, phase.rounds * busy)
 
 
-def _exact_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, PhaseCost]:
+def _message_coding_costs(shape: TransferShape, coding: Coding, hardware: Hardware) -> tuple[PhaseCost, PhaseCost]:
     """Return the cost of encoding what crosses nodes, and of decoding what arrives."""
-    members, speed = shape.grid.nodes * shape.grid.width, hardware.codec_speed(exact_codec(shape.op))
+    members, speed = shape.grid.nodes * shape.grid.width, hardware.codec_speed(coding.codec)
     if shape.op is Op.ALL_GATHER:  # each member encodes its slice once, and decodes those of all others
         sent, received = shape.elements / members, shape.elements * (members - 1) / members
         if shape.form is Form.COLLECTIVES:  # encoded before the ranks agree on sizes

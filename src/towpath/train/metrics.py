@@ -186,7 +186,7 @@ class MetricsLogger:
             "exposed_seconds": sent.seconds_exposed,  # the time in which the rank only waited for transfers
             "memory_bytes": peak_memory(self._job.device),
             "mfu": None if self._mfu_at_one_second is None else self._mfu_at_one_second / result.seconds,
-            **{name: sent.exact_shares[key] for name, key in METRICS.items() if key in sent.exact_shares},
+            **{name: sent.encoded_shares[key] for name, key in METRICS.items() if key in sent.encoded_shares},
         }
         del row["step"]
         self._write("train", row)

@@ -1,6 +1,6 @@
 """Words of 64 bits in Triton: the bits of 64 elements as one word, and back.
 
-The exact codecs on GPUs (`triton_kernels.py`) use them as the C++ code uses the instructions pext, pdep and popcnt.
+`triton_kernels.py` uses them as the C++ code uses the instructions pext, pdep and popcnt.
 """
 
 # Triton compiles these functions from their source, so Python types mean nothing to it.

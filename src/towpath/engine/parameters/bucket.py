@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from towpath.collectives.collective import Collective, Workspace
-from towpath.collectives.exact import AgreedAllGather, ExactSync
 from towpath.core.buffers import Needs, largest
 from towpath.core.formats import item_bytes
 from towpath.core.placement import Partition
@@ -254,8 +253,8 @@ class Bucket:
     def param_sync(self, workspace: Workspace) -> None:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
         region = self._region(workspace)
-        # An exact sync sends differences to the old values, which are in host memory here.
-        if self._is_copied and self.plan.syncs_exactly:
+        # Differences are to the old values, which are in host memory here.
+        if self._is_copied and self.plan.syncs_differences:
             region.copy_(self.shard, non_blocking=True)
         new = self._own_slice(region) if self.plan.agrees_on_sizes else self._updated(region, workspace)
         for transfer in self.transfers[TransferKind.PARAM_SYNC]:
@@ -271,7 +270,6 @@ class Bucket:
             mine.copy_(stored, non_blocking=True)
         new = self._updated(region, workspace)
         for transfer in self.transfers[TransferKind.PARAM_SYNC]:
-            assert isinstance(transfer.collective, AgreedAllGather)
             with transfer.explained():
                 transfer.collective.encode(region, new)
         if self._is_copied:
@@ -292,7 +290,7 @@ class Bucket:
         """Return this rank's part of the P shards in `region` as the optimizer left it."""
         if self.version.take_replaced():
             for bound in self.transfers[TransferKind.PARAM_SYNC]:
-                bound.collective.restart()  # an exact sync cannot know what the others hold now
+                bound.collective.restart()  # it cannot know what the others hold now
         new = self._own_slice(region)
         if self.plan.has_master:
             if self.plan.cast_apart:
@@ -384,7 +382,7 @@ class Bucket:
         """Return the bytes that this bucket takes on the device between steps, by kind."""
         on_host = self.plan.optimizer_on_host
         others = {} if self.trainable else {"frozen": self.shard.nbytes}
-        if sent := sum(k.sent_bytes for k in self.keepers.values() if isinstance(k, ExactSync)):
+        if sent := sum(each.collective.sent_bytes for each in self.transfers[TransferKind.PARAM_SYNC]):
             others["sent"] = sent
         return others | {
             "params": self.shard.nbytes if self.trainable and not self.plan.params_on_host else 0,

@@ -59,7 +59,7 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
                 bucket.remember()
             unit.checksums = checksums(unit)
         try:
-            engine.exact_syncs.raise_problems(together=True)
+            engine.param_syncs.raise_problems(together=True)
         except BaseException:
             for unit in made:
                 engine.execute(engine.machine.allow_reshard(unit.index))

@@ -190,7 +190,7 @@ class Partial(torch.Tensor):
             what = f"the backward pass of {_reduction_of(self._names_in_order())}"
 
             def mean(gradient: torch.Tensor) -> torch.Tensor:
-                total = _resolved(gradient.detach()).to(torch.float64, copy=True)  # exact if all ranks have the same
+                total = _resolved(gradient.detach()).to(torch.float64, copy=True)  # no rounding if all have the same
                 return replica.mean_of_everyone(total, what).to(gradient.dtype)
 
             self.register_hook(mean)

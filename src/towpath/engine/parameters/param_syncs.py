@@ -1,4 +1,4 @@
-"""Exact parameter syncs of a model: the sizes that ranks agree on, and an error on every rank if one cannot decode.
+"""Parameter syncs whose messages have sizes of their own: ranks agree on them, and raise if one cannot decode.
 
 Collectives of the backend send as many bytes from every rank, and only the device knows how long its messages became.
 So all units are encoded right after the optimizer's step. The host then waits once, for the sizes of all messages, and
@@ -14,7 +14,6 @@ from typing import final
 import torch
 
 from towpath.collectives.collective import Workspace
-from towpath.collectives.exact import AgreedAllGather, ExactSync
 from towpath.core.schedule import message_sizes_transfers
 from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy, TransferKind
@@ -24,8 +23,8 @@ from towpath.errors import StepError
 
 
 @final
-class ExactSyncs:
-    """The exact parameter syncs of all units of a model on one rank. The engine holds one."""
+class ParamSyncs:
+    """The parameter syncs of all units of a model on one rank. The engine holds one."""
 
     def __init__(self, strategy: Strategy, units: Sequence[Unit], comm: CommContext) -> None:
         self._strategy, self._units, self._comm = strategy, units, comm
@@ -34,9 +33,9 @@ class ExactSyncs:
     def bind(self) -> None:
         self._transfers = self._comm.bind(message_sizes_transfers(self._strategy, [u.plan for u in self._units]))
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        bound = [each for bucket in buckets for each in bucket.transfers[TransferKind.PARAM_SYNC]]
-        self._syncs = [each for each in bound if isinstance(each.collective, ExactSync)]
-        self._agreeing = [c for each in self._syncs if isinstance(c := each.collective, AgreedAllGather)]
+        self._syncs = [each for bucket in buckets for each in bucket.transfers[TransferKind.PARAM_SYNC]]
+        self._agreeing = [each.collective for each in self._syncs if each.collective.encoded_size is not None]
+        self._may_fail = any(each.transfer.coding is not None for each in self._syncs)
         pinned = self._comm.device.type == "cuda"
         self._sizes = torch.zeros(len(self._agreeing), dtype=torch.int64, pin_memory=pinned)
 
@@ -53,11 +52,12 @@ class ExactSyncs:
 
         queues.submit(TransferKind.MESSAGE_SIZES, self._transfers, [combine]).wait()
         for collective, size in zip(self._agreeing, self._sizes.tolist(), strict=True):
-            collective.size = size
+            collective.agreed_size = size
 
     def _read_sizes(self, workspace: Workspace) -> None:
         """Copy the sizes of all messages to the host: of those that were not encoded now, from last time."""
-        self._sizes.copy_(torch.cat([each.encoded_size for each in self._agreeing]), non_blocking=True)
+        sizes = [size for each in self._agreeing if (size := each.encoded_size) is not None]
+        self._sizes.copy_(torch.cat(sizes), non_blocking=True)
 
     def problems(self) -> list[tuple[str, str]]:
         """Return transfers whose last messages could not be decoded, each with the reason."""
@@ -75,6 +75,6 @@ class ExactSyncs:
         """
         groups = self._comm.groups
         mine = [(groups.number, *problem) for problem in self.problems()]
-        everyones = groups.gather_objects(mine) if together and self._syncs else [mine]
+        everyones = groups.gather_objects(mine) if together and self._may_fail else [mine]
         for rank, transfer, text in chain.from_iterable(everyones):
             raise StepError(f"rank {groups.number}: rank {rank} could not decode {transfer}: {text}")
