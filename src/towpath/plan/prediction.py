@@ -58,7 +58,7 @@ class Timeline:
     in_flight: dict[TransferKind, float] = field(default_factory=dict[TransferKind, float])
     launching: float = 0.0  # seconds for which the thread that trains launches, where a device computes
     unlaunched: float = 0.0  # seconds for which the device waits because nothing has been launched yet
-    saved_inter_bytes: int = 0  # how many of the bytes between nodes exact transfers are expected not to send
+    saved_inter_bytes: int = 0  # how many of the bytes between nodes are expected not to be sent
     saved_intra_bytes: int = 0  # the same inside nodes
     host_copy_bytes: int = 0  # bytes copied between the device and the host, both directions together
 
@@ -111,7 +111,7 @@ class Timeline:
 class Prediction(Timeline):
     """The predicted optimizer step of a strategy, without its events.
 
-    Bytes that are sent are an upper bound, if transfers are exact.
+    Bytes that are sent are an upper bound, if messages may be shorter.
     """
 
     strategy: Strategy  # the strategy
