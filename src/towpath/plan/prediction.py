@@ -111,14 +111,31 @@ class Timeline:
 class Prediction(Timeline):
     """The predicted optimizer step of a strategy, without its events.
 
-    Bytes that are sent are an upper bound, if messages may be shorter.
+    Args:
+        seconds: Duration of the step.
+        computed: Seconds of computation.
+        inter_bytes: Bytes that all ranks together send between nodes. An upper bound, if messages may be shorter.
+        intra_bytes: Bytes that all ranks together send inside nodes, in the same way.
+        events: Empty.
+        exposed: Seconds that the computation waits for each kind of transfer.
+        in_flight: Seconds for which transfers of each kind run.
+        launching: Seconds for which the thread that trains launches, where a device computes.
+        unlaunched: Seconds for which the device waits because nothing has been launched yet.
+        saved_inter_bytes: How many of the bytes between nodes are expected not to be sent.
+        saved_intra_bytes: The same inside nodes.
+        host_copy_bytes: Bytes copied between the device and the host, both directions together.
+        strategy: The strategy.
+        batching: How each rank computes its share.
+        computing: Seconds of the passes' computation, if nothing else ran.
+        memory: Bytes that a rank holds, by part.
+        host_memory: Bytes in the host's memory for each rank, by part.
     """
 
-    strategy: Strategy  # the strategy
-    batching: Batching  # how each rank computes its share
-    computing: float  # seconds of the passes' computation, if nothing else ran
-    memory: dict[str, int]  # bytes that a rank holds, by part
-    host_memory: dict[str, int] = field(default_factory=dict[str, int])  # bytes in the host's memory for each rank
+    strategy: Strategy
+    batching: Batching
+    computing: float
+    memory: dict[str, int]
+    host_memory: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def order(self) -> tuple[bool, float, int]:
