@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from typing import cast, final
@@ -41,7 +41,7 @@ class ThreadStream(Stream):
         # Two models may submit to one stream. The chain of `_Progress` and the queue must have the same order.
         with self._lock:
             before, self._last = self._last, _Progress()
-            job.workspace.links_free = self._last.links_free.set
+            job.workspace.links_free = self._last.links_free.open
             future: Future[None] = Future()
             self._jobs.put((future, partial(_run, job, cast(Sequence[_ThreadHandle], after), before, self._last)))
             return _ThreadHandle(future, after, waiting)
@@ -106,12 +106,34 @@ class _Progress:
     __slots__ = ("ended", "links_free")
 
     def __init__(self) -> None:
-        self.links_free, self.ended = threading.Event(), threading.Event()
+        self.links_free, self.ended = _Latch(), _Latch()
 
     def end(self) -> None:
         """Note that the job has ended, which also frees the links."""
-        self.links_free.set()
-        self.ended.set()
+        self.links_free.open()
+        self.ended.open()
+
+
+class _Latch:
+    """A barrier that is opened once and stays open. A `threading.Event` takes several times as long to create."""
+
+    __slots__ = ("_is_open", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._is_open = False
+
+    def open(self) -> None:
+        """Let waiting threads pass. Only one thread at a time may call it."""
+        if not self._is_open:
+            self._is_open = True
+            self._lock.release()
+
+    def wait(self) -> None:
+        if not self._is_open:
+            with self._lock:
+                pass
 
 
 @final
@@ -143,8 +165,16 @@ class _ThreadHandle(Handle):
                 handle.wait()
             began = self._waiting.mark()
             try:
-                while not wait([self._future], _LOOK_SECONDS).done:
+                while not self._ended():
                     self._waiting.raise_if_stuck()
-                self._future.result()
             finally:
                 self._waiting.waited(began, self._waiting.mark())
+
+    def _ended(self) -> bool:
+        """Return whether the job has ended, after a wait of at most a second. Raise if it failed."""
+        try:
+            self._future.result(_LOOK_SECONDS)
+        except TimeoutError:
+            if self._future.done():  # the job itself raised the TimeoutError
+                raise
+        return self._future.done()
