@@ -137,11 +137,6 @@ class Model:
         return sum(unit.trainable for unit in self.units)
 
     @cached_property
-    def trainable_parameters(self) -> int:
-        """Number of trainable parameters, whatever their sizes."""
-        return sum(len(b.numels) for unit in self.units for b in unit.spec.buckets if b.trainable)
-
-    @cached_property
     def flops(self) -> float:
         """FLOPs per token of both passes: three times the forward pass. Recomputed blocks do not count."""
         return 3 * sum(unit.flops for unit in self.units)
