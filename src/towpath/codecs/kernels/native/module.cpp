@@ -129,6 +129,9 @@ class ExactCoder {
 }  // namespace
 
 NB_MODULE(_native, module) {
+    // PyTorch keeps some classes of Python until the process ends, and with them all that their modules refer to. That
+    // is no leak, and the report of nanobind would worry users.
+    nb::set_leak_warnings(false);
     nb::class_<Coder>(module, "Coder")
         .def(nb::init<const std::string &, int64_t, bool, bool, const std::string &>(), nb::arg("name"),
              nb::arg("block"), nb::arg("hadamard"), nb::arg("stochastic"), nb::arg("level"))
