@@ -1,13 +1,12 @@
-"""All units of a model over one process group, and what happens around each step of an optimizer.
+"""What happens around each step of an optimizer: ranks compare what they have submitted, and send what it has changed.
 
-Before a step, the ranks compare what each of them has submitted since the last one. After it, the units whose
-parameters it has stepped send their shards, in the order of the forward pass. So weights cross nodes while the layers
+Units send their shards right after the step, in the order of the forward pass. So weights cross nodes while the layers
 before them compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 from weakref import WeakSet
 
@@ -15,82 +14,56 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from towpath.collectives.collective import Workspace
-from towpath.core.schedule import unused_params_transfers
-from towpath.core.scopes import LoggedCall
-from towpath.core.strategy import TransferKind
-from towpath.fsdp.unit import Peers, WiredUnit, parameters_of
+from towpath.fsdp.fields import parameters_of
+from towpath.fsdp.peers import Peers
+from towpath.fsdp.unit import WiredUnit
 
-_ACTIVE: WeakSet[WiredGroup] = WeakSet()
+_active: WeakSet[WiredRanks] = WeakSet()
+_watches = False
 
 
 @final
-class WiredGroup:
-    """The units of one model over one process group, on one rank. `units` are in the order of the modules."""
+class WiredRanks:
+    """The wires of one model over one process group, on one rank.
 
-    def __init__(self, peers: Peers, units: Sequence[WiredUnit]) -> None:
-        self.peers, self.units = peers, units
-        comm, log = peers.comm, peers.comm.log
-        self._compared = comm.bind(unused_params_transfers(peers.strategy, 1, log.bytes))
-        if not _ACTIVE:
-            watch_optimizers()
-        _ACTIVE.add(self)
+    `parameters` returns the parameters whose gradients are reduced over the group. `units` are the modules that gather
+    over it, in their order in the model.
+    """
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Compare with all ranks what they have submitted, if `optimizer` steps parameters of a unit."""
-        if self._stepped_by(optimizer):
-            self.compare()
+    def __init__(
+        self, peers: Peers, parameters: Callable[[], Iterable[torch.Tensor]], units: Sequence[WiredUnit] = ()
+    ) -> None:
+        self.peers, self.units, self._parameters = peers, units, parameters
+        _watch_optimizers()
+        _active.add(self)
 
-    def compare(self) -> None:
-        """Raise StepError on every rank if one has submitted other transfers, or could not decode a message."""
-        comm = self.peers.comm
-        for unit in self.units:
-            if unit.sync is not None:
-                for problem in unit.sync.collective.problems():
-                    comm.log.note(LoggedCall.UNDECODED, str(unit.sync.transfer), ((("problem", problem),),))
-        told = torch.tensor([0, *comm.log.encoded()], dtype=torch.uint8)
+    def before_step(self, stepped: set[int]) -> None:
+        """Compare with all ranks what they have submitted, if parameters with these ids will be stepped."""
+        if any(id(each) in stepped for each in self._parameters()):
+            self.peers.compare(problem for unit in self.units for problem in unit.problems())
 
-        def combine(workspace: Workspace) -> None:
-            for transfer in self._compared:
-                transfer.run(told, told, workspace)
-
-        comm.queues.submit(TransferKind.UNUSED_PARAMS, self._compared, [combine]).wait()
-        comm.log.check(bytes(told.tolist()[1:]), comm.groups.gather_objects)
-        comm.record.end_step()
-        comm.watchdog.status.step += 1
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Send the shards that `optimizer` has stepped."""
-        sending = [unit for unit in self._stepped_by(optimizer) if unit.take_shard()]
-        for unit in sending:
+    def after_step(self, stepped: set[int]) -> None:
+        """Send the shards of units that have parameters with these ids."""
+        changed = (u for u in self.units if any(id(each.sharded_param) in stepped for each in parameters_of(u.module)))
+        for unit in [unit for unit in changed if unit.take_shard()]:
             unit.send()
 
-    def _stepped_by(self, optimizer: Optimizer) -> list[WiredUnit]:
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        return [u for u in self.units if any(id(each.sharded_param) in stepped for each in parameters_of(u.module))]
-
     def leave(self) -> None:
-        """Stop to watch optimizers, after all transfers have ended."""
+        """Wait for all transfers, and no longer watch optimizers."""
         self.peers.comm.queues.finish()
-        _ACTIVE.discard(self)
+        _active.discard(self)
 
 
-_is_watching = False
+def _watch_optimizers() -> None:
+    global _watches
+    if not _watches:
+        _watches = True
+        register_optimizer_step_pre_hook(lambda optimizer, *_: _each(WiredRanks.before_step, optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: _each(WiredRanks.after_step, optimizer))
 
 
-def watch_optimizers() -> None:
-    global _is_watching
-    if not _is_watching:
-        _is_watching = True
-        register_optimizer_step_pre_hook(_steps)
-        register_optimizer_step_post_hook(_stepped)
-
-
-def _steps(optimizer: Optimizer, *_: Any) -> None:
-    for each in list(_ACTIVE):
-        each.before_step(optimizer)
-
-
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    for each in list(_ACTIVE):
-        each.after_step(optimizer)
+def _each(call: Callable[[WiredRanks, set[int]], Any], optimizer: Optimizer) -> None:
+    # A parameter without a gradient is not stepped. All ranks agree on which have one, as they reduce them together.
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    for each in sorted(_active, key=lambda wired: wired.peers.comm.log.model):
+        call(each, stepped)

@@ -15,57 +15,18 @@ column next to each other. With several ranks per node, each direction therefore
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
 from towpath.collectives.collective import Workspace
-from towpath.core.payloads import Range
-from towpath.core.strategy import Strategy, TransferKind
-from towpath.core.transfer import Transfer
+from towpath.core.strategy import TransferKind
 from towpath.core.units import round_up
-from towpath.engine.comm import CommContext
 from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun
-from towpath.errors import StepError
-
-
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """The ranks of one process group of FSDP2: how they are spread over nodes, and how they communicate."""
-
-    group: dist.ProcessGroup
-    strategy: Strategy
-    comm: CommContext
-
-    @property
-    def nodes(self) -> int:
-        return self.strategy.topology.nodes
-
-    @property
-    def width(self) -> int:
-        """The ranks of each node."""
-        return self.strategy.topology.ranks_per_node
-
-    @property
-    def ranks(self) -> int:
-        return self.strategy.topology.world
-
-    def bind(self, kind: TransferKind, unit: str, elements: int, dtype: torch.dtype) -> list[RankTransfer]:
-        """Return the transfer of `kind` for a flat buffer of `elements` in all, or nothing if it moves nothing."""
-        name, strategy = str(dtype).removeprefix("torch."), self.strategy
-        return self.comm.bind(
-            Transfer(
-                kind,
-                Range(unit, name, elements // move.regions, name),
-                move,
-                strategy.transport(kind),
-                strategy.topology,
-                form=self.comm.form,
-            )
-            for move in getattr(strategy.moves, kind.value)
-        )
+from towpath.fsdp.fields import has_own_cast, shards_of
+from towpath.fsdp.peers import Peers, factor_of
 
 
 @dataclass(slots=True)
@@ -168,10 +129,9 @@ class WiredUnit:
     def take_shard(self) -> bool:
         """Copy the shard to what the column holds, as FSDP2 would cast it. Return False if the next gather has to."""
         weights = self._weights
-        kept = parameters_of(self.module)
-        if weights is None or weights.held.dtype == torch.uint8 or any(map(_has_own_cast, kept)):
+        if weights is None or weights.held.dtype == torch.uint8 or has_own_cast(self.module):
             return False
-        weights.overwrite([each._sharded_param_data for each in kept])
+        weights.overwrite(shards_of(self.module))
         return True
 
     def send(self) -> None:
@@ -182,9 +142,10 @@ class WiredUnit:
         run = TransferRun(weights.sync, weights.held, weights.mine)
         weights.sent = self._peers.comm.queues.submit(TransferKind.PARAM_SYNC, [weights.sync], [run])
 
-    @property
-    def sync(self) -> RankTransfer | None:
-        return None if self._weights is None else self._weights.sync
+    def problems(self) -> list[tuple[str, str]]:
+        """Return the parameter sync with each reason why it could not be decoded."""
+        sync = None if self._weights is None else self._weights.sync
+        return [] if sync is None else [(str(sync.transfer), problem) for problem in sync.collective.problems()]
 
     def _share(self, weights: _Weights, output: torch.Tensor) -> dist.Work:
         """Write the weights that the columns of this node hold to `output`."""
@@ -202,7 +163,7 @@ class WiredUnit:
 
     def versions(self) -> tuple[int, ...]:
         """Return the version counters of the shard, which in-place writes move."""
-        return tuple(each._sharded_param_data._version for each in parameters_of(self.module))
+        return tuple(each._version for each in shards_of(self.module))
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
@@ -213,7 +174,7 @@ class WiredUnit:
         gradients = self._gradients.get(dtype)
         if gradients is None:
             gradients = self._gradients[dtype] = _Gradients.of(peers, self.name, len(output), dtype)
-        factor = _factor(op, peers.ranks)
+        factor = factor_of(op, peers.ranks)
         summed = whole
         if gradients.rows:
             columns = torch.empty_like(whole)
@@ -246,29 +207,3 @@ class Arrival(dist.Work):
     def wait(self, timeout: Any = None) -> bool:
         self._end.wait()
         return True
-
-
-def parameters_of(module: Any) -> list[Any]:
-    """Return what FSDP2 keeps of each parameter that it shards in `module` itself."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.13, a module had at most one
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return [each for group in groups for each in group.fsdp_params]
-
-
-def _has_own_cast(kept: Any) -> bool:
-    """Return whether a tensor subclass decides what is gathered of a parameter, such as its fp8 values."""
-    return hasattr(kept.sharded_param.to_local(), "fsdp_pre_all_gather")
-
-
-def _factor(op: Any, ranks: int) -> float:
-    """Return by what the sum over all ranks is multiplied."""
-    if op == dist.ReduceOp.SUM:
-        return 1.0
-    if op == dist.ReduceOp.AVG:
-        return 1 / ranks
-    kind, factor = op.__getstate__()  # the only access to the factor of PREMUL_SUM
-    if kind == dist.ReduceOp.PREMUL_SUM and factor is not None:
-        return float(factor)
-    raise StepError(f"towpath.wires() sums gradients, and averages or scales the sum; got {kind}.")

@@ -1,35 +1,32 @@
-"""`towpath.wires`: FSDP2 keeps the model, the step and the checkpoints, and Towpath sends what crosses nodes."""
+"""`towpath.wires`: FSDP2 and DDP keep the model, and Towpath sends what crosses nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from towpath.core import presets
-from towpath.core.formats import Codec, Precision
-from towpath.core.transport import Transport
-from towpath.core.strategy import Strategy
+from towpath.core.formats import Precision
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.engine.agree.digest import CollectiveLog
-from towpath.engine.comm import CommContext
-from towpath.errors import ConfigError, ShardError
-from towpath.fsdp.context import WiredGroup
-from towpath.fsdp.unit import Peers, WiredUnit, parameters_of
+from towpath.errors import ShardError
+from towpath.fsdp.context import WiredRanks
+from towpath.fsdp.fields import comms_of, groups_of, parameters_of, set_replicate_group
+from towpath.fsdp.peers import Peers, Wishes
+from towpath.fsdp.replicas import ReplicaGroup, ReplicaSums, ddp_hook
+from towpath.fsdp.unit import WiredUnit
 from towpath.logs import logger
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups, detect_shape
-from towpath.topology.together import together
-from towpath.version import __version__
 
 _LOG = logger("wires")
+
+Modules = Sequence[tuple[str, FSDPModule]]
 
 
 def wires(
@@ -39,113 +36,106 @@ def wires(
     hold: Literal["device", "host"] | None = None,
     topology: Topology | None = None,
 ) -> None:
-    """Let Towpath send what FSDP2 sends between nodes. Every rank must call it, after `fully_shard`.
+    """Let Towpath send what FSDP2 or DDP sends between nodes. Every rank must call it.
 
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
         towpath.wires(model)
 
-    Weights cross nodes once after each change, as exact differences. Gathers in between cross nothing: those of the
-    backward pass, of further micro-steps, and of frozen weights. Gradients are summed inside each node first. Each rank
-    holds the weights that its column sends, 2 bytes × parameters / ranks per node in bf16.
+    Weights cross nodes once after each change, as exact differences. Other gathers cross nothing: those of the backward
+    pass, of further micro-steps, and of frozen weights. Gradients are summed inside each node first. For this, each
+    rank holds the shards of its column: the ranks of equal place in their nodes. In bf16, these are 2 bytes ×
+    parameters / ranks per node.
 
-    `wires(model, False)` gives FSDP2's own transfers back.
+    `wires(model, False)` gives FSDP2 its own transfers back.
 
     Args:
-        model: A model with FSDP2 modules, each over one mesh.
-        exact: Send weights and, over gloo, gradients in fewer bytes, with the same bits. False takes the wires away.
-        gradients: The codec of gradients between nodes, such as 'int8' or 'int4:64'. It rounds, and keeps the rounding
-            errors for the next step. By default, gradients are not rounded.
-        hold: Where to hold the weights of the column: 'device' or 'host'. By default on the device if they fit.
+        model: A model after `fully_shard`, whose modules may be sharded over one mesh or several, or replicated, too
+            (HSDP). Or a DistributedDataParallel.
+        exact: Send weights and, over gloo, gradients in fewer bytes, without losing a bit. False takes the wires away.
+        gradients: The codec of gradients between nodes, such as 'int8' or 'int4:64'. It rounds, and keeps what it has
+            rounded away for the next step.
+        hold: Where to hold the shards of the column: 'device' or 'host'. By default on the device if they fit.
         topology: The number of nodes and of ranks per node. Detected by default.
 
     Raises:
-        ShardError: The model has no FSDP2 modules, or one over several meshes.
+        ShardError: The model is not sharded by FSDP2, or a module over several meshes.
         ConfigError: The codec is unknown, or the topology does not fit.
         MismatchError: The ranks passed different models or arguments.
     """
-    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _restore(module)
+    wishes = Wishes(exact, gradients, hold, topology)
+    if isinstance(model, DistributedDataParallel):
+        model.register_comm_hook(model.process_group, ddp_hook(wishes))
+        return
+    modules = [(n, m) for n, m in model.named_modules() if isinstance(m, FSDPModule) and parameters_of(m)]
+    if not modules:
+        raise ShardError(
+            f"wires(): {type(model).__name__} has no module that FSDP2 has sharded. Call fully_shard() first, or "
+            "towpath.shard() instead of both."
+        )
+    for _, module in modules:
+        _restore(module)
     if exact is False and gradients is None:
         return
-    by_group: dict[dist.ProcessGroup, list[tuple[str, Any]]] = {}
+    by_group: dict[tuple[dist.ProcessGroup, bool], list[tuple[str, FSDPModule]]] = {}
     for name, module in modules:
-        if kept := parameters_of(module):
-            by_group.setdefault(kept[0].mesh_info.shard_process_group, []).append((name, module))
-    for group, members in by_group.items():
-        _wire(group, members, exact, gradients, topology)
+        shards, replicas = groups_of(module)
+        for group, is_replica in ((shards, False), (replicas, True)):
+            if group is not None:
+                by_group.setdefault((group, is_replica), []).append((name, module))
+    for (group, is_replica), members in by_group.items():
+        _wire(group, is_replica, members, wishes)
 
 
-def _wire(
-    group: dist.ProcessGroup, modules: Sequence[tuple[str, Any]], exact: bool, gradients: str | None,
-    topology: Topology | None,
-) -> None:
-    groups = Groups(group)
-    groups.connect()
-    if topology is None:
-        topology = Topology(*detect_shape(groups))
-    elif topology.world != groups.world:
-        topology = topology.of(groups.members)
-    with together(groups, "wires()") as lines:
-        strategy = _strategy(topology, exact, gradients)
-        lines += [f"towpath {__version__}, torch {torch.__version__}", f"{topology}", strategy.to_toml()]
-        for name, module in modules:
-            sizes = [tuple(each.padded_sharded_param_size) for each in parameters_of(module)]
-            lines.append(f"module {name or 'root'} with shards of {sizes}")
-    if topology.nodes == 1:
+def _wire(group: dist.ProcessGroup, is_replica: bool, modules: Modules, wishes: Wishes) -> None:
+    """Take over the transfers of `modules` over one group, if they cross nodes."""
+    device = torch.device(parameters_of(modules[0][1])[0].device)
+    sizes = {name: [each.padded_sharded_param_size for each in parameters_of(module)] for name, module in modules}
+    lines = [f"module {name or 'root'} with shards of {[tuple(size) for size in each]}" for name, each in sizes.items()]
+    peers = Peers.of(group, device, "ddp" if is_replica else "paro-iig", wishes, lines)
+    if peers.nodes == 1:
         return
-    device = parameters_of(modules[0][1])[0].device
-    number: int = next(groups.shared("models made", count))
-    log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
-    comm = CommContext(groups, device, log)
-    peers = Peers(group, strategy, comm)
+    if is_replica:
+        wired, sums = WiredRanks(peers, partial(_parameters, modules)), ReplicaSums(peers)
+        for name, module in modules:
+            set_replicate_group(module, ReplicaGroup(group, name, sums, wired))
+        return
+    elements = {name: sum(size.numel() for size in each) * peers.ranks for name, each in sizes.items()}
+    specs = [UnitSpec(name, (BucketSpec((numel,)),)) for name, numel in elements.items()]
+    plans = [plan_unit(peers.strategy, spec, Precision(), peers.comm.form) for spec in specs]
+    peers.comm.share(peers.strategy, plans)
+    peers.comm.queues.plan(plans)
     units = [WiredUnit(name, module, peers) for name, module in modules]
-    plans = [plan_unit(strategy, _spec(unit, topology.world), Precision(), comm.form) for unit in units]
-    comm.share(strategy, plans)
-    comm.queues.plan(plans)
-    wired = WiredGroup(peers, units)
+    wired = WiredRanks(peers, partial(_parameters, modules), units)
     for unit in units:
-        stock = [each._all_gather_comm for each in _param_groups(unit.module)], [each._reduce_scatter_comm for each in _param_groups(unit.module)]
-        unit.module.set_custom_all_gather(AllGather(unit, wired, stock[0][0]))
-        unit.module.set_custom_reduce_scatter(ReduceScatter(unit, wired, stock[1][0]))
+        gather, reduce = comms_of(unit.module)
+        unit.module.set_custom_all_gather(AllGather(unit, wired, gather))
+        unit.module.set_custom_reduce_scatter(ReduceScatter(unit, wired, reduce))
 
 
-def _param_groups(module):
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return groups if groups is not None else [state._fsdp_param_group]
+def _parameters(modules: Modules) -> Iterator[torch.Tensor]:
+    for _, module in modules:
+        for each in parameters_of(module):
+            yield each.sharded_param
 
 
-def _spec(unit: WiredUnit, ranks: int) -> UnitSpec:
-    elements = sum(each.padded_sharded_param_size.numel() for each in parameters_of(unit.module))
-    return UnitSpec(unit.name, (BucketSpec((elements * ranks,)),))
-
-
-def _strategy(topology: Topology, exact: bool, gradients: str | None) -> Strategy:
-    strategy = replace(presets.strategy("paro-iig", topology, exact=exact, route="flat"), name="wires")
-    if gradients is not None:
-        strategy = replace(strategy, grad_sync=Transport("one-hop", gradients, "first"))
-    return strategy
-
-
-def _restore(module: FSDPModule) -> None:
-    for group in _param_groups(module):
-        if group is None:
-            continue
-        for name, kind in (("_all_gather_comm", AllGather), ("_reduce_scatter_comm", ReduceScatter)):
-            comm = getattr(group, name)
-            if isinstance(comm, kind):
-                comm.wired.leave()
-                setattr(group, name, comm.stock)
+def _restore(module: Any) -> None:
+    """Give a module FSDP2's own transfers back."""
+    for comm, put_back in zip(comms_of(module), (module.set_custom_all_gather, module.set_custom_reduce_scatter)):
+        if isinstance(comm, _Comm):
+            comm.wired.leave()
+            put_back(comm.stock)
+    replicas = groups_of(module)[1]
+    if isinstance(replicas, ReplicaGroup):
+        replicas.wired.leave()
+        set_replicate_group(module, replicas.stock)
 
 
 class _Comm:
     """What FSDP2 calls in place of its own object, which is `stock`."""
 
-    def __init__(self, unit: WiredUnit, wired: WiredGroup, stock: Any) -> None:
+    def __init__(self, unit: WiredUnit, wired: WiredRanks, stock: Any) -> None:
         self.unit, self.wired, self.stock = unit, wired, stock
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -155,6 +145,8 @@ class _Comm:
 
 @final
 class AllGather(_Comm):
+    """The all-gather of one module. FSDP2 calls it with keywords."""
+
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
@@ -165,6 +157,8 @@ class AllGather(_Comm):
 
 @final
 class ReduceScatter(_Comm):
+    """The reduce-scatter of one module. FSDP2 calls it with keywords, and expects the result in stream order."""
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -172,6 +166,5 @@ class ReduceScatter(_Comm):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> None:
         self.unit.reduce(output_tensor, input_tensor, op)
-        return None

@@ -1,0 +1,136 @@
+"""The ranks of one process group of FSDP2 or DDP: their nodes, their transfers, and what they compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from towpath.collectives.collective import Workspace
+from towpath.core import presets
+from towpath.core.payloads import Range
+from towpath.core.schedule import unused_params_transfers
+from towpath.core.scopes import LoggedCall
+from towpath.core.strategy import Strategy, TransferKind
+from towpath.core.transfer import Transfer
+from towpath.core.transport import Transport
+from towpath.engine.agree.digest import CollectiveLog
+from towpath.engine.comm import CommContext
+from towpath.engine.transfer_queues import RankTransfer
+from towpath.errors import StepError
+from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups, detect_shape
+from towpath.topology.together import together
+from towpath.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How the transfers between nodes are sent, as the user of `towpath.wires` wants them."""
+
+    exact: bool
+    gradients: str | None
+    hold: str | None
+    topology: Topology | None
+
+    def strategy(self, preset: str, topology: Topology) -> Strategy:
+        """Return the strategy whose transfers are sent."""
+        made = replace(presets.strategy(preset, topology, exact=self.exact, route="flat"), name="wires")
+        if self.gradients is None:
+            return made
+        route = "two-hop" if preset == "ddp" and topology.ranks_per_node > 1 else "one-hop"
+        return replace(made, grad_sync=Transport(route, self.gradients, "first"))
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks of one process group on one rank."""
+
+    group: dist.ProcessGroup
+    strategy: Strategy
+    comm: CommContext
+    compared: tuple[RankTransfer, ...]  # the comparison before each step
+
+    @staticmethod
+    def of(group: dist.ProcessGroup, device: torch.device, preset: str, wishes: Wishes, model: Iterable[str]) -> Peers:
+        """Return the ranks of `group`. Every rank must call it, with the same `model`, as lines of text."""
+        groups, topology = Groups(group), wishes.topology
+        groups.connect()
+        # Otherwise, the host names of ranks that detect the topology would meet what other ranks compare next.
+        with together(groups, "wires()", _SAME) as lines:
+            lines.append(f"the topology is {'to be detected' if topology is None else 'passed'}")
+        shape = Topology(*detect_shape(groups)) if topology is None else topology
+        with together(groups, "wires()", _SAME) as lines:
+            strategy = wishes.strategy(preset, shape if shape.world == groups.world else shape.of(groups.members))
+            lines += [f"towpath {__version__}, torch {torch.__version__}", f"hold={wishes.hold}, {shape}"]
+            lines += [*strategy.to_toml().splitlines(), *model]
+        number: int = next(groups.shared("models made", count))
+        log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
+        comm = CommContext(groups, device, log)
+        return Peers(group, strategy, comm, tuple(comm.bind(unused_params_transfers(strategy, 1, log.bytes))))
+
+    @property
+    def nodes(self) -> int:
+        return self.strategy.topology.nodes
+
+    @property
+    def width(self) -> int:
+        """The ranks of each node."""
+        return self.strategy.topology.ranks_per_node
+
+    @property
+    def ranks(self) -> int:
+        return self.strategy.topology.world
+
+    def bind(self, kind: TransferKind, unit: str, elements: int, dtype: torch.dtype) -> list[RankTransfer]:
+        """Return the transfer of `kind` for a flat buffer of `elements` in all, or nothing if it moves nothing."""
+        name, strategy = str(dtype).removeprefix("torch."), self.strategy
+        return self.comm.bind(
+            Transfer(
+                kind,
+                Range(unit, name, elements // move.regions, name),
+                move,
+                strategy.transport(kind),
+                strategy.topology,
+                form=self.comm.form,
+            )
+            for move in getattr(strategy.moves, kind.value)
+        )
+
+    def compare(self, problems: Iterable[tuple[str, str]] = ()) -> None:
+        """Raise StepError on every rank if one has submitted other transfers than its peers since the last time.
+
+        `problems`: Transfers whose last messages this rank could not decode, each with the reason.
+        """
+        comm = self.comm
+        for transfer, problem in problems:
+            comm.log.note(LoggedCall.UNDECODED, transfer, ((("problem", problem),),))
+        told = torch.tensor([0, *comm.log.encoded()], dtype=torch.uint8)
+
+        def combine(workspace: Workspace) -> None:
+            for transfer in self.compared:
+                transfer.run(told, told, workspace)
+
+        comm.queues.submit(TransferKind.UNUSED_PARAMS, self.compared, [combine]).wait()
+        comm.log.check(bytes(told.tolist()[1:]), comm.groups.gather_objects)
+        comm.record.end_step()
+        comm.watchdog.status.step += 1
+
+
+_SAME = "Build the same model, shard it in the same way, and call towpath.wires() alike on every rank."
+
+
+def factor_of(op: Any, ranks: int) -> float:
+    """Return the factor by which `op` multiplies the sum over all ranks."""
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1 / ranks
+    kind, factor = op.__getstate__()  # the only access to the factor of PREMUL_SUM
+    if kind == dist.ReduceOp.PREMUL_SUM and factor is not None:
+        return float(factor)
+    raise StepError(f"towpath.wires() sums, averages, or scales the sum of gradients; got {kind}.")
