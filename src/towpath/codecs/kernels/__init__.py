@@ -1,8 +1,7 @@
 """The kernels of a device: the C++ extension, Triton, or the reference in plain torch where neither exists.
 
-    plain.py          plain torch       cpp_codecs.py    C++, on the CPU
-    triton_codecs.py  Triton, on GPUs   registered.py    codecs that a user registers, on any device
-    pieces.py         the places of many pieces, and loops over them
+    plain.py          plain torch, and codecs that a user registers     cpp_codecs.py  C++, on the CPU
+    triton_codecs.py  Triton, on GPUs                                   pieces.py      the places of many pieces
 
 The log reports once which back end a device uses, and what the slow one costs.
 """
