@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.exact import decode, encode
-from towpath.codecs.exact.message import message_bound
+from towpath.codecs.exact import decode, encode, message_bound
 from towpath.codecs.kernels import kernels_for
 from towpath.collectives.flat import all_gather_single
 from towpath.core.formats import Codec, dtype_name, registered_formats
