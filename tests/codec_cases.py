@@ -144,7 +144,7 @@ def check_pieces(
         assert same_message(codec, *wires), f"encode: {text}, {dtype}, {lengths}, turn {turn}"
         assert same(*kept), f"kept: {text}, {dtype}, {lengths}, turn {turn}"
     for run, w, k, out in zip(_runs(kernels), wires, kept, outs, strict=True):
-        run("sum_pieces", gathered, w, 99, k if feedback else None, scratch)
+        run("encode_pieces", gathered, None, w, 99, k if feedback else None, scratch)
         run("decode_pieces", gathered, w, out)
     assert same_message(codec, *wires), f"sum: {text}, {dtype}, {lengths}"
     assert same(*kept), f"kept: {text}, {dtype}, {lengths}"

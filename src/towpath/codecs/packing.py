@@ -202,7 +202,7 @@ class EncodedPacking(Packing[PieceTable]):
 
     def sum(self, table: PieceTable, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
         kept, scratch = self._feedback(hop, workspace)
-        self._kernels.watched(workspace.watch).sum_pieces(table, wire, self.seeds.draw(table), kept, scratch)
+        self._kernels.watched(workspace.watch).encode_pieces(table, None, wire, self.seeds.draw(table), kept, scratch)
 
     def unpack(self, table: PieceTable, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
         self._kernels.watched(workspace.watch).decode_pieces(table, wire, out)

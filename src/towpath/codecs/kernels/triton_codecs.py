@@ -21,7 +21,8 @@ Messages and outputs must be contiguous and on the current device.
 # Triton compiles these functions from their source, so Python types mean nothing to it. Triton is also not installed on
 # every machine that checks the types.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -92,18 +93,13 @@ def encode_pieces(
     kept: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """Encode `values`, or for None the sums of the decoded rows of `wire`."""
+    """Encode pieces of `values`, or for None the sums of the decoded rows, as `Kernels.encode_pieces` says."""
     grid, variant, largest = _launch(pieces)
     numbers = None if values is None else _contiguous(values)
     errors = None if kept is None else _contiguous(kept)
     _encode(grid, variant, (numbers, _checked(wire), errors, pieces.table, None), largest, seed)
     if largest is not None:
         largest.reverse()
-
-
-def sum_pieces(pieces: PieceTable, wire: torch.Tensor, *feedback: Any) -> None:
-    """Decode the rows, sum them, and encode the sums, as `Kernels.sum_pieces` says."""
-    encode_pieces(pieces, None, wire, *feedback)
 
 
 def decode_pieces(pieces: PieceTable, wire: torch.Tensor, out: torch.Tensor) -> None:
