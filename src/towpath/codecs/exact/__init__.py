@@ -45,11 +45,11 @@ import torch
 
 from towpath.codecs.exact import specification
 from towpath.codecs.exact.specification import table_bytes
+from towpath.codecs.kernels import kernels_for
 from towpath.core import lossless
 from towpath.core.formats import dtype_name
 from towpath.core.lossless import HEADER_BYTES
 from towpath.errors import StepError
-from towpath.logs import logger
 
 if TYPE_CHECKING:
     from towpath.codecs.kernels.cpp_codecs import ExactKernels
@@ -57,12 +57,9 @@ if TYPE_CHECKING:
 # A back end whose results the host sees at once. It has the functions of `specification`.
 HostKernels: TypeAlias = "ModuleType | ExactKernels"
 
-_log = logger("codecs")
-
 MAGIC = int.from_bytes(b"TPX1", "little")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_HEADER = struct.Struct("<IBBHQQQQ")
 _CHECKSUM_AT = 32
 
 
@@ -141,10 +138,8 @@ def encode(
     out[end:nbytes] = 0
     first, elements = header_words(values.numel(), values.dtype, old is not None)
     relative_to = 0 if old is None else kernels.digest(old, 0)
-    header = struct.pack("<4Q", first, elements, nbytes, relative_to)
-    out[:_CHECKSUM_AT] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    checksum = struct.pack("<Q", _checksum(kernels, out[:nbytes]))
-    out[_CHECKSUM_AT:HEADER_BYTES] = torch.frombuffer(bytearray(checksum), dtype=torch.uint8)
+    out[:_CHECKSUM_AT] = _octets(first, elements, nbytes, relative_to)
+    out[_CHECKSUM_AT:HEADER_BYTES] = _octets(_checksum(kernels, out[:nbytes]))
     return nbytes
 
 
@@ -173,11 +168,11 @@ def decode(
     elements, dtype = values.numel(), values.dtype
     if len(message) < HEADER_BYTES:
         raise MessageError(f"got {len(message)} bytes: {Problem.SHORT.text}")
-    *start, count, nbytes, relative_to, checksum = _HEADER.unpack(bytes(message[:HEADER_BYTES].tolist()))
-    if (start, count) != ([MAGIC, difference, DTYPES.index(dtype), 0], elements):
+    first, count, nbytes, relative_to, checksum = struct.unpack("<5Q", bytes(message[:HEADER_BYTES].tolist()))
+    if (first, count) != header_words(elements, dtype, difference):
         kind = "differences" if difference else "values"
         raise MessageError(
-            f"got a header {start} of {count} elements instead of {kind} of {elements} elements of "
+            f"got a header {first:#018x} of {count} elements instead of {kind} of {elements} elements of "
             f"{dtype_name(dtype)}: {Problem.OTHER.text}"
         )
     if not HEADER_BYTES + table_bytes(elements) <= nbytes <= len(message) or nbytes % 8:
@@ -228,6 +223,10 @@ def raise_failed(outcomes: Sequence[torch.Tensor | None]) -> None:
                 raise MessageError(f"message {index} of {len(on_device)}: {Problem(code).text}")
 
 
+def _octets(*words: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(struct.pack(f"<{len(words)}Q", *words)), dtype=torch.uint8)
+
+
 def _checksum(kernels: HostKernels, whole: torch.Tensor) -> int:
     words = _CHECKSUM_AT // 8
     return (kernels.digest(whole[:_CHECKSUM_AT], 0) + kernels.digest(whole[HEADER_BYTES:], words + 1)) % 2**64
@@ -235,20 +234,12 @@ def _checksum(kernels: HostKernels, whole: torch.Tensor) -> int:
 
 @cache
 def _host(device_type: str) -> HostKernels:
-    """Return the kernels whose results the host sees at once."""
-    if device_type == "cpu":
-        try:
-            from towpath.codecs.kernels import cpp_codecs
-        except ImportError as error:
-            _log.warning(
-                "exact codecs on cpu: plain torch (%s), far slower than C++. With a C++ compiler at hand, install "
-                "towpath again.",
-                error,
-            )
-            return specification
-        return cpp_codecs.ExactKernels(cpp_codecs.LEVELS[0])
-    _log.warning("exact codecs on %s: plain torch, because there are no kernels for this device.", device_type)
-    return specification
+    """Return the kernels whose results the host sees at once. The log says why they are slow, if they are."""
+    if kernels_for(torch.device(device_type)).name != "cpp_codecs":
+        return specification
+    from towpath.codecs.kernels import cpp_codecs
+
+    return cpp_codecs.ExactKernels(cpp_codecs.LEVELS[0])
 
 
 @cache
