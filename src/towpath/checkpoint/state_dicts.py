@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 from torch.utils import _pytree as trees
 
-from towpath.checkpoint.optimizer_state import is_like, name_of
 from towpath.checkpoint.rank_contents import parameters_of
+from towpath.checkpoint.state import is_like, name_of
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.optimizer_hooks import adopt
 from towpath.engine.parameters.full_parameters import reshard, unshard

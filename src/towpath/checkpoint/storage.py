@@ -40,7 +40,6 @@ from towpath.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from towpath.checkpoint.optimizer_state import merged
 from towpath.checkpoint.safe_files import map_tensors, write_tensors, writing
 from towpath.errors import CheckpointError
 from towpath.topology.together import AllRanks, check_same
@@ -143,7 +142,7 @@ def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str |
         tensors[name] = replace(part, boxes=boxes)
     values = {name: value for _, _, of_rank in ranks for name, value in of_rank.items()}
     for name in filter(_OPTIMIZER.fullmatch, values):
-        values[name] = merged([of_rank[name] for _, _, of_rank in ranks if name in of_rank])
+        values[name] = _merged([of_rank[name] for _, _, of_rank in ranks if name in of_rank])
     manifest = Manifest(
         step=step,
         written_by=f"towpath {__version__}, {source or f'torch {torch.__version__}'}",
@@ -156,6 +155,22 @@ def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str |
     )
     write_manifest(partial, manifest)
     read_manifest(partial)  # it must be possible, and the boxes must be all of each tensor
+
+
+def _merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the values of ranks that have different parameters. Groups with the same options become one."""
+    kinds = sorted({each["kind"] for each in found})
+    if len(kinds) > 1:
+        raise CheckpointError(f"ranks have optimizers of different kinds: {', '.join(kinds)}.")
+    groups: list[dict[str, Any]] = []
+    for group in (group for each in found for group in each["groups"]):
+        same = next((g for g in groups if g["options"] == group["options"]), None)
+        if same is None:
+            groups.append({"names": list(group["names"]), "options": group["options"]})
+        else:
+            same["names"] += [name for name in group["names"] if name not in same["names"]]
+    states = {name: state for each in found for name, state in each["states"].items()}
+    return {"kind": kinds[0], "groups": groups, "states": states}
 
 
 def write_files(stem: Path, contents: Contents | str) -> Written:
