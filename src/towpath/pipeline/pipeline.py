@@ -42,7 +42,7 @@ from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ConfigError, ShardError, StepError, TowpathError
 from towpath.observe.record import Trace
-from towpath.observe.stats import Observable, Stats
+from towpath.observe.stats import Observable, Stats, StepCounter
 from towpath.observe.totals import Totals
 from towpath.observe.trace import Interval
 from towpath.pipeline.agreement import (
@@ -58,12 +58,10 @@ from towpath.pipeline.agreement import (
     exchanged_tensors,
     shapes_of,
 )
-from towpath.pipeline.checkpoint_contents import contents_of, prefixes_of
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
-from towpath.pipeline.observed import StepCounter
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
-from towpath.pipeline.stage import TowpathStage, schedule_of
+from towpath.pipeline.stage import TowpathStage, contents_of, prefixes_of, schedule_of
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
