@@ -5,8 +5,7 @@ Rank 0 chooses a checkpoint. If any rank finds it damaged, every rank learns tha
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
 from towpath.optim import whole_of
-from towpath.outer.saved import VALUE, IslandRestore, islands_of, view_of
+from towpath.outer.saved import VALUE, islands_of, restore_islands, view_of
 from towpath.topology.cluster import counted
 from towpath.topology.together import AllRanks, check_same, described
 
@@ -140,36 +139,47 @@ class Restore:
         self.manifest = manifest = view_of(manifest, islands.island if islands is not None and same else None)
         self._saved_ranks = manifest.world, islands_of(manifest), manifest.values.get("rng", {}).get("peers", peers)
         self._state, self._model = state, state.named()
-        self._restores_codecs = False
         self.targets: dict[str, torch.Tensor] = {}
         self.notes: list[str] = []
-        # Tensors that are tied in the checkpoint, and not in this model, with the target of the first name.
-        self._untied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Parameters that are stored encoded, and the targets that are read in their place.
-        self._encoded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Tensors, each with the target that it is copied from: parameters that are stored encoded, and parameters and
+        # states that are tied in the checkpoint, and not in this model.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What is to be done once the targets are filled. Each returns notes.
+        self._finish: list[Callable[[], Iterable[str]]] = []
         self._names = self._model.names_in(manifest, state.contents.held or self._model.all())
         self._check_model()
         stored = {id(parameter): self._names[name] for name, parameter in self._model.parameters.items()}
-        self._optimizer = self._islands = None
-        if state.optimizer is not None and "optimizer" in manifest.values:
-            self._optimizer = OptimizerRestore(state.optimizer, manifest, stored)
+        self._add_optimizer(stored)  # first, because it may refuse: nothing has changed yet
         if islands is not None:
             islands.outer.wait()  # it would overwrite what is loaded
         self._add_model()
         self._add_codecs()
         if islands is not None:
-            self._islands = IslandRestore(islands, manifest, stored)
-            self.targets.update(self._islands.targets)
-        if self._optimizer is not None:
-            self.targets.update(self._optimizer.targets)
+            self._finish.append(restore_islands(islands, manifest, stored, self.targets))
+        elif VALUE in manifest.values:
+            self.notes.append(
+                f"the checkpoint is of {islands_of(manifest)} islands: their slow weights were loaded, and the "
+                "optimizer's states of island 0"
+            )
         random = f"rank.{state.island_rank}.rng."
         new = [name for name in manifest.tensors if name.startswith(random) and self._ranks == self._saved_ranks]
         for extra in state.extras:
             new += tensors_in(manifest.values.get(extra))
         for name in new:
             self.targets[name] = manifest.tensor(name).empty()
+        self._finish += [self._finish_extras, self._finish_random]
         for name, target in self.targets.items():
             _check_target(manifest, name, target)
+
+    def _add_optimizer(self, stored: Mapping[int, str]) -> None:
+        optimizer, saved = self._state.optimizer, self.manifest.values.get("optimizer")
+        if optimizer is not None and saved is not None:
+            self._finish.append(restore_optimizer(optimizer, self.manifest, stored, self.targets, self._copies))
+        elif optimizer is not None:
+            self.notes.append("the checkpoint has no optimizer: the states of this one are as they were")
+        elif saved is not None:
+            kind = saved["kind"]
+            self.notes.append(f"the states of {kind} in the checkpoint were not loaded: this State has no optimizer")
 
     def _check_model(self) -> None:
         """Raise CheckpointError if the checkpoint is of another model."""
@@ -202,13 +212,13 @@ class Restore:
             first = self._names[name]
             key = f"model.{first}"
             if key in self.targets:
-                self._untied.append((tensor, self.targets[key]))
+                self._copies.append((tensor, self.targets[key]))
                 self.notes.append(f"{name} and {first} were one parameter in the checkpoint, and are two in this model")
                 continue
             self.targets[key] = tensor.detach()
             if isinstance(tensor, ShardTensor) and tensor.rests_in is not None:
                 self.targets[key] = torch.empty_like(tensor.detach())
-                self._encoded.append((tensor, self.targets[key]))
+                self._copies.append((tensor, self.targets[key]))
             here, there = (dtype_name(dtype) for dtype in (tensor.dtype, held[first].dtype))
             if there != here:
                 rounded.add(f"saved as {there}, loaded as {here}")
@@ -225,8 +235,8 @@ class Restore:
         kept = {n.removeprefix(prefix) for n in manifest.tensors if n.startswith(prefix)}
         same = saved is not None and self._ranks == self._saved_ranks and saved["fingerprint"] == contents.fingerprint
         if same and kept == set(contents.state()):
-            self._restores_codecs = True
             self.targets.update({f"{prefix}{name}": tensor for name, tensor in contents.state().items()})
+            self._finish.append(lambda: contents.load(self._filled(prefix)) or ())
             return
         contents.restart()
         carried = any(".codec." in name and name.startswith("rank.") for name in manifest.tensors)
@@ -252,51 +262,25 @@ class Restore:
 
     def finish(self) -> list[str]:
         """Restore everything that is not a tensor in use. Return notes for the user."""
-        state, values = self._state, self.manifest.values
         with torch.no_grad():
-            for tensor, source in self._encoded:
+            for tensor, source in self._copies:
+                if isinstance(source, ShardTensor) and not (
+                    isinstance(tensor, ShardTensor) and tensor.shard_spec is source.shard_spec
+                ):
+                    source = source.full_tensor()  # the shards of two parameters need not match element by element
                 tensor.copy_(source)
-            untied = self._untied + (self._optimizer.untied if self._optimizer is not None else [])
-            for tensor, source in untied:  # their shards need not match element by element
-                tensor.copy_(source.full_tensor() if isinstance(source, ShardTensor) else source)
-        if self._restores_codecs:
-            state.contents.load(self._filled(f"rank.{state.island_rank}.codec."))
-        if self._islands is not None:
-            self.notes += self._islands.finish()
-        elif VALUE in values:
-            self.notes.append(
-                f"the checkpoint is of {islands_of(self.manifest)} islands: their slow weights were loaded, and the "
-                "optimizer's states of island 0"
-            )
-        if self._optimizer is not None:
-            self.notes += self._optimizer.finish(self.targets)
-        elif state.optimizer is not None:
-            self.notes.append("the checkpoint has no optimizer: the states of this one are as they were")
-        elif "optimizer" in values:
-            kind = values["optimizer"]["kind"]
-            self.notes.append(f"the states of {kind} in the checkpoint were not loaded: this State has no optimizer")
-        self._finish_extras()
-        if saved := self._filled(f"rank.{state.island_rank}.rng."):
-            set_rng_state(saved)
-        elif "rng" in values:
-            seed_anew(values["rng"]["seed"], self.manifest.step, state.contents.peers)
-            self.notes.append(
-                f"random numbers begin anew, from the saved seed: the checkpoint is of {_ranks(*self._saved_ranks)}, "
-                f"and this job of {_ranks(*self._ranks)}"
-            )
+        for finish in self._finish:
+            self.notes += finish()
         return self.notes
 
-    def _finish_extras(self) -> None:
+    def _finish_extras(self) -> Iterator[str]:
         extras, values = self._state.extras, self.manifest.values
         known = {*extras, *RESERVED, "config", "names", VALUE}
-        self.notes += [
-            f"{name!r} in the checkpoint was not loaded: this State has no such extra"
-            for name in values
-            if name not in known
-        ]
+        for name in (name for name in values if name not in known):
+            yield f"{name!r} in the checkpoint was not loaded: this State has no such extra"
         for name, extra in extras.items():
             if name not in values:
-                self.notes.append(f"the checkpoint has no {name!r}: it starts afresh")
+                yield f"the checkpoint has no {name!r}: it starts afresh"
                 continue
             try:
                 extra.load_state_dict(from_json(values[name], self.targets.__getitem__))
@@ -307,6 +291,17 @@ class Restore:
                     f"{name!r} ({type(extra).__name__}) does not take its state ({described(error)}). Make the object "
                     "that was saved, or load without it."
                 ) from error
+
+    def _finish_random(self) -> Iterator[str]:
+        rng = self.manifest.values.get("rng")
+        if saved := self._filled(f"rank.{self._state.island_rank}.rng."):
+            set_rng_state(saved)
+        elif rng is not None:
+            seed_anew(rng["seed"], self.manifest.step, self._state.contents.peers)
+            yield (
+                f"random numbers begin anew, from the saved seed: the checkpoint is of {_ranks(*self._saved_ranks)}, "
+                f"and this job of {_ranks(*self._ranks)}"
+            )
 
     def _filled(self, prefix: str) -> dict[str, torch.Tensor]:
         return {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)}
@@ -327,95 +322,97 @@ def _check_target(manifest: Manifest, name: str, target: torch.Tensor) -> None:
         raise CheckpointError(f"{name} is {there} in the checkpoint, which cannot be cast to {here}.")
 
 
-class OptimizerRestore:
-    """The states of a checkpoint for an optimizer. Fill its `targets`, then the `untied` copies, then call `finish`.
+def restore_optimizer(
+    optimizer: Optimizer,
+    manifest: Manifest,
+    names: Mapping[int, str],
+    targets: dict[str, torch.Tensor],
+    copies: list[tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[[], Iterable[str]]:
+    """Add the states of a checkpoint to `targets`. Return a function that gives them to the optimizer once filled.
 
-    `names` are those of the parameters in the checkpoint, by identity.
+    `names` are those of the parameters in the checkpoint, by identity. The states of parameters that are tied in it,
+    and not in this model, are added to `copies`.
     """
-
-    def __init__(self, optimizer: Optimizer, manifest: Manifest, names: Mapping[int, str]) -> None:
-        adopt(optimizer)
-        self._optimizer, self._manifest, self._names = optimizer, manifest, names
-        self._saved: dict[str, Any] = manifest.values["optimizer"]
-        if self._saved["kind"] != kind_of(optimizer):
-            raise CheckpointError(
-                f"the checkpoint has the states of {self._saved['kind']}, and the optimizer is "
-                f"{kind_of(optimizer)}. Make the optimizer that was saved (towpath train: train.optimizer), or load "
-                "without one."
-            )
-        groups = (group for each in whole_of(optimizer) for group in each.param_groups)
-        self._owner_stepped = {id(p) for group in groups for p in group["params"]}
-        self.targets: dict[str, torch.Tensor] = {}
-        # States of parameters that are tied in the checkpoint, and not in this model, with the targets to copy.
-        self.untied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._like: dict[nn.Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
-        for group, parameter, saved in self._parameters():
-            for key in saved["like"]:
-                self._add_like(parameter, key)
-            for path in tensors_in(saved["rest"]):
-                on_device = group.get("fused") or group.get("capturable")
-                self.targets[path] = manifest.tensor(path).empty(parameter.device if on_device else "cpu")
-        for saved in self._saved["groups"]:
-            for path in tensors_in(saved["options"]):
-                self.targets[path] = manifest.tensor(path).empty()
-
-    def _parameters(self) -> Iterator[tuple[dict[str, Any], nn.Parameter, dict[str, Any]]]:
-        """Yield the parameters whose states this rank restores, with their group and what is saved of them."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                saved = self._saved["states"].get(self._names[id(parameter)])
-                is_here = id(parameter) not in self._owner_stepped or owns(self._optimizer, parameter)
-                if saved is not None and is_here:
-                    yield group, parameter, saved
-
-    def _add_like(self, parameter: nn.Parameter, key: str) -> None:
-        path = f"optimizer.{self._names[id(parameter)]}.{key}"
-        dtype = self._manifest.tensor(path).dtype
-        state = self._optimizer.state[parameter].get(key) if parameter in self._optimizer.state else None
-        if not isinstance(state, torch.Tensor) or state.dtype != dtype:
-            if owns(self._optimizer, parameter):
-                state = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-            else:
-                state = torch.empty_like(parameter.detach(), dtype=dtype)
-        self._like[parameter][key] = state
-        if path in self.targets:
-            self.untied.append((state, self.targets[path]))
-        else:
-            self.targets[path] = state
-
-    def finish(self, targets: dict[str, torch.Tensor]) -> list[str]:
-        """Give the optimizer its states and its groups their options. Return notes for the user."""
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                self._optimizer.state.pop(parameter, None)
-        for _, parameter, saved in self._parameters():
-            rest = from_json(saved["rest"], targets.__getitem__)
-            self._optimizer.state[parameter] = {**rest, **self._like[parameter]}
-        return [note for number in range(len(self._optimizer.param_groups)) for note in self._options(number, targets)]
-
-    def _options(self, number: int, targets: dict[str, torch.Tensor]) -> Iterator[str]:
-        """Set the options on which the saved groups of all parameters of a group agree. Yield notes on the others."""
-        group = self._optimizer.param_groups[number]
-        homes = {name: saved["options"] for saved in self._saved["groups"] for name in saved["names"]}
-        sources = [homes[n] for n in (self._names[id(p)] for p in group["params"]) if n in homes]
-        for key in dict.fromkeys(key for source in sources for key in source if key not in _HOW):
-            if any(source.get(key) != sources[0].get(key) for source in sources):
-                yield (
-                    f"{key} of the optimizer's group {number} stays {group.get(key)}: its parameters were in groups "
-                    "that differ in it"
-                )
+    adopt(optimizer)
+    saved: dict[str, Any] = manifest.values["optimizer"]
+    if saved["kind"] != kind_of(optimizer):
+        raise CheckpointError(
+            f"the checkpoint has the states of {saved['kind']}, and the optimizer is {kind_of(optimizer)}. Make the "
+            "optimizer that was saved (towpath train: train.optimizer), or load without one."
+        )
+    owner_stepped = {id(p) for each in whole_of(optimizer) for group in each.param_groups for p in group["params"]}
+    like: dict[nn.Parameter, dict[str, torch.Tensor]] = {}  # by the parameters whose states this rank restores
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            if name not in saved["states"] or (id(parameter) in owner_stepped and not owns(optimizer, parameter)):
                 continue
-            value, here = from_json(sources[0][key], targets.__getitem__), group.get(key)
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                value = value.item()
-            if not _is_option_like(value, here):
-                raise DamagedError(
-                    f"{key} of the optimizer's group is {shown(value)} in the checkpoint, and {shown(here)} here."
-                )
-            if isinstance(here, torch.Tensor):
-                here.copy_(torch.as_tensor(value))
-            else:
-                group[key] = value
+            like[parameter] = {}
+            for key in saved["states"][name]["like"]:
+                path = f"optimizer.{name}.{key}"
+                state = like[parameter][key] = _state_like(optimizer, parameter, key, manifest.tensor(path).dtype)
+                if path in targets:
+                    copies.append((state, targets[path]))
+                else:
+                    targets[path] = state
+            on_device = group.get("fused") or group.get("capturable")
+            for path in tensors_in(saved["states"][name]["rest"]):
+                targets[path] = manifest.tensor(path).empty(parameter.device if on_device else "cpu")
+    for path in tensors_in([group["options"] for group in saved["groups"]]):
+        targets[path] = manifest.tensor(path).empty()
+
+    options: dict[str, dict[str, Any]] = {n: group["options"] for group in saved["groups"] for n in group["names"]}
+
+    def finish() -> Iterator[str]:
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                optimizer.state.pop(parameter, None)
+                if parameter in like:
+                    rest = saved["states"][names[id(parameter)]]["rest"]
+                    optimizer.state[parameter] = {**from_json(rest, targets.__getitem__), **like[parameter]}
+            mine = (names[id(parameter)] for parameter in group["params"])
+            sources = [options[name] for name in mine if name in options]
+            yield from _restore_options(number, group, sources, targets)
+
+    return finish
+
+
+def _state_like(optimizer: Optimizer, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the state of the parameter's shape to fill: the optimizer's own, or a new one.
+
+    PyTorch's `get_optimizer_state_dict` would step an optimizer without states once, with lr = 0, to find them out.
+    """
+    state = optimizer.state[parameter].get(key) if parameter in optimizer.state else None
+    if isinstance(state, torch.Tensor) and state.dtype == dtype:
+        return state
+    if owns(optimizer, parameter):
+        return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+    return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+def _restore_options(
+    number: int, group: dict[str, Any], sources: Sequence[dict[str, Any]], targets: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """Set the options on which the saved groups of all parameters of a group agree. Yield notes on the others."""
+    for key in dict.fromkeys(key for source in sources for key in source if key not in _HOW):
+        if any(source.get(key) != sources[0].get(key) for source in sources):
+            yield (
+                f"{key} of the optimizer's group {number} stays {group.get(key)}: its parameters were in groups "
+                "that differ in it"
+            )
+            continue
+        value, here = from_json(sources[0][key], targets.__getitem__), group.get(key)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if not _is_option_like(value, here):
+            raise DamagedError(
+                f"{key} of the optimizer's group is {shown(value)} in the checkpoint, and {shown(here)} here."
+            )
+        if isinstance(here, torch.Tensor):
+            here.copy_(torch.as_tensor(value))
+        else:
+            group[key] = value
 
 
 def _is_option_like(value: Any, here: Any) -> bool:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,22 +94,17 @@ class Snapshot:
         self._writes = self._count_writes()
         self._taken = threading.Event()
         self._copied: torch.cuda.Event | None = None
-        self._begun: torch.cuda.Event | None = None
         if stream is not None:
-            self._begun, self._copied = torch.cuda.Event(), torch.cuda.Event()
-            self._begun.record(torch.cuda.current_stream(stream.device))
+            self._copied = torch.cuda.Event()
+            stream.wait_stream(torch.cuda.current_stream(stream.device))  # which may still compute what is copied
 
     def take(self) -> None:
         """Copy the rest. Raise CheckpointError if a parameter was written meanwhile other than by the optimizer."""
         try:
-            if self._stream is None:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 self._copy()
-            else:
-                assert self._begun is not None and self._copied is not None
-                with torch.cuda.stream(self._stream):
-                    self._stream.wait_event(self._begun)
-                    self._copy()
-                    self._copied.record(self._stream)
+            if self._copied is not None:
+                self._copied.record(self._stream)
             disturbed = self._count_writes() != self._writes  # read before the next step may write
         finally:
             self._late = []
@@ -298,7 +293,8 @@ class Saver:
                 extras differ between ranks: of this save, or of the previous one in the background. A failure to write
                 is in the outcome instead.
         """
-        _check_step(step)
+        if not _is_count(step, 0):
+            raise CheckpointError(f"step: expected the number of steps done, an integer from 0 on; got {shown(step)}.")
         began = time.perf_counter()
         self.wait()
         self._raise_refusal()
@@ -394,11 +390,6 @@ def _check_state(state: object) -> None:
         )
 
 
-def _check_step(step: object) -> None:
-    if not _is_count(step, 0):
-        raise CheckpointError(f"step: expected the number of steps done, an integer from 0 on; got {shown(step)}.")
-
-
 def _is_count(value: object, low: int) -> bool:
     return type(value) is int and value >= low
 
@@ -419,8 +410,6 @@ def save(root: str | Path, step: int, state: State) -> Outcome:
     Raises:
         CheckpointError: Another job uses the folder, or the arguments are invalid or differ between ranks.
     """
-    _check_state(state)
-    _check_step(step)
     saver = Saver(root, state, background=False, exclusive=False)
     try:
         return saver.save(step).outcome()

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from towpath.checkpoint.exporting import ADAPTERS, adapters_of
 from towpath.checkpoint.manifest import to_json
-from towpath.checkpoint.rank_contents import NamedTensors, RankContents, contents_of, rng_state
+from towpath.checkpoint.rank_contents import NamedTensors, contents_of, rng_state
 from towpath.checkpoint.storage import Contents, TensorChunks
 from towpath.core.formats import dtype_name, shape_text
 from towpath.engine.optimizer_hooks import adopt
@@ -36,20 +36,12 @@ from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
-from towpath.optim import OwnerSteppedOptimizer, members_of, whole_of
+from towpath.optim import members_of, whole_of
 from towpath.outer.saved import IslandContents, prefix_of
 
 RESERVED = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
 _SHOWN = 200  # characters of an extra's state in an error
-
-
-class HasContents(Protocol):
-    """A model that knows which rank has which tensors of it: a pipeline."""
-
-    def checkpoint_contents(self) -> RankContents:
-        """Return what this rank has."""
-        ...
 
 
 class State:
@@ -74,7 +66,7 @@ class State:
 
     def __init__(
         self,
-        model: nn.Module | HasContents,
+        model: Any,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         config: Mapping[str, Any] | None = None,
@@ -112,21 +104,19 @@ class State:
 
     def collect(self) -> Contents:
         """Return what this rank writes: pieces of the tensors in use, and on rank 0 values that are not tensors."""
-        model, islands = self.named(), self.contents.islands
+        model, islands, engines = self.named(), self.contents.islands, self.contents.engines
+        copies, tensors = self.contents.writes_copies, model.all()
         if islands is not None:
             islands.outer.wait()  # an exchange under way changes what is kept of rounding errors
-        copies = self.contents.writes_copies
-        tensors = model.all()
-        if islands is not None:  # the other tensors are equal on all islands, which share one copy
-            tensors = islands.trained(tensors)
+            tensors = islands.trained(tensors)  # the others are equal on all islands, which share one copy
         found = dict(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
         own = {f"rank.{self.island_rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
         own |= {f"rank.{self.island_rank}.codec.{name}": tensor for name, tensor in self.contents.state().items()}
         found.update(self._mine(own, True))
         rng = {"seed": torch.initial_seed(), "peers": len(self.contents.peers)}
         values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": rng}
-        if self.contents.engines:
-            values["engine"] = {"step": self.contents.engines[0].step, "fingerprint": self.contents.fingerprint}
+        if engines:
+            values["engine"] = {"step": engines[0].step, "fingerprint": self.contents.fingerprint}
         if self.optimizer is not None:
             tensors, owned, values["optimizer"] = collect_optimizer(self.optimizer, model)
             found.update(self._mine(tensors, copies, owned=owned))
@@ -153,14 +143,12 @@ class State:
         if self.island_rank == 0 and (adapters := adapters_of(self.model)):
             values[ADAPTERS] = adapters
         if self.island_rank > 0:  # other ranks may have the states of other parameters
-            spread = self.optimizer is not None and is_spread(self.optimizer)
-            spread = spread or self.contents.held is not None
-            values = {name: value for name, value in values.items() if name == "optimizer" and spread}
+            differ = self.contents.held is not None or (self.optimizer is not None and is_spread(self.optimizer))
+            values = {name: value for name, value in values.items() if name == "optimizer" and differ}
         if islands is not None:
             found = {f"{prefix_of(islands.island)}{name}": pieces for name, pieces in found.items()}
             found |= self._shared_by_islands(islands, model)
             values = islands.renamed(values, self.island_rank)
-        engines = self.contents.engines
         return Contents(
             pieces=found,
             values=values,
@@ -277,11 +265,9 @@ def collect_optimizer(
     These are its tensors by name, the parameters of those that it has as the owner, and as JSON everything else.
     """
     adopt(optimizer)
-    tensors: dict[str, torch.Tensor] = {}
-    owned: dict[str, ShardTensor] = {}
+    tensors, owned = dict[str, torch.Tensor](), dict[str, ShardTensor]()
+    groups, states = list[dict[str, Any]](), dict[str, Any]()
     names = model.names
-    groups: list[dict[str, Any]] = []
-    states: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         options = {k: v for k, v in group.items() if k != "params"}
         mine = [name_of(names, p, number) for p in group["params"]]
@@ -299,10 +285,7 @@ def collect_optimizer(
 
 def kind_of(optimizer: Optimizer) -> str:
     """Return the names of the classes that the states belong to."""
-    kinds = (
-        each.kind if isinstance(each, OwnerSteppedOptimizer) else type(each).__name__ for each in members_of(optimizer)
-    )
-    return " + ".join(kinds)
+    return " + ".join(getattr(each, "kind", type(each).__name__) for each in members_of(optimizer))
 
 
 def owns(optimizer: Optimizer, parameter: torch.Tensor) -> bool:

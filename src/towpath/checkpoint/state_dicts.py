@@ -22,6 +22,7 @@ from torch.utils import _pytree as trees
 
 from towpath.checkpoint.rank_contents import parameters_of
 from towpath.checkpoint.state import is_like, name_of
+from towpath.core.formats import dtype_name
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.optimizer_hooks import adopt
 from towpath.engine.parameters.full_parameters import reshard, unshard
@@ -62,8 +63,7 @@ def get_model_state_dict(
     engines, options = _engines(model), options or StateDictOptions()
 
     def collect() -> StateDict:
-        sharded = replace(options, full_state_dict=False, cpu_offload=False)
-        return pytorchs.get_model_state_dict(model, submodules=submodules, options=sharded)
+        return pytorchs.get_model_state_dict(model, submodules=submodules, options=_without_gathering(options))
 
     if not (engines and options.full_state_dict):
         return pytorchs.get_model_state_dict(model, submodules=submodules, options=options)
@@ -318,9 +318,8 @@ def _path(keys: Sequence[Any]) -> str:
 
 
 def _kind(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
-    return type(leaf).__name__
+    tensor = isinstance(leaf, torch.Tensor)
+    return f"{dtype_name(leaf.dtype)} of shape {tuple(leaf.shape)}" if tensor else type(leaf).__name__
 
 
 # --- gathering --------------------------------------------------------------------------------------------------------
@@ -415,13 +414,8 @@ def _slice_of(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _without_gathering(options: StateDictOptions) -> StateDictOptions:
-    return replace(
-        options,
-        full_state_dict=False,
-        cpu_offload=False,
-        broadcast_from_rank0=False,
-        flatten_optimizer_state_dict=False,
-    )
+    others = "full_state_dict", "cpu_offload", "broadcast_from_rank0", "flatten_optimizer_state_dict"
+    return replace(options, **dict.fromkeys(others, False))
 
 
 # --- save_pretrained --------------------------------------------------------------------------------------------------
