@@ -36,7 +36,7 @@ from towpath.checkpoint.safe_files import (
     write_tensors,
     writing,
 )
-from towpath.checkpoint.storage import Contents, TensorChunks
+from towpath.checkpoint.storage import TensorChunks, WriteItems
 from towpath.errors import CheckpointError
 from towpath.outer.saved import islands_of, view_of
 
@@ -273,7 +273,7 @@ def import_safetensors(source: str | Path, root: str | Path, *, config: Mapping[
             if final.exists():  # nobody else can make it from here on
                 raise CheckpointError(f"{final} is there already: import into a new folder.")
             partial = stack.enter_context(folders.new_partial(root, 0))
-            written = storage.write_files(partial / "rank-00000", Contents(pieces=chunks, values=values, same={}))
+            written = storage.write_files(partial / "rank-00000", WriteItems(pieces=chunks, values=values, same={}))
             storage.complete(partial, 0, [written], None, f"imported from {source.name}")
             folders.publish(partial, final)
     finally:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from towpath.checkpoint import folders, storage
+from towpath.checkpoint.local_state import seed_anew, set_rng_state
 from towpath.checkpoint.manifest import Manifest, from_json, read_manifest, tensors_in
-from towpath.checkpoint.rank_contents import seed_anew, set_rng_state
 from towpath.checkpoint.safe_files import DamagedError, shown
 from towpath.checkpoint.state import RESERVED, State, kind_of, owns
 from towpath.core.formats import dtype_name, shape_text
@@ -67,7 +67,7 @@ def load(where: str | Path, state: State) -> Loaded | None:
             checkpoint of torch.distributed.checkpoint. All ranks raise it.
     """
     state.settle()
-    control = AllRanks(state.contents.everyone.apart("checkpoint loading"), "loading a checkpoint", CheckpointError)
+    control = AllRanks(state.local.everyone.apart("checkpoint loading"), "loading a checkpoint", CheckpointError)
 
     def candidates() -> tuple[bool, list[Path]]:
         """Return the checkpoints to try, and whether the user named one."""
@@ -132,9 +132,9 @@ class Restore:
     """
 
     def __init__(self, state: State, manifest: Manifest) -> None:
-        islands, peers = state.contents.islands, len(state.contents.peers)
+        islands, peers = state.local.islands, len(state.local.peers)
         # How many ranks an island has, how many islands there are, and how many ranks compute the same batch.
-        self._ranks = state.groups.world, 1 if islands is None else islands.islands, peers
+        self._ranks = state.local.groups.world, 1 if islands is None else islands.islands, peers
         same = islands is not None and islands_of(manifest) == islands.islands
         self.manifest = manifest = view_of(manifest, islands.island if islands is not None and same else None)
         self._saved_ranks = manifest.world, islands_of(manifest), manifest.values.get("rng", {}).get("peers", peers)
@@ -144,9 +144,9 @@ class Restore:
         # Tensors, each with the target that it is copied from: parameters that are stored encoded, and parameters and
         # states that are tied in the checkpoint, and not in this model.
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # What is to be done once the targets are filled. Each returns notes.
-        self._finish: list[Callable[[], Iterable[str]]] = []
-        self._names = self._model.names_in(manifest, state.contents.held or self._model.all())
+        # What is to be done once the targets are filled. Some return notes.
+        self._finish: list[Callable[[], Iterable[str] | None]] = []
+        self._names = self._model.names_in(manifest, state.local.held or self._model.all())
         self._check_model()
         stored = {id(parameter): self._names[name] for name, parameter in self._model.parameters.items()}
         self._add_optimizer(stored)  # first, because it may refuse: nothing has changed yet
@@ -229,18 +229,18 @@ class Restore:
         self.notes += [f"parameters were {what}" for what in sorted(rounded)]
 
     def _add_codecs(self) -> None:
-        contents, manifest, saved = self._state.contents, self.manifest, self.manifest.values.get("engine")
-        contents.go_to(saved["step"] if saved is not None else manifest.step)
+        local, manifest, saved = self._state.local, self.manifest, self.manifest.values.get("engine")
+        local.go_to(saved["step"] if saved is not None else manifest.step)
         prefix = f"rank.{self._state.island_rank}.codec."
         kept = {n.removeprefix(prefix) for n in manifest.tensors if n.startswith(prefix)}
-        same = saved is not None and self._ranks == self._saved_ranks and saved["fingerprint"] == contents.fingerprint
-        if same and kept == set(contents.state()):
-            self.targets.update({f"{prefix}{name}": tensor for name, tensor in contents.state().items()})
-            self._finish.append(lambda: contents.load(self._filled(prefix)) or ())
+        same = saved is not None and self._ranks == self._saved_ranks and saved["fingerprint"] == local.fingerprint
+        if same and kept == set(local.state()):
+            self.targets.update({f"{prefix}{name}": tensor for name, tensor in local.state().items()})
+            self._finish.append(lambda: local.load(self._filled(prefix)))
             return
-        contents.restart()
+        local.restart()
         carried = any(".codec." in name and name.startswith("rank.") for name in manifest.tensors)
-        if contents.engines and carried:
+        if local.engines and carried:
             self.notes.append(
                 "codec feedback starts at zero: the checkpoint's is of another strategy, of other units or of another "
                 "number of nodes or ranks. To carry it over, resume with those of the checkpoint"
@@ -270,7 +270,7 @@ class Restore:
                     source = source.full_tensor()  # the shards of two parameters need not match element by element
                 tensor.copy_(source)
         for finish in self._finish:
-            self.notes += finish()
+            self.notes += finish() or ()
         return self.notes
 
     def _finish_extras(self) -> Iterator[str]:
@@ -297,7 +297,7 @@ class Restore:
         if saved := self._filled(f"rank.{self._state.island_rank}.rng."):
             set_rng_state(saved)
         elif rng is not None:
-            seed_anew(rng["seed"], self.manifest.step, self._state.contents.peers)
+            seed_anew(rng["seed"], self.manifest.step, self._state.local.peers)
             yield (
                 f"random numbers begin anew, from the saved seed: the checkpoint is of {_ranks(*self._saved_ranks)}, "
                 f"and this job of {_ranks(*self._ranks)}"

@@ -26,7 +26,7 @@ from towpath.checkpoint import folders, storage
 from towpath.checkpoint.folders import RefusedError, lock_of, release
 from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
-from towpath.checkpoint.storage import Contents, TensorChunks
+from towpath.checkpoint.storage import TensorChunks, WriteItems
 from towpath.daemons import start_daemon
 from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError, TowpathError
@@ -256,7 +256,7 @@ class Saver:
 
     def _open(self) -> None:
         """Lock the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
-        everyone, (keep_last, keep_every) = self.state.contents.everyone, self._keep
+        everyone, (keep_last, keep_every) = self.state.local.everyone, self._keep
         with together(everyone, "Saver()", storage.SAME, RefusedError) as lines:
             lines += [f"root = {self.root}", f"keep_last = {keep_last}", f"keep_every = {keep_every}"]
             lines.append(f"background = {self._background}")
@@ -301,27 +301,27 @@ class Saver:
         if not self._release.alive:  # it was closed
             self._open()
         saving = self._under_way = Saving()
-        contents: Contents | str
+        items: WriteItems | str
         try:
-            contents = self.state.collect()
+            items = self.state.collect()
             if self._background:
-                pieces, saving.snapshot = self._memory.snapshot(contents.pieces, self.state.contents.engines)
-                contents = replace(contents, pieces=pieces)
+                pieces, saving.snapshot = self._memory.snapshot(items.pieces, self.state.local.engines)
+                items = replace(items, pieces=pieces)
         except Exception as error:  # all ranks get it, which would otherwise wait for this one
-            contents = described(error)
+            items = described(error)
 
         before = self._saves.thread
 
         def work() -> None:
-            nonlocal contents
+            nonlocal items
             try:
                 if saving.snapshot is not None:
                     saving.snapshot.take()
             except Exception as error:
-                contents = described(error)
+                items = described(error)
             if before is not None:
                 before.join()
-            saving.ended = self._write(step, contents, began)
+            saving.ended = self._write(step, items, began)
 
         if self._background:
             self._saves.thread = saving.thread = start_daemon(f"towpath checkpoint {step}", work)
@@ -359,10 +359,10 @@ class Saver:
         self._memory = HostMemory()
         return outcome
 
-    def _write(self, step: int, contents: Contents | str, began: float) -> Outcome:
-        failure, is_first = None, self.state.contents.everyone.rank == 0
+    def _write(self, step: int, items: WriteItems | str, began: float) -> Outcome:
+        failure, is_first = None, self.state.local.everyone.rank == 0
         try:
-            storage.write(self.root, step, contents, self._lock, self._saves.control)
+            storage.write(self.root, step, items, self._lock, self._saves.control)
         except TowpathError as error:  # the same on every rank
             failure = str(error)
             self._refused = RefusedError(failure) if isinstance(error, RefusedError) else None

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from towpath.checkpoint.exporting import ADAPTERS, adapters_of
+from towpath.checkpoint.local_state import NamedTensors, local_state_of, rng_state
 from towpath.checkpoint.manifest import to_json
-from towpath.checkpoint.rank_contents import NamedTensors, contents_of, rng_state
-from towpath.checkpoint.storage import Contents, TensorChunks
+from towpath.checkpoint.storage import TensorChunks, WriteItems
 from towpath.core.formats import dtype_name, shape_text
 from towpath.engine.optimizer_hooks import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
@@ -37,7 +37,7 @@ from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
 from towpath.optim import members_of, whole_of
-from towpath.outer.saved import IslandContents, prefix_of
+from towpath.outer.saved import IslandState, prefix_of
 
 RESERVED = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
@@ -81,10 +81,10 @@ class State:
         self.model, self.optimizer, self.extras = model, optimizer, extras
         self.config, self.names = config, dict(names or {})
         self._savers = weakref.WeakSet[Any]()  # those that save this state
-        self.contents = contents_of(model)
-        for engine in self.contents.engines:
+        self.local = local_state_of(model)
+        for engine in self.local.engines:
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
-        self.groups, self.island_rank = self.contents.groups, self.contents.groups.rank
+        self.island_rank = self.local.groups.rank
         self._hook: RemovableHandle | None = None
 
     def add_saver(self, saver: Any) -> None:
@@ -102,21 +102,21 @@ class State:
 
     # --- saving
 
-    def collect(self) -> Contents:
+    def collect(self) -> WriteItems:
         """Return what this rank writes: pieces of the tensors in use, and on rank 0 values that are not tensors."""
-        model, islands, engines = self.named(), self.contents.islands, self.contents.engines
-        copies, tensors = self.contents.writes_copies, model.all()
+        model, islands, engines = self.named(), self.local.islands, self.local.engines
+        copies, tensors = self.local.writes_copies, model.all()
         if islands is not None:
             islands.outer.wait()  # an exchange under way changes what is kept of rounding errors
             tensors = islands.trained(tensors)  # the others are equal on all islands, which share one copy
         found = dict(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
         own = {f"rank.{self.island_rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
-        own |= {f"rank.{self.island_rank}.codec.{name}": tensor for name, tensor in self.contents.state().items()}
+        own |= {f"rank.{self.island_rank}.codec.{name}": tensor for name, tensor in self.local.state().items()}
         found.update(self._mine(own, True))
-        rng = {"seed": torch.initial_seed(), "peers": len(self.contents.peers)}
+        rng = {"seed": torch.initial_seed(), "peers": len(self.local.peers)}
         values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": rng}
         if engines:
-            values["engine"] = {"step": engines[0].step, "fingerprint": self.contents.fingerprint}
+            values["engine"] = {"step": engines[0].step, "fingerprint": self.local.fingerprint}
         if self.optimizer is not None:
             tensors, owned, values["optimizer"] = collect_optimizer(self.optimizer, model)
             found.update(self._mine(tensors, copies, owned=owned))
@@ -143,13 +143,13 @@ class State:
         if self.island_rank == 0 and (adapters := adapters_of(self.model)):
             values[ADAPTERS] = adapters
         if self.island_rank > 0:  # other ranks may have the states of other parameters
-            differ = self.contents.held is not None or (self.optimizer is not None and is_spread(self.optimizer))
+            differ = self.local.held is not None or (self.optimizer is not None and is_spread(self.optimizer))
             values = {name: value for name, value in values.items() if name == "optimizer" and differ}
         if islands is not None:
             found = {f"{prefix_of(islands.island)}{name}": pieces for name, pieces in found.items()}
             found |= self._shared_by_islands(islands, model)
             values = islands.renamed(values, self.island_rank)
-        return Contents(
+        return WriteItems(
             pieces=found,
             values=values,
             same=same,
@@ -157,20 +157,20 @@ class State:
             strategy=engines[0].strategy.to_toml() if engines else None,
         )
 
-    def _shared_by_islands(self, islands: IslandContents, model: NamedTensors) -> dict[str, TensorChunks]:
+    def _shared_by_islands(self, islands: IslandState, model: NamedTensors) -> dict[str, TensorChunks]:
         """Return what island 0 writes for all islands."""
         if islands.island > 0:
             return {}
         trained = islands.trained(model.all())
         equal = {f"model.{name}": t for name, t in model.all().items() if name not in trained}
-        found = dict(self._mine(equal, self.contents.writes_copies))
+        found = dict(self._mine(equal, self.local.writes_copies))
         return found | dict(self._mine(dict(islands.tensors(model.names)), False, steady=False))
 
     def named(self) -> NamedTensors:
         """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
-        if any(engine.kept_unsharded for engine in self.contents.engines):
+        if any(engine.kept_unsharded for engine in self.local.engines):
             raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
-        return self.contents.named()
+        return self.local.named()
 
     def _mine(
         self,
@@ -204,7 +204,7 @@ class State:
                 yield name, TensorChunks(tensor.dtype, tensor.shape, boxes, stays)
 
     def _is_written_elsewhere(self, name: str, sharded: bool) -> bool:
-        names = self.contents.written_elsewhere if sharded else self.contents.copied_elsewhere
+        names = self.local.written_elsewhere if sharded else self.local.copied_elsewhere
         return any(name == f"model.{n}" or name.startswith(f"optimizer.{n}.") for n in names)
 
 

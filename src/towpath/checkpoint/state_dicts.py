@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 from torch.utils import _pytree as trees
 
-from towpath.checkpoint.rank_contents import parameters_of
+from towpath.checkpoint.local_state import parameters_of
 from towpath.checkpoint.state import is_like, name_of
 from towpath.core.formats import dtype_name
 from towpath.engine.executor import Engine, engine_of

@@ -67,7 +67,7 @@ class TensorChunks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class WriteItems:
     """The content that one rank writes into a checkpoint.
 
     Attributes:
@@ -89,18 +89,18 @@ class Contents:
 Written = tuple[dict[str, StoredFile], dict[str, StoredTensor], Mapping[str, Any]]
 
 
-def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: AllRanks) -> None:
+def write(root: Path, step: int, items: WriteItems | str, lock: Lock, control: AllRanks) -> None:
     """Write a checkpoint into `root`. Every rank of `control` must call it. If one fails, all raise the same error.
 
-    `contents` is what this rank writes, or why it has nothing to write.
+    `items` is what this rank writes, or why it has nothing to write.
     """
 
     def announce() -> tuple[int, list[str], int, list[str]]:
-        if isinstance(contents, str):
-            raise CheckpointError(contents)
-        needed = sum(box.nbytes for pieces in contents.pieces.values() for box in pieces.boxes.values())
-        same = [f"{what} = {value}" for what, value in contents.same.items()]
-        return needed, [f"step = {step}"], contents.island, same
+        if isinstance(items, str):
+            raise CheckpointError(items)
+        needed = sum(box.nbytes for pieces in items.pieces.values() for box in pieces.boxes.values())
+        same = [f"{what} = {value}" for what, value in items.same.items()]
+        return needed, [f"step = {step}"], items.island, same
 
     def prepare(ranks: list[tuple[int, list[str], int, list[str]]]) -> Path:
         check_same({rank: given for rank, (_, given, _, _) in enumerate(ranks)}, SAME, RefusedError)
@@ -118,16 +118,16 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
             return stack.enter_context(folders.new_partial(root, step))
 
     def publish(ranks: list[Written]) -> None:
-        assert isinstance(contents, Contents)
+        assert isinstance(items, WriteItems)
         with writing(partial):
-            complete(partial, step, ranks, contents.strategy)
+            complete(partial, step, ranks, items.strategy)
             lock.hold()  # somebody may have removed it meanwhile
             folders.publish(partial, folders.checkpoint_of(root, step))
 
     with ExitStack() as stack:
         partial = control.combine(announce, prepare)
         stem = partial / f"rank-{control.groups.rank:05d}"
-        control.combine(lambda: write_files(stem, contents), publish)
+        control.combine(lambda: write_files(stem, items), publish)
 
 
 def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str | None, source: str = "") -> None:
@@ -173,9 +173,9 @@ def _merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"kind": kinds[0], "groups": groups, "states": states}
 
 
-def write_files(stem: Path, contents: Contents | str) -> Written:
+def write_files(stem: Path, items: WriteItems | str) -> Written:
     """Write this rank's files: one for the states of the optimizer, and one for everything else."""
-    assert isinstance(contents, Contents)
+    assert isinstance(items, WriteItems)
     if not stem.parent.is_dir():
         raise CheckpointError(
             f"{stem.parent}, made by rank 0, is not there. The folder of checkpoints must be one that all nodes share, "
@@ -183,7 +183,7 @@ def write_files(stem: Path, contents: Contents | str) -> Written:
         )
     files: dict[str, dict[str, Tensor]] = {}
     tensors: dict[str, StoredTensor] = {}
-    for name, pieces in contents.pieces.items():
+    for name, pieces in items.pieces.items():
         file = f"{stem.name}{'-optimizer' if _OPTIMIZER.match(name) else ''}.safetensors"
         boxes = {StoredBox(at, tuple(data.shape), file): data for at, data in pieces.boxes.items()}
         tensors[name] = StoredTensor(name, pieces.dtype, tuple(pieces.shape), tuple(boxes))
@@ -192,7 +192,7 @@ def write_files(stem: Path, contents: Contents | str) -> Written:
     for file, held in files.items():
         with writing(stem.parent / file):
             written[file] = StoredFile(*write_tensors(stem.parent / file, held))
-    return written, tensors, contents.values
+    return written, tensors, items.values
 
 
 def free_bytes(folder: Path) -> int:

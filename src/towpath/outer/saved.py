@@ -65,7 +65,7 @@ def view_of(manifest: Manifest, island: int | None) -> Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class IslandContents:
+class IslandState:
     """The part of a run with outer steps that this rank has, besides what its island would have as a job of its own.
 
     Attributes:
@@ -111,7 +111,7 @@ class IslandContents:
 
 
 def restore_islands(
-    contents: IslandContents, manifest: Manifest, names: Mapping[int, str], targets: dict[str, torch.Tensor]
+    islands: IslandState, manifest: Manifest, names: Mapping[int, str], targets: dict[str, torch.Tensor]
 ) -> Callable[[], list[str]]:
     """Add the slow weights, momentum and pending results of a checkpoint to `targets`. Return what to call once filled.
 
@@ -119,7 +119,7 @@ def restore_islands(
     optimizer writes to. If the checkpoint is of as many islands, these are the weights of this rank's island. Otherwise
     they are the slow weights, to which pending results were applied.
     """
-    outer, mine, saved = contents.outer, contents.values(), manifest.values.get(VALUE)
+    outer, mine, saved = islands.outer, islands.values(), manifest.values.get(VALUE)
     step: int = manifest.values.get("engine", {"step": manifest.step})["step"]
     if saved is None:
 
@@ -156,18 +156,18 @@ def restore_islands(
             find(part.held(part.momentum), _MOMENTUM_NOW, _MOMENTUM)
         if is_pending:
             find(part.held(part.difference), _PENDING)
-        if count == contents.islands:  # otherwise the weights will be those that were loaded
+        if count == islands.islands:  # otherwise the weights will be those that were loaded
             find(part.held(part.slow), _SLOW, _SETTLED)
 
     def resume() -> list[str]:
         outer.resume(saved["done"], under_way)
         if goes_on:
             return []
-        if count == contents.islands:
+        if count == islands.islands:
             return ["exchanges under way were applied to the slow weights: every, fragments or delay has changed"]
         outer.begin_anew(step)
         return [
-            f"the checkpoint is of {count} islands, and now there are {contents.islands}: all of them begin with the "
+            f"the checkpoint is of {count} islands, and now there are {islands.islands}: all of them begin with the "
             "slow weights, and with the optimizer's states of island 0"
         ]
 

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from towpath.api import shard
-from towpath.checkpoint.rank_contents import RankContents
+from towpath.checkpoint.local_state import LocalState
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.passes import Compression, StagePass, encoded_gradients
@@ -62,7 +62,7 @@ from towpath.pipeline.agreement import (
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
-from towpath.pipeline.stage import TowpathStage, contents_of, prefixes_of, schedule_of
+from towpath.pipeline.stage import TowpathStage, local_state_of, prefixes_of, schedule_of
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -509,11 +509,11 @@ class Pipeline(Observable):
         found = dict(zip(self._everyone.members, self._everyone.gather_objects(trace.intervals), strict=True))
         return found if dist.get_rank() == self._everyone.members[0] else {}
 
-    def checkpoint_contents(self) -> RankContents:
+    def local_state(self) -> LocalState:
         """Return what this rank has of a checkpoint, for `towpath.checkpoint.State(pipeline, optimizer)`."""
         how = f"{self._compression} {list(self.owners)}"
-        contents = contents_of(self._mesh, self._stages, self._tied, self._prefixes, how)
-        return replace(contents, dropped=self._forget_accumulated)
+        local = local_state_of(self._mesh, self._stages, self._tied, self._prefixes, how)
+        return replace(local, dropped=self._forget_accumulated)
 
     def _forget_accumulated(self) -> None:
         self._accumulated = 0

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from towpath.checkpoint.rank_contents import (
+from towpath.checkpoint.local_state import (
+    CodecState,
+    LocalState,
     NamedTensors,
-    RankContents,
-    RankState,
-    engine_state,
+    codec_state_of,
     named_tensors,
 )
 from towpath.core.formats import dtype_name
@@ -239,7 +239,7 @@ def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.Proce
     return ["" if unique else f"{index}." for index in range(stages)]
 
 
-def _sender_state(stage: TowpathStage) -> RankState:
+def _sender_state(stage: TowpathStage) -> CodecState:
     """Return the state that a stage's senders carry from one message to the next, by the name of the sender."""
 
     def state() -> dict[str, torch.Tensor]:
@@ -250,7 +250,7 @@ def _sender_state(stage: TowpathStage) -> RankState:
         for sender in stage.senders.values():
             sender.restart()
 
-    return RankState(state, restart)
+    return CodecState(state, restart)
 
 
 def _named_in(stages: Sequence[TowpathStage], prefixes: Sequence[str], twin: Mapping[str, str]) -> NamedTensors:
@@ -266,9 +266,9 @@ def _named_in(stages: Sequence[TowpathStage], prefixes: Sequence[str], twin: Map
     )
 
 
-def contents_of(
+def local_state_of(
     mesh: DeviceMesh, stages: Sequence[TowpathStage], tied: TiedEmbeddings | None, prefixes: Sequence[str], how: str
-) -> RankContents:
+) -> LocalState:
     """Return what this rank has of a checkpoint. Every rank must call it.
 
     `how` is what must be equal for the states of codecs to fit, next to the strategies of the stages.
@@ -285,7 +285,7 @@ def contents_of(
         engines.append(("tied/", engine_of(tied.module)))
         first, last = tied.ends.names
         twin = {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
-    states: dict[str, RankState] = {prefix: engine_state(engine) for prefix, engine in engines}
+    states: dict[str, CodecState] = {prefix: codec_state_of(engine) for prefix, engine in engines}
     states |= {f"messages of stage {s.stage_index}/": _sender_state(s) for s in stages}
 
     def of_this_rank() -> tuple[dict[int, set[str]], dict[str, str], list[str]]:
@@ -303,7 +303,7 @@ def contents_of(
     codec_states = "\n".join([how, *(line for _, _, fingerprints in gathered for line in fingerprints)])
     others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
     layers = "tp" in (mesh.mesh_dim_names or ())  # ranks share them
-    return RankContents(
+    return LocalState(
         groups=groups,
         everyone=groups,
         peers=Groups(mesh["tp"].get_group()).members if layers else (groups.rank,),

@@ -23,7 +23,7 @@ from towpath.checkpoint.safe_files import DamagedError
 from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
 from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError
-from towpath.outer.saved import IslandContents
+from towpath.outer.saved import IslandState
 from towpath.topology.groups import Groups
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
@@ -100,11 +100,11 @@ def _as_built(name: str) -> str:
     return name
 
 
-# --- contents ---------------------------------------------------------------------------------------------------------
+# --- this rank --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class RankState:
+class CodecState:
     """State that a rank carries from step to step: the rounding errors of codecs, and the seeds they draw from.
 
     Attributes:
@@ -118,15 +118,15 @@ class RankState:
     load: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None
 
 
-def engine_state(engine: Engine) -> RankState:
+def codec_state_of(engine: Engine) -> CodecState:
     """Return the state of an engine's codecs."""
-    return RankState(
+    return CodecState(
         partial(codec_state, engine), partial(reset_codec_state, engine), partial(load_codec_state, engine)
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankContents:
+class LocalState:
     """The tensors and states that one rank has of a model, and the part that this rank writes.
 
     Attributes:
@@ -149,11 +149,11 @@ class RankContents:
     groups: Groups
     everyone: Groups
     peers: Sequence[int]
-    islands: IslandContents | None = None
+    islands: IslandState | None = None
     named: Callable[[], NamedTensors]
     writes_copies: bool
     engines: tuple[Engine, ...] = ()
-    states: Mapping[str, RankState]
+    states: Mapping[str, CodecState]
     fingerprint: str = ""
     held: frozenset[str] | None = None
     written_elsewhere: frozenset[str] = frozenset()
@@ -181,15 +181,15 @@ class RankContents:
             each.restart()
 
 
-def contents_of(model: Any) -> RankContents:
-    """Return the contents of a model, sharded or not, or of a pipeline, which knows its own."""
+def local_state_of(model: Any) -> LocalState:
+    """Return what this rank has of a model, sharded or not, or of a pipeline, which knows its own."""
     if not isinstance(model, nn.Module):
-        if not hasattr(model, "checkpoint_contents"):
+        if not hasattr(model, "local_state"):
             kind = type(model).__name__
             raise CheckpointError(
                 f"model: expected a torch.nn.Module, or a pipeline of towpath.pipeline; got a {kind}."
             )
-        return model.checkpoint_contents()
+        return model.local_state()
     engine: Engine | None = getattr(model, "towpath_engine", None)
     places = [] if engine is None else [p for u in engine.units for b in u.buckets for p in b.layout.places]
     mesh = max((place.parallel.ranks for place in places if place.parallel is not None), key=len, default=[])
@@ -201,14 +201,14 @@ def contents_of(model: Any) -> RankContents:
             f"job has {job.world}: a checkpoint is of a whole job."
         )
     islands, groups = None, job
-    states = {} if engine is None else {"": engine_state(engine)}
+    states = {} if engine is None else {"": codec_state_of(engine)}
     if engine is not None and engine.outer is not None:
         if mesh_size > 1:
             raise CheckpointError("outer steps on a tensor-parallel mesh: checkpoints are not supported yet.")
         groups, outer = engine.comm.groups, engine.outer  # its state is the error feedback of exchanges
-        states["outer."] = RankState(outer.feedback, lambda: [kept.zero_() for kept in outer.feedback().values()])
-        islands = IslandContents(engine.outer, job.rank // groups.world, engine.strategy.islands)
-    return RankContents(
+        states["outer."] = CodecState(outer.feedback, lambda: [kept.zero_() for kept in outer.feedback().values()])
+        islands = IslandState(engine.outer, job.rank // groups.world, engine.strategy.islands)
+    return LocalState(
         groups=groups,
         everyone=job,
         peers=mesh or (job.rank,),
