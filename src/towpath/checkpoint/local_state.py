@@ -1,7 +1,4 @@
-"""The tensors and states that each rank has of a training.
-
-A rank has a complete model, its shards, or some stages of a pipeline.
-"""
+"""The tensors and states that a rank has of a training: a complete model, its shards, or some stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -105,17 +102,11 @@ def _as_built(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CodecState:
-    """State that a rank carries from step to step: the rounding errors of codecs, and the seeds they draw from.
+    """State that a rank carries from step to step: the rounding errors of codecs, and the seeds they draw from."""
 
-    Attributes:
-        state: Returns the state by name. The tensors are those in use, except seeds.
-        restart: Starts with a new state.
-        load: Takes over the values after the tensors in use were filled.
-    """
-
-    state: Callable[[], dict[str, torch.Tensor]]
-    restart: Callable[[], object]
-    load: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None
+    state: Callable[[], dict[str, torch.Tensor]]  # by name: the tensors in use, except for seeds
+    restart: Callable[[], object]  # begins anew
+    load: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None  # after the tensors in use were filled
 
 
 def codec_state_of(engine: Engine) -> CodecState:
@@ -127,38 +118,21 @@ def codec_state_of(engine: Engine) -> CodecState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalState:
-    """The tensors and states that one rank has of a model, and the part that this rank writes.
+    """The tensors and states that one rank has of a model, and the part that this rank writes."""
 
-    Attributes:
-        groups: The ranks that train together: those of this rank's island, or of the whole job.
-        everyone: The ranks of the whole job, which save and load together.
-        peers: This rank and those that compute the same batch, and so draw the same random numbers, by their numbers in
-            the job.
-        islands: What the islands of a run with outer steps share. None without them.
-        named: Returns this rank's tensors.
-        writes_copies: Whether this rank writes tensors of which other ranks have copies.
-        engines: The engines that hold this rank's shards.
-        states: The state that this rank carries, by the prefix of its names.
-        fingerprint: Equal for two runs whose ranks carry the same states.
-        held: The names of all tensors that any rank has. None if each rank has all of them.
-        written_elsewhere: The sharded tensors of this rank that another stage writes.
-        copied_elsewhere: The unsharded tensors of this rank that another stage writes.
-        dropped: Called after the engines have dropped the gradients that they accumulated.
-    """
-
-    groups: Groups
-    everyone: Groups
-    peers: Sequence[int]
+    groups: Groups  # the ranks that train together: those of this rank's island, or of the whole job
+    everyone: Groups  # the ranks of the whole job, which save and load together
+    peers: Sequence[int]  # the job's ranks that compute the same batch as this one, and draw the same random numbers
     islands: IslandState | None = None
     named: Callable[[], NamedTensors]
-    writes_copies: bool
+    writes_copies: bool  # whether this rank writes tensors of which other ranks have copies
     engines: tuple[Engine, ...] = ()
-    states: Mapping[str, CodecState]
-    fingerprint: str = ""
-    held: frozenset[str] | None = None
-    written_elsewhere: frozenset[str] = frozenset()
-    copied_elsewhere: frozenset[str] = frozenset()
-    dropped: Callable[[], None] = lambda: None
+    states: Mapping[str, CodecState]  # by the prefix of their names
+    fingerprint: str = ""  # equal for two runs whose ranks carry the same states
+    held: frozenset[str] | None = None  # all tensors that any rank has; None if each rank has all of them
+    written_elsewhere: frozenset[str] = frozenset()  # the sharded tensors of this rank that another stage writes
+    copied_elsewhere: frozenset[str] = frozenset()  # the unsharded ones
+    dropped: Callable[[], None] = lambda: None  # called after the engines have dropped accumulated gradients
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all states that this rank carries."""

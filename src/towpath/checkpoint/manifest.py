@@ -91,24 +91,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint's manifest.
+    """The content of a checkpoint's manifest."""
 
-    Args:
-        step: The number of optimizer steps.
-        written_by: The version of Towpath that wrote it.
-        seconds: When it was written, in seconds since 1970.
-        world: The number of ranks that wrote it.
-        strategy: Their strategy in TOML, or None if it was imported.
-        files: The size and checksum of each file, by name.
-        tensors: The dtype, shape and place of each tensor, by name.
-        values: Everything that is not a tensor.
-    """
-
-    step: int
+    step: int  # how many optimizer steps were done
     written_by: str
-    seconds: float
-    world: int
-    strategy: str | None
+    seconds: float  # since 1970
+    world: int  # how many ranks wrote it
+    strategy: str | None  # in TOML; None if it was imported
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -189,17 +178,7 @@ def step_of(path: Path) -> int:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Args:
-        folder: The folder of the checkpoint, such as "runs/a/step-000100".
-
-    Returns:
-        The checked manifest: which tensors, files and values the checkpoint has.
-
-    Raises:
-        CheckpointError: The manifest is missing or damaged.
-    """
+    """Return the checked manifest of a checkpoint, or raise DamagedError if it is missing or damaged."""
     path = Path(folder) / NAME
     if path.parent.is_symlink():
         raise DamagedError(f"{path.parent} is a symbolic link, which is not followed. Name its target.")
@@ -404,12 +383,7 @@ def _add_tensor(path: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor
 
 
 def from_json(value: Any, tensors: Callable[[str], Any]) -> Any:
-    """Return what `to_json` was given. `tensors` returns the tensor of a path.
-
-    Raises:
-        ValueError: `to_json` cannot have made the value.
-        TypeError: `to_json` cannot have made the value.
-    """
+    """Return what `to_json` was given, or raise ValueError or TypeError. `tensors` returns the tensor of a path."""
     if isinstance(value, list):
         return [from_json(v, tensors) for v in value]
     if not isinstance(value, dict):

@@ -239,14 +239,9 @@ class Safetensors:
     def check(
         self, expected: Mapping[tuple[str, ...], tuple[int, ...]], ignored: re.Pattern[str] | None = None
     ) -> None:
-        """Check that these are the weights of a model.
+        """Raise ConfigError unless these are a model's tensors, with the `expected` shape for all names of each one.
 
-        Args:
-            expected: The shape of each tensor of the model, by all names of the tensor.
-            ignored: Names that the files may hold in addition.
-
-        Raises:
-            ConfigError: A tensor is missing, has another shape, or is not the model's.
+        `ignored`: Names that the files may hold in addition.
         """
         shapes = self.shapes
         for names, shape in expected.items():

@@ -181,11 +181,8 @@ class State:
     ) -> Iterator[tuple[str, TensorChunks]]:
         """Yield what this rank writes of `tensors`. Ranks that hold the same slice of a ShardTensor divide it.
 
-        Args:
-            tensors: What this rank has, by name.
-            copies: Whether this rank writes tensors that are not ShardTensors.
-            steady: Whether ShardTensors stay as they are until the optimizer's step.
-            owned: The parameters of full states. The owners in the other replicas have the same states.
+        `copies`: Whether this rank writes other tensors. `steady`: Whether ShardTensors stay as they are until the
+        optimizer's step. `owned`: The parameters of full states, of which the owners in other replicas have the same.
         """
         for name, tensor in tensors.items():
             _check_storable(name, tensor)
@@ -260,10 +257,7 @@ _NUMBERS = ("step", "mu_product", "eta", "mu")  # one number, even if the parame
 def collect_optimizer(
     optimizer: Optimizer, model: NamedTensors
 ) -> tuple[dict[str, torch.Tensor], dict[str, ShardTensor], dict[str, Any]]:
-    """Return what this rank has of the optimizer's states.
-
-    These are its tensors by name, the parameters of those that it has as the owner, and as JSON everything else.
-    """
+    """Return the tensors of this rank's states, the parameters of those that it owns, and as JSON everything else."""
     adopt(optimizer)
     tensors, owned = dict[str, torch.Tensor](), dict[str, ShardTensor]()
     groups, states = list[dict[str, Any]](), dict[str, Any]()

@@ -424,20 +424,8 @@ def _without_gathering(options: StateDictOptions) -> StateDictOptions:
 def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Save a sharded model by its own `save_pretrained`, as Hugging Face, PEFT and Diffusers define it.
 
-    Rank 0 writes. If the method accepts a state dict, full tensors are gathered unit by unit. Otherwise the parameters
-    are unsharded meanwhile, on every rank. Every rank must call it.
-
-    Args:
-        model: The sharded model.
-        save: The model's own method.
-        *args: Arguments for the method.
-        **kwargs: Arguments for the method.
-
-    Returns:
-        The result of the method on rank 0, and None on the others.
-
-    Raises:
-        CheckpointError: Saving failed on some rank.
+    Rank 0 writes, and gets the method's result. If the method accepts a state dict, full tensors are gathered unit by
+    unit. Otherwise the parameters are unsharded meanwhile, on every rank. Every rank must call it.
     """
     engine = engine_of(model)
     groups, signature = engine.comm.job, inspect.signature(save)

@@ -55,34 +55,23 @@ _MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what th
 
 @dataclass(frozen=True, slots=True)
 class TensorChunks:
-    """The part of a tensor that one rank writes: contiguous boxes, by their offsets in the tensor.
-
-    `steady` says that only an optimizer's step writes to the boxes.
-    """
+    """The part of a tensor that one rank writes: contiguous boxes, by their offsets in the tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
     boxes: Mapping[tuple[int, ...], Tensor]
-    steady: bool = False
+    steady: bool = False  # only an optimizer's step writes to the boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteItems:
-    """The content that one rank writes into a checkpoint.
-
-    Attributes:
-        pieces: Its part of the tensors, by name.
-        values: JSON values, by name. Most are only on rank 0.
-        same: Texts that must be the same on every rank of the island.
-        island: The number of the rank's island.
-        strategy: The strategy in TOML.
-    """
+    """The content that one rank writes into a checkpoint."""
 
     pieces: Mapping[str, TensorChunks]
-    values: Mapping[str, Any]
-    same: Mapping[str, str]
+    values: Mapping[str, Any]  # as JSON; most are only on rank 0
+    same: Mapping[str, str]  # texts that must be the same on every rank of the island
     island: int = 0
-    strategy: str | None = None
+    strategy: str | None = None  # in TOML
 
 
 # What a rank has written: its files, its boxes of each tensor, and its values.
@@ -90,10 +79,7 @@ Written = tuple[dict[str, StoredFile], dict[str, StoredTensor], Mapping[str, Any
 
 
 def write(root: Path, step: int, items: WriteItems | str, lock: Lock, control: AllRanks) -> None:
-    """Write a checkpoint into `root`. Every rank of `control` must call it. If one fails, all raise the same error.
-
-    `items` is what this rank writes, or why it has nothing to write.
-    """
+    """Write a checkpoint into `root`. Every rank must call it, with what it writes or why it has nothing to write."""
 
     def announce() -> tuple[int, list[str], int, list[str]]:
         if isinstance(items, str):

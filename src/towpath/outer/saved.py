@@ -66,17 +66,11 @@ def view_of(manifest: Manifest, island: int | None) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class IslandState:
-    """The part of a run with outer steps that this rank has, besides what its island would have as a job of its own.
-
-    Attributes:
-        outer: The outer steps.
-        island: The number of this rank's island.
-        islands: The number of islands.
-    """
+    """The part of a run with outer steps that this rank has, besides what its island would have as a job of its own."""
 
     outer: OuterSync
-    island: int
-    islands: int
+    island: int  # the number of this rank's island
+    islands: int  # how many there are
 
     def trained(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those tensors of a model that differ between islands: parameters that train, and buffers."""
