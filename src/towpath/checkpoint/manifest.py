@@ -144,13 +144,12 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into `folder`, and wait until it is on the disk."""
     content: dict[str, Any] = {
-        **{name: getattr(manifest, name) for name in ("step", "written_by", "seconds", "world", "strategy")},
+        **{name: getattr(manifest, name) for name in _CONTENT},
         "files": {n: [f.bytes, f.crc32] for n, f in manifest.files.items()},
         "tensors": {
             name: [str(t.dtype).removeprefix("torch."), t.shape, [[b.offsets, b.sizes, b.file] for b in t.boxes]]
             for name, t in manifest.tensors.items()
         },
-        "values": manifest.values,
     }
     whole = {"format": FORMAT, "crc32": zlib.crc32(_canonical(content)), "content": content}
     data, path = json.dumps(whole).encode(), folder / NAME
@@ -208,6 +207,7 @@ _CONTENT: dict[Any, Any] = {
     "written_by": str,
     "seconds": float,
     "world": _POSITIVE,
+    "strategy": str | None,
     "files": {str: [_COUNT]},
     "tensors": {str: list},
     "values": {str: object},
@@ -252,7 +252,7 @@ def _check(value: Any, form: Any, where: str) -> None:
         if type(value) is not int or not (form == _POSITIVE) <= value < 2**63:
             raise ValueError(f"{where} is {shown(value)}; expected {form}.")
     elif not isinstance(value, form):
-        raise ValueError(f"{where} is {shown(value)}; expected {form.__name__}.")
+        raise ValueError(f"{where} is {shown(value)}; expected {getattr(form, '__name__', form)}.")
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
@@ -283,11 +283,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
                 raise ValueError(f"values.{plain} refers to {shown(path)}; expected a tensor of {shown(plain)}.")
     if not 0 <= content["seconds"] < _YEAR_10000:
         raise ValueError(f"seconds is {shown(content['seconds'])}; expected a time since 1970.")
-    strategy = content.get("strategy")
-    if strategy is not None:
-        _check(strategy, str, "strategy")
-    facts: dict[str, Any] = {name: content[name] for name in ("step", "written_by", "seconds", "world", "values")}
-    return Manifest(strategy=strategy, files=files, tensors=tensors, **facts)
+    facts: dict[str, Any] = {name: content[name] for name in _CONTENT} | {"files": files, "tensors": tensors}
+    return Manifest(**facts)
 
 
 def _tensor(name: str, dtype: Any, shape: Any, boxes: Any) -> StoredTensor:
