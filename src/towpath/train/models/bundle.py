@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from towpath.api import Values, blocks_of
-from towpath.checkpoint.weights import Safetensors
+from towpath.checkpoint.safe_files import Safetensors
 from towpath.core.units import round_up
 from towpath.train.config import ModelConfig
 from towpath.train.models import hugging_face
