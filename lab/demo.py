@@ -25,7 +25,7 @@ from lab.report import Outcome
 from lab.runs import as_rank
 from towpath import tracing
 from towpath.core.strategy import TransferKind
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.gpt import GPT, Shape
 
 TOPOLOGY = towpath.Topology(nodes=2, ranks_per_node=2)
 STRATEGIES = ("zero3", "hpz", "mics", "paro-iig", "paro-nig", "zero++", "auto")

@@ -80,7 +80,7 @@ class TrainingRun:
         self.folder, self.pids = folder, folder / "pids"
         self.checkpoints, self.metrics = folder / "checkpoints", folder / "metrics.jsonl"
         self.pids.mkdir(parents=True)
-        from towpath.train.prepare import prepare
+        from towpath.train.data import prepare
 
         corpus = folder.parent / "corpus.txt"
         words = random.Random(0).choices(("lock", "barge", "weir", "horse", "towpath", "canal"), k=20_000)

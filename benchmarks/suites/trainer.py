@@ -25,7 +25,7 @@ from towpath.checkpoint.manifest import read_manifest
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger
-from towpath.train.models.bundle import next_token_loss
+from towpath.train.models import next_token_loss
 from towpath.train.trainer import TrainingRun
 
 # towpath train --------------------------------------------------------------------------------------------------------

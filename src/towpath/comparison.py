@@ -31,7 +31,7 @@ from towpath.plan.cluster_probe import device_of_job
 from towpath.topology.cluster import Topology
 from towpath.topology.init import first_line
 from towpath.topology.store import StatusStore
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.gpt import GPT, Shape
 
 CONFIDENCE, TIMED_STEPS = 0.95, 5
 STRATEGIES = ("zero3", "mics", "paro-iig", "zero++")

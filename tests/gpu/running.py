@@ -81,8 +81,8 @@ def towpath_train_does_not_wait(folder: Path, offload: str | None, offload_activ
     """
     from towpath.engine import saved_activations
     from towpath.train.config import Config
+    from towpath.train.data import prepare
     from towpath.train.job import init_distributed
-    from towpath.train.prepare import prepare
     from towpath.train.trainer import TrainingRun
 
     if dist.get_rank() == 0:

@@ -25,7 +25,7 @@ from tests.gpu.case import BOTH, FOLDER, Case, join
 from tests.ranks.models import DEVICE
 from towpath.errors import ConfigError, StepError, TowpathError
 from towpath.pipeline import Compression, Pipeline, split
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.gpt import GPT, Shape
 
 ROOT = Path(__file__).parents[2]
 BATCH, LENGTH, VOCABULARY = 2, 6, 24

@@ -34,8 +34,8 @@ from towpath.plan.profile import Profile, collective_of
 from towpath.plan.request import Optimizer, Request
 from towpath.plan.solver import Ranking, Solver
 from towpath.train.config import Config
+from towpath.train.data import prepare
 from towpath.train.job import init_distributed
-from towpath.train.prepare import prepare
 from towpath.train.trainer import TrainingRun
 
 SHAPE = towpath.Topology(2, 2)

@@ -149,7 +149,7 @@ def _for_sharded(folder: Path) -> dict[str, Any]:
 
 
 def _for_pipeline(_: Path) -> dict[str, Any]:
-    from towpath.train.models.gpt import GPT, Shape
+    from towpath.train.gpt import GPT, Shape
 
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     batch = torch.zeros(8, 64, dtype=torch.int64)

@@ -28,7 +28,7 @@ from towpath.core.transport import Transport
 from towpath.errors import ConfigError, ShardError, StepError
 from towpath.observe.stats import intervals_of_ranks, totals
 from towpath.pipeline import Compression, Pipeline, split
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.gpt import GPT, Shape
 
 WIDTH, BATCH = 8, 2
 SINGLE = ("GPipe", "1F1B")

@@ -30,9 +30,8 @@ from towpath.checkpoint import storage
 from towpath.errors import StepError, TowpathError
 from towpath.train import checkpoints, trainer
 from towpath.train.config import Config
-from towpath.train.data import TokenWindows
+from towpath.train.data import TokenWindows, prepare
 from towpath.train.job import init_distributed
-from towpath.train.prepare import prepare
 from towpath.train.trainer import StepResult, TrainingRun
 
 Told = dict[int, tuple[int, signal.Signals]]

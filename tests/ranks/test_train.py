@@ -25,15 +25,14 @@ from tests.ranks.server import Worlds, run_ranks
 from tests.ranks.strategies import ROUNDING, in_turn, seldom
 from towpath import strategies
 from towpath.errors import TowpathError
+from towpath.train import models
 from towpath.train import trainer as trainer_module
 from towpath.train.checkpoints import CheckpointManager
 from towpath.train.config import Config
+from towpath.train.data import prepare
 from towpath.train.job import init_distributed
 from towpath.train.metrics import JsonLines
-from towpath.train.models import bundle
-from towpath.train.optimizers import BETAS, learning_rate
-from towpath.train.prepare import prepare
-from towpath.train.trainer import TrainingRun, run_training
+from towpath.train.trainer import BETAS, TrainingRun, learning_rate, run_training
 
 Rows = list[dict[str, Any]]
 
@@ -185,7 +184,7 @@ def _plain_beside(config: Config) -> tuple[list[float], list[float]]:
     train = config.train
     with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
         training = TrainingRun(config, job)
-    built: Any = bundle.build_model(config.model, 256).model
+    built: Any = models.build_model(config.model, 256).model
     plain = type(built)(built.shape)
     with torch.no_grad():
         for name, values in _weights(training).items():
@@ -227,12 +226,12 @@ def test_compiled_blocks_train_alike(
 
 
 def _compiled(config: Config) -> Any:
-    asked: list[bundle.ModelBundle] = []
+    asked: list[models.ModelBundle] = []
 
-    def compile_blocks(built: bundle.ModelBundle) -> None:
+    def compile_blocks(built: models.ModelBundle) -> None:
         asked.append(built)
         # Without a compiler for the machine's own code.
-        bundle.compile_blocks(built, backend="aot_eager", fullgraph=True)
+        models.compile_blocks(built, backend="aot_eager", fullgraph=True)
 
     before, trainer_module.compile_blocks = trainer_module.compile_blocks, compile_blocks
     torch._dynamo.utils.counters.clear()

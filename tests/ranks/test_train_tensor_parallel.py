@@ -27,7 +27,7 @@ from towpath.observe.totals import Totals
 from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger
-from towpath.train.models.tensor_parallel import COLUMNS, EACH_HEAD, TensorPlan, plan_for, share_layers
+from towpath.train.tensor_parallel import COLUMNS, EACH_HEAD, TensorPlan, plan_for, share_layers
 from towpath.train.trainer import TrainingRun
 
 __all__ = ["config", "tokens"]  # fixtures

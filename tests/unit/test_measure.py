@@ -21,7 +21,7 @@ from towpath.plan.cluster_file import Cluster
 from towpath.plan.cluster_probe import seconds_beside
 from towpath.plan.measure import describe_measured, line_through
 from towpath.plan.model import LinearSeconds, Model, compute_seconds
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.gpt import GPT, Shape
 
 CPU = torch.device("cpu")
 LENGTH = 16

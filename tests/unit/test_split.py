@@ -8,7 +8,7 @@ from torch import nn
 
 from towpath.errors import ShardError
 from towpath.pipeline import split
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.gpt import GPT, Shape
 
 IDS = torch.randint(24, (2, 6), generator=torch.Generator().manual_seed(1))
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from towpath.checkpoint.weights import INDEX, Safetensors
 from towpath.errors import CheckpointError, ConfigError, TowpathError
+from towpath.train import models
 from towpath.train.config import ModelConfig
-from towpath.train.models import bundle
-from towpath.train.models.bundle import build_model
-from towpath.train.models.gpt import GPT, Shape, exported_config, exported_names, rotary_tables
+from towpath.train.gpt import GPT, Shape, exported_config, exported_names, rotary_tables
+from towpath.train.models import build_model
 
 SMALL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 4}
 VOCABULARY = 40
@@ -76,9 +76,9 @@ def test_a_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randint(VOCABULARY, (3, 8))
     results: list[list[torch.Tensor]] = []
     for at_once in (1 << 24, 5 * VOCABULARY):
-        monkeypatch.setattr(bundle, "_LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr(models, "_LOGITS_AT_ONCE", at_once)
         model.zero_grad()
-        loss = bundle.next_token_loss(model, rows[:, :-1], rows[:, 1:])
+        loss = models.next_token_loss(model, rows[:, :-1], rows[:, 1:])
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     expected = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())

@@ -5,6 +5,7 @@ TrainingRun.__init__        setup: data, model, strategy, sharding, optimizer
 TrainingRun.train           the loop: steps, metrics (metrics.py), saving (checkpoints.py), evaluation, signals
 TrainingRun.train_step      one step: gradient accumulation, clipping, agreement of the ranks (job.py), optimizer
 TrainingRun.evaluate        the loss of the held-out part
+build_optimizer             AdamW for all parameters; or Muon for the matrices of blocks, and AdamW for the others
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,22 +30,25 @@ from torch import Tensor, nn
 from towpath.api import average_islands
 from towpath.core.strategy import Strategy
 from towpath.engine.executor import engine_of
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.saved_activations import offload_activations
 from towpath.errors import StepError
 from towpath.observe.stats import running_trace
+from towpath.optim import chain, owner_stepped
 from towpath.topology.cluster import counted
 from towpath.topology.init import alone
 from towpath.train.checkpoints import CheckpointManager, TrainState
-from towpath.train.config import Config
+from towpath.train.config import Config, TrainConfig
 from towpath.train.data import Batch, open_tokens
 from towpath.train.job import SIGNALS, Agreement, Job, StopRequest, handle_signals, init_distributed
 from towpath.train.metrics import JsonLines, MetricsLogger
-from towpath.train.models.bundle import build_model, checkpoint_blocks, compile_blocks, next_token_loss
-from towpath.train.models.tensor_parallel import plan_for
-from towpath.train.optimizers import build_optimizer, learning_rate
+from towpath.train.models import build_model, checkpoint_blocks, compile_blocks, next_token_loss
 from towpath.train.parallel import build_pipeline, choose_strategy, copies_of_model, shard_model, topology_of_copies
+from towpath.train.tensor_parallel import plan_for
 
 _EVALUATED_BATCHES = 4  # of train.batch sequences
+BETAS = (0.9, 0.95)  # of AdamW, as Llama was trained
+FINAL_SHARE = 0.1  # the last learning rate, as a share of the peak
 
 
 def run_training(config: Config) -> int:
@@ -342,3 +346,45 @@ class TrainingRun:
         with nullcontext() if trace is None or what == "passes" else trace.phase(what):
             yield
         self.timers[what] += time.perf_counter() - began
+
+
+# The optimizer --------------------------------------------------------------------------------------------------------
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of a sharded model. Every rank must call it."""
+    trained = [p for p in parameters if p.requires_grad]
+    if config.optimizer == "adamw":
+        return _adamw(trained, config)
+    # Embeddings and the output layer, which Muon is not meant for, are in no block and so in the root unit.
+    matrices = [p for p in trained if p.dim() == 2 and isinstance(p, ShardTensor) and p.shard_spec.unit]
+    # Scaled so that AdamW's learning rate suits it.
+    muon = torch.optim.Muon(
+        matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    chosen = {id(p) for p in matrices}
+    return chain(owner_stepped(muon), _adamw([p for p in trained if id(p) not in chosen], config))
+
+
+def _adamw(trained: Sequence[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    # Matrices decay. Vectors, which are norms and biases, do not.
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=config.learning_rate,
+        betas=BETAS,
+        fused=all(p.device.type in ("cpu", "cuda") for p in trained),
+    )
+
+
+def learning_rate(config: TrainConfig, done: int) -> float:
+    """Return the learning rate after `done` steps: a line up to the peak, then a cosine down to its final share."""
+    warmup = round(config.warmup * config.steps)
+    if done < warmup:
+        return config.learning_rate * (done + 1) / warmup
+    progress = (done - warmup) / max(1, config.steps - warmup)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return config.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)

@@ -6,9 +6,12 @@ otherwise from each module's `reset_parameters()`.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from towpath.api import Values, blocks_of
 from towpath.checkpoint.weights import Safetensors
 from towpath.core.units import round_up
+from towpath.engine.parameters.transformers_init import add_reset_parameters
+from towpath.errors import ConfigError
 from towpath.train.config import ModelConfig
-from towpath.train.models import hugging_face
-from towpath.train.models.gpt import GPT, Shape, exported_config, exported_names, tensor_plan
-from towpath.train.models.tensor_parallel import TensorPlan
+from towpath.train.gpt import GPT, Shape, exported_config, exported_names, tensor_plan
+from towpath.train.tensor_parallel import WHOLE_OUTPUT, WORDS, TensorPlan
 
 # Logits of which the loss is computed at once. For more, it is computed in pieces, and again in the backward pass.
 _LOGITS_AT_ONCE = 1 << 24
@@ -55,10 +59,10 @@ class ModelBundle:
 def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
     """Build the model for a tokenizer of `vocabulary` tokens."""
     if config.hf:
-        model, config_json = hugging_face.build(config.hf, vocabulary)
+        model, config_json = _hugging_face_model(config.hf, vocabulary)
         names = {name: name for name in model.state_dict(keep_vars=True)}
-        attended, ignored = hugging_face.attended(model), hugging_face.ignored_names(model)
-        plan = hugging_face.tensor_plan(model)
+        attended, ignored = _attended(model), _ignored_names(model)
+        plan = _hugging_face_plan(model)
     else:
         shape = Shape(
             vocabulary=vocabulary,
@@ -101,6 +105,70 @@ def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
         attended=attended,
         tensor_plan=plan,
     )
+
+
+def _hugging_face_model(path: str, vocabulary: int) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model and its configuration as JSON.
+
+    `path` is a config.json, or a folder with one. `vocabulary` is the number of tokens that the model must know.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError("model.hf needs transformers, which is not here: pip install 'towpath[hf]'.") from None
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    if not file.is_file():  # transformers would look for it on the network
+        raise ConfigError(f"model.hf = {path!r}: expected a config.json, or a folder with one; {file} is not there.")
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False, local_files_only=True)
+        with torch.device("meta"):
+            # In fp32, because the parameters become the masters. The dtype in the file is that of the saved weights.
+            model: Any = transformers.AutoModelForCausalLM.from_config(
+                config, trust_remote_code=False, dtype=torch.float32
+            )
+    except Exception as error:  # every model checks its configuration in its own way
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.hf: {file} makes no causal language model: {reason[:300]}") from None
+    if getattr(model.config, "is_decoder", None) is False:
+        raise ConfigError(f"model.hf: {file} is of an encoder ({type(model).__name__}); expected a causal model.")
+    known = int(model.get_input_embeddings().weight.shape[0])
+    if known < vocabulary:
+        raise ConfigError(
+            f"model.hf: {file} has vocab_size {known}; the tokenizer has {vocabulary} tokens; expected as many or more."
+        )
+    add_reset_parameters(model)  # here, because a stage of a pipeline is no model of transformers
+    return model, json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
+
+
+def _attended(model: Any) -> int:
+    """Return the width of all attention heads, summed over the layers."""
+    config = model.config.get_text_config()
+    head_width = getattr(config, "head_dim", None)
+    width = config.num_attention_heads * head_width if head_width else config.hidden_size
+    return config.num_hidden_layers * width
+
+
+def _hugging_face_plan(model: Any) -> TensorPlan | None:
+    """Return the tensor-parallel plan of the model's configuration, or None if it has none for blocks."""
+    config, base = model.config.get_text_config(), model.base_model_prefix
+    plan: dict[str, str] = config.base_model_tp_plan or {}
+    styles = {f"{base}.{name}": style for name, style in plan.items() if "*" in name}
+    if not styles:
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    ends = {model.get_input_embeddings(): WORDS, model.get_output_embeddings(): WHOLE_OUTPUT}
+    heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    return TensorPlan(
+        styles,
+        {names[module]: style for module, style in ends.items() if module in names},
+        [count for count in heads if count],
+    )
+
+
+def _ignored_names(model: Any) -> re.Pattern[str]:
+    """Return a pattern of names that old files may hold, though the model computes these tensors itself."""
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    return re.compile("|".join(f"({pattern})" for pattern in patterns))
 
 
 def checkpoint_blocks(bundle: ModelBundle) -> None:
