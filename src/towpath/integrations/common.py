@@ -196,33 +196,19 @@ def load_full_optimizer(model: nn.Module, optimizer: Optimizer, read: Callable[[
 
 def _by_name(model: nn.Module, optimizer: Optimizer, numbered: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's own state dict, which numbers the parameters, with their names as keys."""
-    ours = _names_in_groups(model, optimizer)
-    theirs = [list(group["params"]) for group in numbered["param_groups"]]
+    names = {id(p): name for name, p in model.named_parameters()}
+    ours = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    groups = numbered["param_groups"]
+    theirs = [list(group["params"]) for group in groups]
     if [*map(len, ours)] != [*map(len, theirs)]:
         raise CheckpointError(
             f"the optimizer that was saved has groups of {[*map(len, theirs)]} parameters; this one of "
             f"{[*map(len, ours)]}. Make the optimizer as it was when it was saved."
         )
-    return _with_keys(numbered, dict(zip(chain(*theirs), chain(*ours), strict=True)))
-
-
-def numbered_state(model: nn.Module, optimizer: Optimizer, by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with numbers as keys, as an optimizer of full parameters would. It reverses `_by_name`."""
-    if not by_name:  # ranks other than rank 0
-        return {}
-    return _with_keys(by_name, {name: n for n, name in enumerate(chain(*_names_in_groups(model, optimizer)))})
-
-
-def _names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    names = {id(p): name for name, p in model.named_parameters()}
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _with_keys(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with other keys for its parameters."""
+    name_of = dict(zip(chain(*theirs), chain(*ours), strict=True))
     return {
-        "state": {keys[key]: each for key, each in state["state"].items()},
-        "param_groups": [{**g, "params": [keys[key] for key in g["params"]]} for g in state["param_groups"]],
+        "state": {name_of[number]: state for number, state in numbered["state"].items()},
+        "param_groups": [{**group, "params": group_names} for group, group_names in zip(groups, ours, strict=True)],
     }
 
 
