@@ -68,7 +68,7 @@ class SoakCase:
 
 CASES = (
     SoakCase("zero3", ("strategy.name=zero3",)),
-    SoakCase("zero++ feedback", ("strategy.name=zero++", "strategy.feedback=both")),
+    SoakCase("zero++ feedback", ("strategy.name=zero++ feedback=both",)),
     SoakCase("paro-iig", ("strategy.name=paro-iig",)),
 )
 

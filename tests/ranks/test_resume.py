@@ -171,13 +171,12 @@ def test_another_strategy_on_another_world_goes_on_and_so_does_the_first_from_th
         assert world(1).run(_train, (*options, *alone))[0].losses == pytest.approx(seen[0].losses, rel=ROUNDING)
 
 
-@pytest.mark.parametrize("strategy", ["zero++ both", seldom("zero3"), seldom("paro-iig")])
+@pytest.mark.parametrize("strategy", ["zero++ feedback=both", seldom("zero3"), seldom("paro-iig")])
 def test_the_same_strategy_and_world_go_on_bit_for_bit(
     world: Worlds, options: tuple[str, ...], tmp_path: Path, strategy: str
 ) -> None:
     """Losses, weights, optimizer states, random numbers and what codecs carry."""
-    name, _, feedback = strategy.partition(" ")
-    more = (f"strategy.name={name}", f"strategy.feedback={feedback}", *SQUARE, "train.steps=6", "checkpoint.every=3")
+    more = (f"strategy.name={strategy}", *SQUARE, "train.steps=6", "checkpoint.every=3")
     options = (*options, *more, "train.batch=8")  # two micro-steps
     whole, parts = _in(tmp_path / "whole"), _in(tmp_path / "parts")
     losses = world(4).run(_train, (*options, *whole))[0].losses

@@ -149,7 +149,7 @@ PARO = [name for name in strategies() if name.startswith("paro-")]
 LOSSLESS: list[Any] = [
     *({"name": name} for name in strategies() if name not in (*PARO, *ROUNDING)),
     *({"name": name} for name in PARO),
-    {"name": "zero3", "route": "hierarchical"},
+    {"name": "zero3 route=hierarchical"},
 ]
 
 
