@@ -2,7 +2,7 @@
 
     config.py           the TOML file: all sections, their keys and checks
     data.py             `towpath data prepare` writes tokens, and a run reads them
-    models.py, gpt.py   what is trained
+    models.py           what is trained: our own GPT, or a model of transformers
     parallel.py         how ranks share it: sharding, stages, `auto`; tensor_parallel.py: the layers of a node's ranks
     trainer.py          the run from top to bottom, with its optimizers and its learning rate
     job.py              the ranks: what they agree on, and signals

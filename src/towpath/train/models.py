@@ -1,14 +1,14 @@
 """The model that a configuration names, built on the meta device, with what the trainer must know of it.
 
-`shard()` gives the model its values. They come from safetensors files where the configuration names weights, and
-otherwise from each module's `reset_parameters()`.
+It is our own GPT, or a model of `transformers`, built from a config.json without any download. `shard()` gives the
+model its values. They come from safetensors files where the configuration names weights, and otherwise from each
+module's `reset_parameters()`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,173 @@ from towpath.core.units import round_up
 from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.errors import ConfigError
 from towpath.train.config import ModelConfig
-from towpath.train.gpt import GPT, Shape, exported_config, exported_names, tensor_plan
-from towpath.train.tensor_parallel import WHOLE_OUTPUT, WORDS, TensorPlan
+from towpath.train.tensor_parallel import COLUMNS, ROWS, WHOLE_OUTPUT, WORDS, TensorPlan
 
 # Logits of which the loss is computed at once. For more, it is computed in pieces, and again in the backward pass.
 _LOGITS_AT_ONCE = 1 << 24
+
+
+ROTARY_BASE = 10_000.0
+NORM_EPS = 1e-5
+SPREAD = 0.02  # standard deviation of new weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The dimensions of a GPT."""
+
+    vocabulary: int
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+    tied: bool
+
+    @property
+    def residual_spread(self) -> float:
+        """The standard deviation of new weights whose products are added to the residual stream.
+
+        Each block adds twice. The variance of the sum must not grow with the depth.
+        """
+        return SPREAD / (2 * self.depth) ** 0.5
+
+
+class Matrix(nn.Linear):
+    """A linear layer without a bias, whose weights are drawn from a normal distribution."""
+
+    def __init__(self, inputs: int, outputs: int, spread: float = SPREAD) -> None:
+        self.spread = spread  # before the constructor, which draws the weights
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.spread)
+
+
+class TokenEmbedding(nn.Embedding):
+    """An embedding whose weights are drawn from a normal distribution."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=SPREAD)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_width = shape.width // shape.heads
+        self.q_proj, self.k_proj, self.v_proj = (Matrix(shape.width, shape.width) for _ in range(3))
+        self.o_proj = Matrix(shape.width, shape.width, shape.residual_spread)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [batch, heads, length, head width]
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """A SwiGLU feed-forward layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (Matrix(shape.width, shape.hidden) for _ in range(2))
+        self.down_proj = Matrix(shape.hidden, shape.width, shape.residual_spread)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """A transformer block with normalization before each half."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.width, NORM_EPS)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.width, NORM_EPS)
+        self.mlp = FeedForward(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class GPT(nn.Module):
+    """A compact GPT in the style of Llama: RMSNorm, rotary positions, SwiGLU.
+
+    It computes what `LlamaForCausalLM` of transformers computes, under the same names. So its weights can be used
+    there, with `llama_config` as config.json.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model: Any = nn.ModuleDict()
+        self.model["embed_tokens"] = TokenEmbedding(shape.vocabulary, shape.width)
+        self.model["layers"] = nn.ModuleList(Block(shape) for _ in range(shape.depth))
+        self.model["norm"] = nn.RMSNorm(shape.width, NORM_EPS)
+        self.lm_head = Matrix(shape.width, shape.vocabulary)
+        if shape.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits, [batch, length, vocabulary], of token ids, [batch, length]."""
+        x = self.model.embed_tokens(ids)
+        width = self.shape.width // self.shape.heads
+        cos, sin = (table.to(x.dtype) for table in rotary_tables(ids.shape[1], width, ids.device))
+        for block in self.model.layers:
+            x = block(x, cos, sin)
+        return self.lm_head(self.model.norm(x))
+
+
+def rotary_tables(length: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, [length, head_width]. Each pass computes them, so there is no buffer to initialize."""
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = positions[:, None] * (1.0 / ROTARY_BASE**exponents)
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate element i of each head with element i + half of the head."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def llama_config(shape: Shape) -> dict[str, Any]:
+    """Return the contents of config.json for LlamaForCausalLM."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.width,
+        "intermediate_size": shape.hidden,
+        "num_hidden_layers": shape.depth,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "head_dim": shape.width // shape.heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROTARY_BASE,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROTARY_BASE},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": SPREAD,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _gpt_plan(shape: Shape) -> TensorPlan:
+    first = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    styles = dict.fromkeys(first, COLUMNS) | dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), ROWS)
+    ends = {"model.embed_tokens": WORDS, "lm_head": WHOLE_OUTPUT}
+    return TensorPlan({f"model.layers.*.{name}": style for name, style in styles.items()}, ends, (shape.heads,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +202,6 @@ class ModelBundle:
     blocks: list[nn.Module]  # the repeated ones
     values: Values | None  # the `values` argument of `shard()`, or None for new weights
     config_json: dict[str, Any]  # the configuration of the Hugging Face model that it can be exported as
-    names: Mapping[str, str]  # the Hugging Face name of each parameter and persistent buffer
     parameters: int
     matrices: int  # the number of parameters that each token is multiplied with
     attended: int  # the width of all attention heads, summed over the layers
@@ -60,7 +221,6 @@ def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
     """Build the model for a tokenizer of `vocabulary` tokens."""
     if config.hf:
         model, config_json = _hugging_face_model(config.hf, vocabulary)
-        names = {name: name for name in model.state_dict(keep_vars=True)}
         attended, ignored = _attended(model), _ignored_names(model)
         plan = _hugging_face_plan(model)
     else:
@@ -69,23 +229,22 @@ def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
             width=config.width,
             depth=config.depth,
             heads=config.heads,
-            kv_heads=config.heads,
             hidden=round_up(-(-8 * config.width // 3), 32),
             tied=True,
         )
         with torch.device("meta"):
             model = GPT(shape)
-        config_json, names = exported_config(shape), exported_names(shape)
-        attended, ignored, plan = shape.depth * shape.width, None, tensor_plan(shape)
+        config_json, plan = llama_config(shape), _gpt_plan(shape)
+        attended, ignored = shape.depth * shape.width, None
     values: Values | None = None
     if config.weights:
         weights = Safetensors(config.weights)
         # A tied tensor has several names in the model, and at least one of them in the files.
         tied: dict[int, tuple[list[str], tuple[int, ...]]] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
-            tied.setdefault(id(tensor), ([], tuple(tensor.shape)))[0].append(names[name])
-        weights.check({tuple(all_names): shape for all_names, shape in tied.values()}, ignored)
-        values = lambda name, start, end: weights.values(names[name], start, end)  # noqa: E731
+            tied.setdefault(id(tensor), ([], tuple(tensor.shape)))[0].append(name)
+        weights.check({tuple(names): shape for names, shape in tied.values()}, ignored)
+        values = weights.values
     # An embedding only looks its rows up, unless it is the output layer too.
     multiplied = {
         id(p): p.numel()
@@ -99,7 +258,6 @@ def build_model(config: ModelConfig, vocabulary: int) -> ModelBundle:
         blocks=blocks_of(model),
         values=values,
         config_json=config_json,
-        names=names,
         parameters=sum(p.numel() for p in model.parameters()),
         matrices=sum(multiplied.values()),
         attended=attended,
