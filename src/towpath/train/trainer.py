@@ -114,6 +114,8 @@ class TrainingRun:
         if strategy is None:
             train, strategy = choose_strategy(config, job, bundle)
         self.config, self.strategy = replace(config, train=train), strategy  # `auto` also chooses the micro-batch
+        self.micro_steps = train.micro_steps(self.copies)  # of an optimizer step, on each copy of the model
+        self.copy = job.rank // parallel.tensor % self.copies  # the one that this rank holds a part of
         self.pipelined = parallel.pipeline > 1
         nodes, ranks = strategy.job.nodes, strategy.job.ranks_per_node
         job.print_once(
@@ -151,16 +153,6 @@ class TrainingRun:
         self._agreement = Agreement(job, engine_of(self.model).comm.groups if strategy.islands > 1 else None)
         self._failure: StepError | None = None
         self.timers: dict[str, float] = defaultdict(float)  # the seconds of the training thread
-
-    @property
-    def micro_steps(self) -> int:
-        """The micro-steps of an optimizer step, on each copy of the model."""
-        return self.config.train.micro_steps(self.copies)
-
-    @property
-    def _copy(self) -> int:
-        """The number of the copy of the model that this rank holds a part of."""
-        return self.job.rank // self.config.parallel.tensor % self.copies
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -292,7 +284,7 @@ class TrainingRun:
     def _micro_batch(self, micro_step: int) -> Batch:
         # One counter of samples for the whole job: which of them a rank computes follows from it.
         at_once = self.config.train.micro_batch
-        first = self.state.samples + (micro_step * self.copies + self._copy) * at_once
+        first = self.state.samples + (micro_step * self.copies + self.copy) * at_once
         return self._to_device(self.tokens.train.batch(first, at_once))
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -303,13 +295,10 @@ class TrainingRun:
 
     def _clip_gradients(self) -> Tensor:
         """Scale the gradients down to the largest norm. Return their norm before scaling."""
-        clip = self.config.train.clip
+        clip = self.config.train.clip or math.inf
         if self.pipelined:
-            return self.model.clip_grad_norm_(clip if clip > 0 else math.inf)
-        parameters = list(self.model.parameters())
-        if clip > 0:
-            return nn.utils.clip_grad_norm_(parameters, clip)
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            return self.model.clip_grad_norm_(clip)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), clip)
 
     # Evaluation -------------------------------------------------------------------------------------------------------
 
@@ -329,7 +318,7 @@ class TrainingRun:
         self.model.train(False)
         with self._timed("passes"):
             for turn in range(turns):
-                first = (turn * self.copies + self._copy) * at_once
+                first = (turn * self.copies + self.copy) * at_once
                 inputs, targets = self._to_device(self.tokens.held_out.evaluation_batch(first, at_once, windows))
                 if self.pipelined:
                     total += self.model.evaluate(inputs, target=targets)
