@@ -23,7 +23,7 @@ from towpath.api import average_islands
 from towpath.core import presets
 from towpath.core.presets import StrategyLike
 from towpath.errors import CheckpointError, ShardError
-from towpath.integrations.common import (
+from towpath.integrations.sharding import (
     FOLDER,
     Pairs,
     Sharding,
@@ -67,11 +67,7 @@ class TowpathStrategy(DDPStrategy):
         self.sharding = Sharding.of(sharding)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shard the module, and set up the optimizers.
-
-        Args:
-            trainer: The trainer.
-        """
+        """Shard the module, and set up the optimizers."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -114,24 +110,11 @@ class TowpathStrategy(DDPStrategy):
         return False
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return nothing: an optimizer's state is saved with the model.
-
-        Args:
-            optimizer: Not used.
-        """
+        """Return nothing: an optimizer's state is saved with the model."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint, a folder to which each rank writes its part. Every rank must call it.
-
-        Args:
-            checkpoint: What Lightning saves.
-            filepath: The path.
-            storage_options: Must be None: the folder is a local one.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be written.
-        """
+        """Save a checkpoint, a folder to which each rank writes its part. Every rank must call it."""
         if storage_options is not None:
             raise CheckpointError("storage_options= is not supported: checkpoints are local folders. Leave it out.")
         path = Path(self.broadcast(str(filepath)))
@@ -144,18 +127,7 @@ class TowpathStrategy(DDPStrategy):
             torch.save(checkpoint, path / _REST)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint, a folder or a file. Every rank must call it.
-
-        Args:
-            checkpoint_path: The path.
-            weights_only: Passed to Lightning.
-
-        Returns:
-            What Lightning saved. The model's and optimizers' states are loaded already.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be read.
-        """
+        """Load a checkpoint, a folder or a file. Every rank must call it."""
         path = Path(self.broadcast(str(checkpoint_path)))
         if (path / FOLDER).is_dir():
             load_pairs(path, self._pairs())
@@ -171,20 +143,11 @@ class TowpathStrategy(DDPStrategy):
         return [(self._sharded, _plain(optimizer)) for optimizer in self.optimizers or [None]]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing: `load_checkpoint` has loaded the model.
-
-        Args:
-            checkpoint: Not used.
-            strict: Not used.
-        """
+        """Do nothing: `load_checkpoint` has loaded the model."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register "towpath" and one name for each preset.
-
-        Args:
-            strategy_registry: Lightning's registry.
-        """
+        """Register "towpath" and one name for each preset."""
         strategy_registry.register(cls.strategy_name, cls, description="Towpath, zero3")
         for name in presets.strategies():
             strategy_registry.register(

@@ -1,4 +1,4 @@
-"""Code that the integrations share: shard a model that has an optimizer already, and save and load both."""
+"""`Sharding`: how an integration shards a model that has an optimizer already, and saves and loads both."""
 
 from __future__ import annotations
 
@@ -81,39 +81,25 @@ class Sharding:
         return strategy if isinstance(strategy, Sharding) else Sharding(strategy)
 
     def apply(self, model: nn.Module, mixed: str = "no", device: torch.device | None = None) -> None:
-        """Shard `model` in place.
+        """Shard `model` in place, to train on `device`, by default the model's own.
 
-        Args:
-            model: The model.
-            mixed: The framework's name of its mixed precision, or "no". It has no effect if `precision` is set.
-            device: The device to train on. By default, the model's.
-
-        Raises:
-            ShardError: The mixed precision is unknown, or `towpath.shard()` raises.
+        `mixed` is the framework's name of its mixed precision, or "no". It has no effect if `precision` is set.
         """
-        precision = self.precision
-        if precision is None and mixed != "no":
+        arguments: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self.precision is None and mixed != "no":
             if mixed not in _MIXED:
                 raise ShardError(
                     f"mixed precision {mixed!r}: expected none, or one of {', '.join(_MIXED)}. For other dtypes, pass "
                     "Sharding(…, precision=towpath.Precision(…))."
                 )
-            precision = Precision(params=_MIXED[mixed], reduce=torch.float32)
-        arguments: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)} | {
-            "precision": precision
-        }
+            arguments["precision"] = Precision(params=_MIXED[mixed], reduce=torch.float32)
         shard(model, **arguments, device=device)
 
 
 def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> None:
     """Prepare an optimizer for the sharded parameters that it has, also if it was made before the model was sharded.
 
-    Args:
-        optimizer: The optimizer. Nothing is done if it has no sharded parameters.
-        model: A sharded model. Nothing is done if the optimizer has none of its parameters. By default, any model.
-
-    Raises:
-        ShardError: The optimizer has stepped already, or needs full matrices and is not wrapped.
+    With a `model`, nothing is done unless the optimizer steps parameters of that model.
     """
     adopt(optimizer)
     engines = {engine_with(p) for p in parameters_of(optimizer)} - {None}
@@ -184,8 +170,7 @@ def load_from(folder: str | Path, model: nn.Module, optimizer: Optimizer | None)
 
 def load_full_model(model: nn.Module, read: Callable[[], Mapping[str, Any]], strict: bool = True) -> None:
     """Load an ordinary state dict of full tensors, which rank 0 reads. Every rank must call it."""
-    found = _only_on_rank_0(model, read)
-    set_model_state_dict(model, found, options=replace(_FROM_RANK_0, strict=strict))
+    set_model_state_dict(model, _only_on_rank_0(model, read), options=replace(_FROM_RANK_0, strict=strict))
 
 
 def load_full_optimizer(model: nn.Module, optimizer: Optimizer, read: Callable[[], Mapping[str, Any]]) -> None:
