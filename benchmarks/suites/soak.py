@@ -93,7 +93,7 @@ class TrainingRun:
         self._options = [
             *("model.width=64", "model.depth=2", "model.heads=4", f"data.tokens={tokens}"),
             *(f"train.steps={steps}", "train.batch=8", "train.micro_batch=2", "train.length=32", "train.threads=1"),
-            *("strategy.nodes=2", "strategy.ranks_per_node=2", f"log.folder={folder}"),
+            *("strategy.nodes=2x2", f"log.folder={folder}"),
             *(f"checkpoint.every={SAVED_EVERY}", "checkpoint.keep=8", *case.train),
         ]
 

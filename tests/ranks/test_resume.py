@@ -39,7 +39,7 @@ Told = dict[int, tuple[int, signal.Signals]]
 BATCH = 12  # which 1, 2, 3 and 4 ranks can share out
 THIRD = 2
 STEPS = 3 * THIRD
-SQUARE = ("strategy.nodes=2", "strategy.ranks_per_node=2")
+SQUARE = ("strategy.nodes=2x2",)
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +124,12 @@ ROUNDING = 2e-5
 LOSSY = 0.02
 
 OTHERS = {
-    "paro-iig on 3×1": (3, ("strategy.name=paro-iig", "strategy.nodes=3", "strategy.ranks_per_node=1"), ROUNDING),
+    "paro-iig on 3×1": (3, ("strategy.name=paro-iig", "strategy.nodes=3x1"), ROUNDING),
     "ddp on one rank": (1, ("strategy.name=ddp",), ROUNDING),
     "zero++ on 2×2": (4, ("strategy.name=zero++", *SQUARE), LOSSY),
     "mics on 2×2": (
         4,
-        ("strategy.name=mics", "strategy.nodes=2", "strategy.ranks_per_node=2"),
+        ("strategy.name=mics", "strategy.nodes=2x2"),
         ROUNDING,
     ),
 }

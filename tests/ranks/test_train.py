@@ -48,7 +48,7 @@ TINY: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-2,
         "threads": 1,
     },
-    "strategy": {"nodes": 2, "ranks_per_node": 2},
+    "strategy": {"nodes": "2x2"},
 }
 
 # Losses of about 5.5 in fp32, whose gradients are summed in another order: each differs by some roundings of 5e-7, and
@@ -81,7 +81,7 @@ def config(tokens: Path, tmp_path: Path) -> Callable[..., Config]:
 
 
 def _on(nodes: int, ranks_per_node: int) -> dict[str, Any]:
-    return {"nodes": nodes, "ranks_per_node": ranks_per_node}
+    return {"nodes": f"{nodes}x{ranks_per_node}"}
 
 
 def _with(config: Config, **sections: dict[str, Any]) -> Config:
@@ -439,7 +439,7 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "batch": ({"train": {"batch": 6}}, "train.batch = 6 sequences cannot be shared out: 4 ranks"),
     "no weights": ({"model": {"weights": "nowhere"}}, "no safetensors at nowhere"),
     "no model": ({"model": {"hf": "nowhere"}}, "expected a config.json"),
-    "cluster": ({"strategy": {"nodes": 3, "ranks_per_node": 1}}, "3"),
+    "cluster": ({"strategy": {"nodes": "3x1"}}, "3"),
     "strategy file": ({"strategy": {"name": "nowhere.toml"}}, "cannot read the strategy nowhere.toml"),
     "log folder": ({"log": {"folder": "/dev/null/run"}}, "cannot write /dev/null/run/metrics.jsonl"),
 }

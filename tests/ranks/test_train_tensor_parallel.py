@@ -150,7 +150,7 @@ REFUSED = {
     "heads that do not divide": ({"model": {"heads": 1, "width": 16}}, "a divisor of the model's 1 attention heads"),
     "ranks that do not divide": ({"parallel": {"tensor": 3}}, "expected a divisor of"),
     "a node that has fewer": ({"parallel": {"tensor": 2, "pipeline": 4}}, "expected a divisor of the job's 4 ranks"),
-    "codecs": ({"strategy": {"name": "zero++", "nodes": 2, "ranks_per_node": 1}}, "is on a tensor-parallel mesh"),
+    "codecs": ({"strategy": {"name": "zero++", "nodes": "2x1"}}, "is on a tensor-parallel mesh"),
     "gpt2": ({}, "GPT2LMHeadModel does not say how ranks share its layers"),
     "mixtral": ({}, "which is not supported"),
 }

@@ -84,7 +84,7 @@ def test_in_bf16_micro_steps_are_summed_in_fp32() -> None:
         ({"strategy": {"allow": ["int8"]}}, r"strategy.allow = \['int8'\]: expected only with strategy.name = auto"),
         ({"strategy": {"name": "auto route=ring"}}, "expected auto alone: it chooses the options"),
         ({"strategy": {"name": "auto", "allow": ["int3"]}}, "strategy.allow = 'int3': expected a codec"),
-        ({"strategy": {"nodes": 2}}, "nodes and ranks_per_node"),
+        ({"strategy": {"nodes": "2"}}, "strategy.nodes = '2': expected NODESxRANKS"),
         ({"log": {"trace": [500]}}, "expected steps up to train.steps = 200; got 500"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
 
 def test_a_strategy_section_passes_its_options_on(tmp_path: Path) -> None:
     options: dict[str, Any] = {"exact": True, "offload": "optimizer"}
-    named = StrategyConfig(name="mics gradients=int4:64 feedback=both", nodes=4, ranks_per_node=1, **options)
+    named = StrategyConfig(name="mics gradients=int4:64 feedback=both", nodes="4x1", **options)
     made = named.build(Topology(2, 2))
     assert made == strategy("mics", Topology(4, 1), gradients="int4:64", feedback="both", **options)
     file = tmp_path / "s.toml"
@@ -142,7 +142,7 @@ def test_outer_steps_are_a_section_in_the_strategy(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("[strategy]\nname = 'mics'\n[strategy.outer]\nevery = 32\n")
     overrides = ["strategy.outer.codec=int4", "strategy.outer.islands=2"]
-    overrides += ["strategy.nodes=4", "strategy.ranks_per_node=2"]
+    overrides += ["strategy.nodes=4x2"]
     made = Config.load(file, overrides).strategy.build(Topology(8, 1))
     assert (made.islands, made.topology) == (2, Topology(2, 2))
     assert made.outer is not None and made.outer.every == 32

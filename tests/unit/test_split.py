@@ -37,9 +37,7 @@ def test_the_ends_weigh_too() -> None:
     """A head as large as two blocks: the last stage has fewer of them."""
     model = gpt(depth=6)
     model.lm_head = nn.Linear(16, 24 * 16)  # pyright: ignore[reportAttributeAccessIssue]
-    counts = [
-        len({n.split(".")[2] for n, _ in s.named_parameters() if ".layers." in n}) for s in split(model, 3, IDS)
-    ]
+    counts = [len({n.split(".")[2] for n, _ in s.named_parameters() if ".layers." in n}) for s in split(model, 3, IDS)]
     assert sum(counts) == 6 and counts[-1] < counts[0]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,7 +33,7 @@ AUTO_KEYS = ("allow", "memory", "profile")  # of [strategy], for strategy.name =
 # How a key is declared ------------------------------------------------------------------------------------------------
 
 
-Limit = tuple[Callable[[Any], bool], str]  # a condition on the value of a key, and what an error says that it expects
+Limit = tuple[Callable[[Any], object], str]  # a condition on the value of a key, and what an error says that it expects
 
 # NaN is outside of all of them.
 ABOVE_0: Limit = (lambda value: value > 0, "more than 0")
@@ -40,6 +41,7 @@ FROM_0: Limit = (lambda value: value >= 0, "0 or more")
 SHARE: Limit = (lambda value: 0 <= value <= 1, "a share from 0 to 1")
 PART: Limit = (lambda value: 0 <= value < 1, "a share from 0 up to, not including, 1")
 SEED: Limit = (lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2⁶³ − 1")
+NODES: Limit = (re.compile(r"([1-9]\d{0,4}x[1-9]\d{0,4})?").fullmatch, "NODESxRANKS, such as 4x8")
 STEPS: Limit = (lambda value: all(step > 0 for step in value), "steps, counted from 1")
 
 
@@ -196,8 +198,7 @@ class StrategyConfig(Section):
     NAME: ClassVar = "strategy"
 
     name: str = key("zero3", 'a preset with options ("mics route=ring"), a TOML file, or auto')
-    nodes: int = key(0, "number of nodes; 0: as the launcher placed the ranks", FROM_0)
-    ranks_per_node: int = key(0, "ranks per node; 0: as the launcher placed them", FROM_0)
+    nodes: str = key("", "nodes, and ranks of each, as 4x8; empty: as they were launched", NODES)
     exact: bool | None = key(None, "fewer bytes, the same bits; empty: false, or auto decides")
     offload: str = key("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     allow: tuple[str, ...] = key((), "auto: codecs and outer, which it may use between nodes")
@@ -207,8 +208,6 @@ class StrategyConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.nodes > 0) != (self.ranks_per_node > 0):
-            self.refuse("nodes", f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
         if not self.auto:
             self.refuse_all(
                 "only with strategy.name = auto", *(f.name for f in fields(self) if f.name not in AUTO_KEYS)
@@ -238,7 +237,7 @@ class StrategyConfig(Section):
 
     def topology(self, launched: Topology) -> Topology:
         """Return the topology of this section, or else `launched`, as the launcher placed the ranks."""
-        return Topology(self.nodes, self.ranks_per_node) if self.nodes else launched
+        return Topology(*map(int, self.nodes.split("x"))) if self.nodes else launched
 
     def build(self, launched: Topology) -> Strategy:
         """Return the strategy for ranks that are placed as `launched`. It cannot be "auto"."""
