@@ -17,8 +17,8 @@ from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
 from towpath.plan import measure
 from towpath.plan.catalog import load_cluster
-from towpath.plan.cluster_file import Cluster
 from towpath.plan.cluster_probe import seconds_beside
+from towpath.plan.hardware import Cluster
 from towpath.plan.measure import describe_measured, line_through
 from towpath.plan.model import LinearSeconds, Model, compute_seconds
 from towpath.train.models.gpt import GPT, Shape

@@ -19,9 +19,8 @@ from towpath.core.routes import Form
 from towpath.core.schedule import schedule
 from towpath.core.unit_plan import plan_unit
 from towpath.errors import ConfigError
-from towpath.plan.candidates import Candidate
-from towpath.plan.catalog import describe_model, load_cluster, named_models, shipped_clusters
-from towpath.plan.cluster_file import Cluster, from_table
+from towpath.plan.catalog import describe_model, from_table, load_cluster, named_models, shipped_clusters
+from towpath.plan.hardware import Cluster
 from towpath.plan.model import Transformer, activation_bytes, engine_bytes
 from towpath.plan.profile import (
     SEVERAL,
@@ -32,7 +31,7 @@ from towpath.plan.profile import (
     fitted,
 )
 from towpath.plan.request import BF16, Optimizer, Request
-from towpath.plan.solver import Batching, Infeasible, Prediction, Ranking, Solver
+from towpath.plan.solver import Batching, Candidate, Infeasible, Prediction, Ranking, Solver
 from towpath.topology.cluster import Topology
 
 SMALL = Transformer(vocabulary=512, width=1024, depth=6, heads=8, hidden=4096)

@@ -17,9 +17,8 @@ from towpath.core.strategy import GRADIENTS, MoveShape, Strategy, TransferKind, 
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.plan.bandwidth import BandwidthModel, Demand
+from towpath.plan.bandwidth import BandwidthModel, Demand, Timeline
 from towpath.plan.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
-from towpath.plan.prediction import Timeline
 from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.transfer_costs import TransferShape, phase_costs
 from towpath.topology.cluster import Topology

@@ -23,10 +23,9 @@ from towpath.files import check_output_file
 from towpath.outer.proposal import OuterPlanner
 from towpath.plan import tables
 from towpath.plan.catalog import describe_model, load_cluster, model_shape
-from towpath.plan.cluster_file import GIB
+from towpath.plan.hardware import GIB
 from towpath.plan.pipelines import Layout, Pipelines
-from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking
-from towpath.plan.request import BF16, OUTER, Request, codecs_for_both
+from towpath.plan.request import BF16, OUTER, Batching, Infeasible, Prediction, Ranking, Request, codecs_for_both
 from towpath.plan.solver import MOST, Solver
 from towpath.progress import working
 

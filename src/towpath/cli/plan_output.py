@@ -15,9 +15,9 @@ from towpath.errors import ConfigError
 from towpath.files import write_output_file
 from towpath.observe.trace import write_intervals
 from towpath.plan import tables
-from towpath.plan.cluster_file import GIB
+from towpath.plan.hardware import GIB
 from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
-from towpath.plan.prediction import Prediction, Ranking
+from towpath.plan.request import Prediction, Ranking
 from towpath.plan.solver import Solver
 
 # A trace has each micro-step. Otherwise the third one stands for all later ones.

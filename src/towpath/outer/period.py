@@ -15,9 +15,8 @@ from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
 from towpath.outer.exchanges import OuterPlan, plan_outer
 from towpath.outer.steps import OuterSteps
-from towpath.plan.bandwidth import BandwidthModel, Thread, run_threads
+from towpath.plan.bandwidth import BandwidthModel, Thread, Timeline, run_threads
 from towpath.plan.hardware import Hardware
-from towpath.plan.prediction import Timeline
 from towpath.plan.replay import ComputeSeconds, computed
 from towpath.plan.simulated_engine import SimulatedEngine
 

@@ -35,8 +35,7 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import PlanError
-from towpath.plan.candidates import Candidate
-from towpath.plan.cluster_file import Cluster
+from towpath.plan.hardware import Cluster
 from towpath.plan.model import (
     Model,
     ModelUnit,
@@ -47,10 +46,9 @@ from towpath.plan.model import (
     kept_bytes,
     optimizer_seconds,
 )
-from towpath.plan.prediction import Batching, Prediction
 from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
-from towpath.plan.request import Request
-from towpath.plan.solver import Solver
+from towpath.plan.request import Batching, Prediction, Request
+from towpath.plan.solver import Candidate, Solver
 from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 

@@ -23,8 +23,7 @@ from towpath.core.routes import Form, Grid, Op, Route
 from towpath.core.strategy import MoveShape
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, PlanError
-from towpath.plan.cluster_file import Cluster
-from towpath.plan.hardware import CodecSpeed, GroupMesh, Hardware, Launching, Link, MeasuredCollectives, Ratio
+from towpath.plan.hardware import Cluster, CodecSpeed, GroupMesh, Hardware, Launching, Link, MeasuredCollectives, Ratio
 from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 

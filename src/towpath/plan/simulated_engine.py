@@ -36,9 +36,8 @@ from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.outer.exchanges import OuterPlan
-from towpath.plan.bandwidth import BandwidthModel, Demand
+from towpath.plan.bandwidth import BandwidthModel, Demand, Event, Timeline
 from towpath.plan.hardware import EVERYWHERE, INSIDE, PROCESSOR, Hardware, Launching, StageLocation
-from towpath.plan.prediction import Event, Timeline
 from towpath.plan.transfer_costs import PhaseCost, TransferShape, encoding_seconds, phase_costs
 
 # The bytes of a transfer, as fields of a timeline.
