@@ -13,13 +13,11 @@ from towpath.plan.profile import (
     MANY_UNITS,
     OVER_ALL,
     PASSES,
-    PRODUCT,
     TOGETHER,
     Point,
     Profile,
     collective_name,
     host_name,
-    pair_name,
 )
 from towpath.topology.cluster import Topology
 
@@ -43,10 +41,6 @@ def host_points(transfer: float) -> list[Point]:
     ]
 
 
-# What a small message of a link takes longer beside a computation.
-BUSY_LATENCY = {"inter, all": 3e-3, "intra, all": 1e-3}
-
-
 def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Point] = ()) -> Profile:
     """Four ranks that share two cores of one host; `cable`: bytes a second of a node. `host_work`: as `host_points`
     makes them; none: the engine takes nothing of the processor."""
@@ -65,7 +59,7 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
     alone = [
         *points("copy", 0, 1e10),
         *points("add", 0, 8e9),
-        Point(PRODUCT, 100, (2e-5,)),
+        Point("matmul float32", 100, (2e-5,)),
         Point(TOGETHER, 100, (4e-5,)),
         *points("encode int8", 0, 1e9),
         *points("decode int8", 0, 2e9),
@@ -78,10 +72,6 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
             (Op.ALL_GATHER.value, "flat", 2, 1, (1 << 20) / cable),
         )
     ]
-    together = [
-        Point(pair_name(link, PRODUCT), 4096, (next(p.usual for p in links if p.what == one) + BUSY_LATENCY[link],))
-        for link, one in (("inter, all", "inter, one"), ("intra, all", "intra, one"))
-    ]
     work = host_work or host_points(0.0)
-    points = (*links, *alone, *collectives, *together, *work)
+    points = (*links, *alone, *collectives, *work)
     return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, points)

@@ -20,20 +20,17 @@ _ROUNDS = 4  # fifty rounds change no rate by a thousandth (tests/unit/test_sim.
 class Demand:
     """An activity, such as a computation or a phase of a transfer, and what it needs.
 
-    It takes at least `seconds`, and `busy_seconds` more while another demand has all processors that carry messages.
-    `keeps_busy` is the share of those processors that it has itself. `left` and `rate` are shares of the activity.
+    It takes at least `seconds`. `left` and `rate` are shares of the activity.
     """
 
     seconds: float
     needs: Mapping[str, float]
-    busy_seconds: float = 0.0
-    keeps_busy: float = 0.0
     left: float = 1.0
     rate: float = 0.0
     signature: tuple[object, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.signature = (self.seconds, self.busy_seconds, self.keeps_busy, *self.needs.items())
+        self.signature = (self.seconds, *self.needs.items())
 
 
 class BandwidthModel:
@@ -82,8 +79,7 @@ class BandwidthModel:
     def _computed_rates(self) -> list[float]:
         # What a demand wants of one resource depends on how fast the other resources let it run. The loop visits all
         # resources several times until the rates no longer change.
-        busy = max((demand.keeps_busy for demand in self.demands), default=0.0)
-        limits = {demand: {"": 1 / (demand.seconds + busy * demand.busy_seconds)} for demand in self.demands}
+        limits = {demand: {"": 1 / demand.seconds} for demand in self.demands}
         users = {name: [d for d in self.demands if d.needs.get(name)] for name in self._capacities}
         shared = {name: found for name, found in users.items() if found}
         for number in range(_ROUNDS):

@@ -11,13 +11,11 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean
 from typing import Any, cast
 
 import torch
@@ -43,16 +41,16 @@ from towpath.plan.measure import measure_transfer_work
 from towpath.plan.profile import (
     LAUNCHED_CALL,
     LAUNCHED_KERNEL,
-    PRODUCT,
     SEVERAL,
     TOGETHER,
     Point,
     Profile,
     collective_name,
-    pair_name,
 )
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
+
+Work = Callable[[], object]
 
 SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
 _GROWTH = 8
@@ -63,12 +61,13 @@ _REPEATS, _SHORT_SECONDS = 5, 0.01
 # The same for products on all ranks. A rank that leaves the barrier late must count little.
 _TOGETHER_SECONDS = 0.15
 _WARM_STEPS = 2  # of a model, before the measured ones
-_SMALL_MESSAGES = 100  # that are sent during products
 _MOST_AT_ONCE = 200
 _LAUNCHES = 20  # at a time, so few that the device's queue has room for all
 _ELEMENTS = 1 << 20  # that a codec encodes
 _SHORT = 1024  # elements of what is launched to measure the launch
 _SIDE = {"cpu": 768, "cuda": 8192}
+SIZES = tuple(1 << exponent for exponent in (16, 19, 22, 25, 26))  # bytes of a group's region
+_PURPOSE = "probe"  # of the process groups
 # The parts of the budget. All else takes a few seconds, whatever the budget is.
 _SHARES = {"inter": 0.32, "intra": 0.1, "collectives": 0.4}
 # A stored profile is measured anew if one message now takes this many times as long, or as short. The message is the
@@ -143,7 +142,6 @@ class _Prober:
             self._compute,
             self._transfer_work,
             self._launches,
-            self._beside_products,
         ]
         for part in parts:
             part()
@@ -193,13 +191,13 @@ class _Prober:
             return (node + 1) % nodes * ranks + local, (node - 1) % nodes * ranks + local
         return node * ranks + (local + 1) % ranks, node * ranks + (local - 1) % ranks
 
-    def _exchange(self, to: int, origin: int, size: int, count: int, group: dist.ProcessGroup | None = None) -> Work:
+    def _exchange(self, to: int, origin: int, size: int, count: int) -> Work:
         sent = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
         received = [torch.empty_like(tensor) for tensor in sent]
 
         def work() -> None:
-            operations = [dist.P2POp(dist.irecv, tensor, origin, group) for tensor in received]
-            operations += [dist.P2POp(dist.isend, tensor, to, group) for tensor in sent]
+            operations = [dist.P2POp(dist.irecv, tensor, origin) for tensor in received]
+            operations += [dist.P2POp(dist.isend, tensor, to) for tensor in sent]
             for handle in dist.batch_isend_irecv(operations):
                 handle.wait()
 
@@ -300,20 +298,6 @@ class _Prober:
             slowest = tuple(map(max, zip(*self._groups.gather_objects(taken), strict=True)))
             self._points.append(Point(what, 1, slowest))
 
-    def _beside_products(self) -> None:
-        """Exchange small messages while all ranks multiply: how long do they wait for a processor that computes?"""
-        if self._device.type != "cpu":
-            return
-        product = self._product(torch.float32)
-        for which in ("inter", "intra"):
-            if sizes := [p.size for p in self._points if p.what == f"{which}, all"]:
-                group = self._groups.of(self._everyone, which)
-                message = self._exchange(*self._neighbors(which), min(sizes), 1, group)
-                message()
-                self._groups.barrier()
-                seconds = self._groups.gather_objects(seconds_beside(product, message, _SMALL_MESSAGES))
-                self._points.append(Point(pair_name(f"{which}, all", PRODUCT), min(sizes), (max(seconds),)))
-
     # Measuring ------------------------------------------------------------------------------------------------------
 
     def _measure(
@@ -399,32 +383,7 @@ def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, W
     }
 
 
-# Two activities at the same time -------------------------------------------------------------------------------------
-
-
-def seconds_beside(product: Work, message: Work, times: int) -> float:
-    """Run `message` in a thread for so many times, and `product` until it ends. Return the seconds of one message."""
-
-    def timed() -> float:
-        began = time.perf_counter()
-        message()
-        return time.perf_counter() - began
-
-    with ThreadPoolExecutor(1, "towpath-probe") as thread:
-        messages = thread.submit(lambda: sorted(timed() for _ in range(times)))
-        while not messages.done():
-            product()
-    # Sometimes a thread waits so long for a processor that this one time would outweigh all others.
-    left_out = times // 20
-    return fmean(messages.result()[left_out : times - left_out])
-
-
-Work = Callable[[], object]
-
-_PURPOSE = "probe"
-
-# Bytes of a group's region.
-SIZES = tuple(1 << exponent for exponent in (16, 19, 22, 25, 26))
+# Collectives ---------------------------------------------------------------------------------------------------------
 
 
 def planned_collectives(topology: Topology, form: Form) -> dict[tuple[Op, GroupMesh, str], GroupCollective]:

@@ -36,9 +36,6 @@ class Link:
     # Core seconds per byte, both ends together. Nonzero only where processors move the bytes.
     work: float = 0.0
     message_work: float = 0.0  # core seconds per message, both ends together
-    # Extra latency while the processors that carry the message compute. A thread that a message wakes up then waits for
-    # a core.
-    busy_latency: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

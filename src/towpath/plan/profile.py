@@ -47,14 +47,6 @@ def host_name(kind: str, part: str, parameters: int) -> str:
 # What a thread launches on a device.
 LAUNCHED_CALL, LAUNCHED_KERNEL = "launched all-gathers", "launched operation"
 
-PRODUCT = "matmul float32"
-
-
-def pair_name(what: str, other: str) -> str:
-    """Return the name of the measurement of an activity while another one runs."""
-    return f"{what} beside {other}"
-
-
 _COLLECTIVE = re.compile(r"(all-gather|reduce-scatter|all-reduce) by ([a-z-]+), (\d+) × (\d+)(?: every (\d+) nodes)?")
 
 
@@ -185,9 +177,7 @@ class Profile:
         # "several" ran between one rank of each node and another node, or between the ranks of the first node.
         senders = max(1, self.ranks_on_host // ranks) if which == "inter" else ranks
         message_work = several.busy / (SEVERAL * senders)
-        # How much longer the smallest message takes while all ranks compute and send.
-        busy_latency = max(0.0, self.of(pair_name(f"{which}, all", PRODUCT))[0].usual - shortest)
-        return Link(rate, one.latency, message, work, message_work, busy_latency)
+        return Link(rate, one.latency, message, work, message_work)
 
     def _ratios(self, hardware: Hardware) -> dict[tuple[Op, GroupMesh, str], list[Ratio]]:
         """Return the measured seconds of collectives over those that single messages predict, by size.

@@ -185,7 +185,7 @@ class SimulatedEngine:
             return
         needs = self._location.named({PROCESSOR: self._hardware.processor(share * seconds)})
         began = self._bandwidth.now
-        yield Demand(max(seconds, self._bandwidth.alone(needs)), needs, keeps_busy=share)
+        yield Demand(max(seconds, self._bandwidth.alone(needs)), needs)
         self._timeline.computed += self._bandwidth.now - began
         self._timeline.events.append(Event("compute", f"{name}{self._suffix}", began, self._bandwidth.now))
 
@@ -387,4 +387,4 @@ def _called(transfer: Transfer, communicators: tuple[Communicator, ...], phase: 
 
 def phase_demand(bandwidth: BandwidthModel, cost: PhaseCost) -> Demand:
     """Return a phase of a transfer as an activity."""
-    return Demand(cost.seconds + bandwidth.alone(cost.needs), cost.needs, cost.busy_seconds)
+    return Demand(cost.seconds + bandwidth.alone(cost.needs), cost.needs)
