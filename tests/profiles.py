@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from towpath.core.routes import Grid, Op
 from towpath.plan.hardware import GroupMesh
 from towpath.plan.profile import (
-    ALONE,
-    FEW,
-    MANY_PARAMETERS,
-    MANY_UNITS,
-    OVER_ALL,
-    PASSES,
     TOGETHER,
     Point,
     Profile,
     collective_name,
-    host_name,
 )
 from towpath.topology.cluster import Topology
 
@@ -26,24 +17,8 @@ def line(latency: float, rate: float, *sizes: int) -> list[tuple[int, float]]:
     return [(size, latency + size / rate) for size in sizes]
 
 
-def host_points(transfer: float) -> list[Point]:
-    """A transfer takes so many seconds of the processor. A forward pass has one for each unit, a backward pass two."""
-
-    def taken(kind: str, part: str, units: int, parameters: int) -> float:
-        sent = (2 if part == "backward" else 1) * units if kind == OVER_ALL else 0
-        return 1e-5 * units + 1e-6 * units * parameters + transfer * sent
-
-    return [
-        Point(host_name(kind, part, shape[1]), shape[0], (taken(kind, part, *shape),))
-        for kind in (ALONE, OVER_ALL)
-        for part in PASSES
-        for shape in (FEW, MANY_UNITS, MANY_PARAMETERS)
-    ]
-
-
-def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Point] = ()) -> Profile:
-    """Four ranks that share two cores of one host; `cable`: bytes a second of a node. `host_work`: as `host_points`
-    makes them; none: the engine takes nothing of the processor."""
+def made_profile(host: str = "here", cable: float = 2e7) -> Profile:
+    """Four ranks that share two cores of one host; `cable`: bytes a second of a node."""
 
     def points(what: str, latency: float, rate: float, busy: float = 0.0) -> list[Point]:
         return [Point(what, n, (s, s, 9 * s), busy * n) for n, s in line(latency, rate, 4096, 1 << 20)]
@@ -72,6 +47,5 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
             (Op.ALL_GATHER.value, "flat", 2, 1, (1 << 20) / cable),
         )
     ]
-    work = host_work or host_points(0.0)
-    points = (*links, *alone, *collectives, *work)
+    points = (*links, *alone, *collectives)
     return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, points)

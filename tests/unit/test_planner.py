@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.profiles import host_points, line, made_profile
+from tests.profiles import line, made_profile
 from tests.ranks.strategies import seldom
 from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
@@ -409,8 +409,8 @@ def test_what_a_collective_takes_follows_from_the_messages() -> None:
     assert foretold["1 × 2"] < 0.2 * foretold["2 × 2"]
 
 
-def test_what_the_engine_takes_of_the_processor_is_told_by_transfer() -> None:
-    made = made_profile(host_work=host_points(5e-4))
+def test_what_messages_take_of_the_processor_is_told_by_message() -> None:
+    made = made_profile()
     several = next(p for p in made.points if p.what == "inter, several")
     points = [p for p in made.points if p is not several]
     points.append(replace(several, busy=SEVERAL * 2 * 3e-5))
@@ -418,7 +418,6 @@ def test_what_the_engine_takes_of_the_processor_is_told_by_transfer() -> None:
     hardware = replace(made, points=tuple(points)).cluster().hardware
 
     assert hardware.inter.message_work == pytest.approx(3e-5)  # two ranks of the host sent nine each
-    assert hardware.transfer_work == pytest.approx(5e-4 - 3 * 3e-5)  # a ring of four sends three messages
 
 
 def test_a_profile_is_a_cluster() -> None:

@@ -23,5 +23,5 @@ What measures a live cluster and a live model, with torch, for strategy="auto":
 choice.py            the choice, on all ranks
 cluster_probe.py     measures links, collectives and kernels
 live.py              describes a model from its module
-measure.py           times the units of a model, and the engine's own work
+measure.py           times the units of a model
 """

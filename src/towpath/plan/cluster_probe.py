@@ -37,7 +37,6 @@ from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
 from towpath.plan.hardware import GroupMesh
-from towpath.plan.measure import measure_transfer_work
 from towpath.plan.profile import (
     LAUNCHED_CALL,
     LAUNCHED_KERNEL,
@@ -60,7 +59,6 @@ _SUSTAINED_SECONDS, _COLLECTIVE_REPEATS, _ROUNDS = 0.05, 2, 3
 _REPEATS, _SHORT_SECONDS = 5, 0.01
 # The same for products on all ranks. A rank that leaves the barrier late must count little.
 _TOGETHER_SECONDS = 0.15
-_WARM_STEPS = 2  # of a model, before the measured ones
 _MOST_AT_ONCE = 200
 _LAUNCHES = 20  # at a time, so few that the device's queue has room for all
 _ELEMENTS = 1 << 20  # that a codec encodes
@@ -140,7 +138,6 @@ class _Prober:
             self._codecs,
             self._memory,
             self._compute,
-            self._transfer_work,
             self._launches,
         ]
         for part in parts:
@@ -267,12 +264,6 @@ class _Prober:
         a, b = (torch.ones(side, side, dtype=dtype, device=self._device) for _ in range(2))
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
-
-    def _transfer_work(self) -> None:
-        if self._device.type == "cpu":
-            points = measure_transfer_work(self._groups, _WARM_STEPS, _REPEATS)
-            # Rank 0's points count. The other ranks only worked at the same time.
-            self._points += self._groups.gather_objects(points)[0]
 
     def _launches(self) -> None:
         """Measure how long this thread is busy with launches. The device has nothing to do when they begin."""
