@@ -14,8 +14,8 @@ import towpath
 from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, OTHERS, TOGETHER, Launches, fake_world
 from tests.ranks.strategies import seldom
 from towpath.core import lossless, routes
-from towpath.core.launches import Launches as Counted
-from towpath.core.launches import launches_of
+from towpath.core.costs import Launches as Counted
+from towpath.core.costs import launches_of
 from towpath.core.payloads import Range
 from towpath.core.presets import parse_strategy
 from towpath.core.routes import Op

@@ -10,8 +10,8 @@ from tests.profiles import made_profile
 from tests.unit.test_planner import TABLE
 from towpath import planning
 from towpath.core import lossless
+from towpath.core.costs import Launches
 from towpath.core.formats import Precision
-from towpath.core.launches import Launches
 from towpath.core.passes import plain_walk
 from towpath.core.presets import strategy
 from towpath.core.routes import Form

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 
-from towpath.core.launches import Launches
+from towpath.core.costs import Launches
 from towpath.core.lossless import DIFFERENCES, VALUES, Coding, Shares
 from towpath.core.routes import Form, Grid, Op
 from towpath.errors import ConfigError

@@ -13,7 +13,7 @@ from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
-from towpath.core.launches import Launches, launches_of
+from towpath.core.costs import Launches, launches_of
 from towpath.core.passes import Await, Compression, Message, Post, RunPass, StagePass, Walk
 from towpath.core.schedule import Shape, message_transfers
 from towpath.core.steady_step import Compute, PassPart, settled, settled_stage, steady_step
