@@ -17,9 +17,8 @@ from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.passes import Compression, Message, Order, StagePass, messages
 from towpath.core.payloads import Activation, Range
 from towpath.core.placement import everyone, send
-from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, shared_lanes
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, log_bytes, shared_lanes
 from towpath.core.routes import Form
-from towpath.core.scopes import log_bytes
 from towpath.core.steady_step import steady_tasks
 from towpath.core.step_state import Task, slot_groups
 from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind

@@ -17,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from towpath.core.formats import Precision
 from towpath.core.lossless import SMALLEST_BYTES
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transport import LowRank
