@@ -25,8 +25,7 @@ from towpath.codecs.exact.message import MessageError, Problem
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.columns_and_rows import grouped
 from towpath.collectives.point_to_point import PointToPoint
-from towpath.core.formats import CELL_ALIGNMENT
-from towpath.core.lossless import message_cell
+from towpath.core.formats import CELL_ALIGNMENT, message_cell
 from towpath.core.payloads import Range
 from towpath.core.routes import Op, SlicePart, cell_elements, piece_bounds
 from towpath.core.transfer import Transfer

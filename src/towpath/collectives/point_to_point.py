@@ -18,7 +18,7 @@ import torch.distributed as dist
 from towpath.codecs.exact import decode, encode, message_bytes, raise_failed
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.core.buffers import crossing
-from towpath.core.lossless import message_cell
+from towpath.core.formats import message_cell
 from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from towpath.core.formats import NARROW, Codec
-from towpath.core.lossless import message_cell
+from towpath.core.formats import NARROW, Codec, message_cell
 from towpath.core.payloads import Activation, Matrices, piece_bytes
 from towpath.core.routes import (
     Form,

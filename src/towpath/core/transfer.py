@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from towpath.core.costs import traffic
-from towpath.core.formats import item_bytes
-from towpath.core.lossless import Coding
+from towpath.core.formats import Coding, item_bytes
 from towpath.core.payloads import Activation, Matrices, Payload, Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, Form, Grid, Op, bounds, byte_grain, parts_of, slice_bytes

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from towpath.core.buffers import Needs, coalesced_bytes, feedback_bytes, largest, wire_needs
-from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
-from towpath.core.lossless import message_cell
+from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, message_cell, wide
 from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective, Partition, everyone
 from towpath.core.routes import Form, Op

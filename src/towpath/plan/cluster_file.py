@@ -43,8 +43,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
-from towpath.core.formats import FLOATING, codec_names
-from towpath.core.lossless import Shares
+from towpath.core.formats import FLOATING, Shares, codec_names
 from towpath.errors import ConfigError
 from towpath.plan.hardware import CodecSpeed, Hardware, Launching, Link, OffloadMemory, Racks
 from towpath.topology.cluster import Topology

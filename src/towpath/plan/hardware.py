@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import log
 
 from towpath.core.costs import Launches
-from towpath.core.lossless import DIFFERENCES, VALUES, Coding, Shares
+from towpath.core.formats import DIFFERENCES, VALUES, Coding, Shares
 from towpath.core.routes import Form, Grid, Op
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology

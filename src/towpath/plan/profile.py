@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from towpath.core.formats import FLOATING, codec_names
-from towpath.core.lossless import DIFFERENCES, VALUES
+from towpath.core.formats import DIFFERENCES, FLOATING, VALUES, codec_names
 from towpath.core.routes import Form, Grid, Op, Route
 from towpath.core.strategy import MoveShape
 from towpath.core.transport import Transport

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
-from towpath.core.lossless import SMALLEST_BYTES, in_bits
+from towpath.core.formats import in_bits
 from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind, move_shapes
+from towpath.core.transport import SMALLEST_BYTES
 from towpath.plan.cluster_file import GIB
 from towpath.plan.pipelines import PipelinePrediction
 from towpath.plan.prediction import Prediction

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil, log2
 
 from towpath.core.costs import Phase, phases, share_leaving_racks
-from towpath.core.formats import Codec, item_bytes
-from towpath.core.lossless import Coding
+from towpath.core.formats import Codec, Coding, item_bytes
 from towpath.core.payloads import Activation, Range
 from towpath.core.queues import Communicator
 from towpath.core.routes import Form, Grid, Op, effective_route, hops_of, parts_of, slice_bytes

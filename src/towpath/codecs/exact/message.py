@@ -25,9 +25,8 @@ from typing import Protocol
 
 import torch
 
-from towpath.core import lossless
-from towpath.core.formats import dtype_name
-from towpath.core.lossless import BLOCK, ENTRY_BYTES, HEADER_BYTES
+from towpath.core import formats
+from towpath.core.formats import BLOCK, ENTRY_BYTES, HEADER_BYTES, dtype_name
 from towpath.errors import StepError
 
 MAGIC = int.from_bytes(b"TPX1", "little")
@@ -87,7 +86,7 @@ class HostKernels(Protocol):
 
 def message_bound(elements: int, dtype: torch.dtype) -> int:
     """Return the most bytes that a message of so many elements takes."""
-    return lossless.message_bound(elements, dtype_name(dtype))
+    return formats.message_bound(elements, dtype_name(dtype))
 
 
 def table_bytes(elements: int) -> int:
