@@ -18,10 +18,10 @@ import towpath
 from towpath.codecs import packing
 from towpath.codecs.kernels import Kernels
 from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
-from towpath.collectives import flat
+from towpath.collectives import backend
 from towpath.collectives.all_to_all import AllToAllReduceScatter
+from towpath.collectives.backend import EncodedAllGather, of_bytes
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
-from towpath.collectives.flat import EncodedAllGather, of_bytes
 from towpath.core.formats import Codec, cell_alignment
 from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
@@ -121,7 +121,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("_largest_kernel", "_encode_kernel", "_decode_kernel"):
         monkeypatch.setattr(module, name, _Kernel(name, counted))
     kernels = Kernels(module)
-    for user in (packing, flat):
+    for user in (packing, backend):
         monkeypatch.setattr(user, "kernels_for", lambda device: kernels)
     return counted
 

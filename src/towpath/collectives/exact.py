@@ -22,8 +22,8 @@ import torch
 
 from towpath.codecs.exact import decode, decode_slices, encode, is_difference, message_bytes, raise_failed
 from towpath.codecs.exact.message import MessageError, Problem
+from towpath.collectives.backend import grouped
 from towpath.collectives.collective import Collective, GroupRank, Workspace
-from towpath.collectives.columns_and_rows import grouped
 from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.formats import CELL_ALIGNMENT, message_cell
 from towpath.core.payloads import Range

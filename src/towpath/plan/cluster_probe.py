@@ -24,7 +24,7 @@ import torch.distributed as dist
 from towpath.codecs.exact import decode, encode
 from towpath.codecs.exact.message import message_bound
 from towpath.codecs.kernels import kernels_for
-from towpath.collectives.flat import all_gather_single
+from towpath.collectives.backend import all_gather_single
 from towpath.core.formats import DIFFERENCES, VALUES, Codec, dtype_name, registered_formats
 from towpath.errors import ConfigError
 from towpath.plan.measure import measure_transfer_work
