@@ -19,7 +19,7 @@ from towpath.core.costs import launches_of
 from towpath.core.payloads import Range
 from towpath.core.presets import parse_strategy
 from towpath.core.routes import Op
-from towpath.core.steady_step import Compute, settled, steady_step
+from towpath.core.schedule import Compute, settled, steady_step
 from towpath.core.step_state import Submit, Wait
 from towpath.core.strategy import TransferKind
 from towpath.engine.comm import MAX_CTAS

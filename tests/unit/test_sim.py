@@ -11,8 +11,7 @@ from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES, Grid, Op
-from towpath.core.schedule import schedule
-from towpath.core.steady_step import steady_tasks
+from towpath.core.schedule import schedule, steady_tasks
 from towpath.core.strategy import GRADIENTS, MoveShape, Strategy, TransferKind, move_shapes
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from towpath.core.steady_step import settled, steady_step, write_all
+from towpath.core.schedule import settled, steady_step, write_all
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
 from towpath.outer.exchanges import OuterPlan, plan_outer

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from towpath.api import shard
 from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.core.passes import StagePass
-from towpath.core.schedule import StageSchedule
+from towpath.core.passes import StagePass, StageSchedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import TransferKind
 from towpath.engine.executor import engine_of

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from towpath.core.schedule import JobSchedule, sum_by_kind
+from towpath.core.passes import JobSchedule
+from towpath.core.schedule import sum_by_kind
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine

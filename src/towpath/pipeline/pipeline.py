@@ -32,9 +32,9 @@ from towpath.api import shard
 from towpath.checkpoint.rank_contents import RankContents
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
-from towpath.core.passes import Compression, StagePass, encoded_gradients
+from towpath.core.passes import Compression, JobSchedule, StagePass, StageSchedule, encoded_gradients, job_schedule
 from towpath.core.passes import compression as compression_preset
-from towpath.core.schedule import JobSchedule, Schedule, StageSchedule, job_schedule
+from towpath.core.schedule import Schedule
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import UnitChoice

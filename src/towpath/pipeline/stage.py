@@ -22,8 +22,8 @@ from torch.distributed.pipelining import PipelineStage
 from towpath.codecs.kernels import kernels_for
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
-from towpath.core.passes import Compression, StagePass
-from towpath.core.schedule import Schedule, Shape, transport_for
+from towpath.core.passes import Compression, Shape, StagePass, transport_for
+from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.transport import Transport, matrix_of
 from towpath.engine.executor import Engine, engine_of

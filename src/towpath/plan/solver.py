@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from towpath.core.schedule import depends_on_memory
-from towpath.core.steady_step import Compute, PassPart
+from towpath.core.schedule import Compute, PassPart, depends_on_memory
 from towpath.core.strategy import (
     AS_TRAINED,
     Strategy,
