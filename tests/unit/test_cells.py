@@ -23,7 +23,6 @@ from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.backend import EncodedAllGather, of_bytes
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.core.formats import Codec, cell_alignment
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.presets import strategies
 from towpath.core.routes import Group, Op, SlicePart, encoded_slice, piece_bounds
@@ -31,7 +30,7 @@ from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
-from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.units import BucketSpec, Range, UnitSpec
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 

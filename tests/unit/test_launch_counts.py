@@ -16,12 +16,12 @@ from tests.ranks.strategies import seldom
 from towpath.core import routes
 from towpath.core.costs import Launches as Counted
 from towpath.core.costs import launches_of
-from towpath.core.payloads import Range
 from towpath.core.presets import parse_strategy
 from towpath.core.routes import Op
 from towpath.core.schedule import Compute, settled, steady_step
 from towpath.core.step_state import Submit, Wait
 from towpath.core.strategy import TransferKind
+from towpath.core.units import Range
 from towpath.engine.comm import MAX_CTAS
 
 SHAPES = ((2, 2), (2, 8), (8, 8))

@@ -27,10 +27,10 @@ from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.codecs.packing import RoundingSeeds
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.core.formats import Codec
-from towpath.core.payloads import Range
 from towpath.core.routes import Group, Op, Order, columns_first, encoded_slice, order_of
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 
 
 def all_gather_single(

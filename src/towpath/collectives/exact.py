@@ -26,10 +26,9 @@ from towpath.collectives.backend import grouped
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.formats import CELL_ALIGNMENT, message_cell
-from towpath.core.payloads import Range
 from towpath.core.routes import Op, SlicePart, cell_elements, piece_bounds
 from towpath.core.transfer import Transfer
-from towpath.core.units import round_up
+from towpath.core.units import Range, round_up
 
 
 class ExactSync(Collective):

@@ -22,9 +22,9 @@ from towpath.codecs.kernels import kernels_for
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.core.buffers import crossing
 from towpath.core.formats import item_bytes, message_cell
-from towpath.core.payloads import Matrices, OwnerMessage, owner_messages, piece_bytes
 from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
 from towpath.core.transfer import Transfer
+from towpath.core.units import Matrices, OwnerMessage, owner_messages, piece_bytes
 from towpath.errors import StepError
 
 

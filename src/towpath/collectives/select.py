@@ -28,10 +28,10 @@ from towpath.collectives.backend import (
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.exact import AgreedAllGather, ExactAllGather
 from towpath.collectives.point_to_point import PointToPoint
-from towpath.core.payloads import Range
 from towpath.core.routes import Form, Op, hops_of
 from towpath.core.strategy import BY_MAXIMUM, TransferKind
 from towpath.core.transfer import Ranks, Transfer
+from towpath.core.units import Range
 from towpath.errors import ConfigError, StepError
 
 

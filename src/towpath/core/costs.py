@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from towpath.core.formats import NARROW, item_bytes
-from towpath.core.payloads import Matrices, Range, owner_messages, piece_bytes
 from towpath.core.routes import (
     ALL_TO_ALL,
     COLLECTIVES,
@@ -33,6 +32,7 @@ from towpath.core.routes import (
     order_of,
 )
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
+from towpath.core.units import Matrices, Range, owner_messages, piece_bytes
 from towpath.topology.cluster import Topology
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from towpath.core.formats import ENCODED, FLOATING
-from towpath.core.payloads import Activation
 from towpath.core.placement import send
 from towpath.core.routes import Op
 from towpath.core.strategy import GRADIENTS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import LOW_RANK, LowRank, Transport
+from towpath.core.units import Activation
 from towpath.errors import ConfigError
 from towpath.observe.totals import SentBytes
 from towpath.topology.cluster import Topology

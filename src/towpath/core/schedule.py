@@ -17,7 +17,6 @@ from towpath.core.buffers import Needs, largest
 from towpath.core.formats import Precision, item_bytes
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.passes import PassKind, StagePass
-from towpath.core.payloads import Range
 from towpath.core.placement import everyone
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, communicator_bytes, log_bytes, shared_lanes
 from towpath.core.routes import Form
@@ -27,7 +26,7 @@ from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, Transfer
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
-from towpath.core.units import UnitSpec
+from towpath.core.units import Range, UnitSpec
 from towpath.errors import ConfigError
 from towpath.observe.totals import SentBytes
 from towpath.outer.exchanges import OuterPlan, plan_outer

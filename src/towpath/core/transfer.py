@@ -16,11 +16,11 @@ from functools import lru_cache
 
 from towpath.core.costs import traffic
 from towpath.core.formats import Coding, item_bytes
-from towpath.core.payloads import Activation, Matrices, Payload, Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, Form, Grid, Op, bounds, byte_grain, parts_of, slice_bytes
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
+from towpath.core.units import Activation, Matrices, Payload, Range
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 

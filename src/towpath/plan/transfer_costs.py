@@ -11,12 +11,12 @@ from math import ceil, log2
 
 from towpath.core.costs import Phase, phases, share_leaving_racks
 from towpath.core.formats import Codec, Coding, item_bytes
-from towpath.core.payloads import Activation, Range
 from towpath.core.queues import Communicator
 from towpath.core.routes import Form, Grid, Op, effective_route, hops_of, parts_of, slice_bytes
 from towpath.core.strategy import MoveShape
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Activation, Range
 from towpath.plan.hardware import CABLE, INSIDE, PROCESSOR, SPINE, GroupMesh, Hardware, StageLocation
 
 # The low-rank codec builds and multiplies its thin factors as fast as memory is read and written. Each of its two
