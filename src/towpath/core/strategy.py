@@ -6,11 +6,11 @@ writes and reads strategies as TOML, and describes the collectives of a placemen
 
 from __future__ import annotations
 
+import json
 import math
-import re
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -23,25 +23,14 @@ from towpath.errors import ConfigError
 from towpath.outer.settings import Outer
 from towpath.topology.cluster import Extent, Topology, counted
 
-# TOML escapes what JSON escapes, and DEL. It has no surrogate pairs, so all other characters are written unescaped.
-_ESCAPED = re.compile('[\x00-\x1f\x7f"\\\\]')
 
-
-def written(value: str | bool | int | float | Iterable[Any]) -> str:
-    """Return a scalar, or an array of scalars, in TOML syntax."""
-    if isinstance(value, str):
-        value.encode()  # raises UnicodeEncodeError, a ValueError, for lone surrogates
-        return f'"{_ESCAPED.sub(_escape, value)}"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    return f"[{', '.join(map(written, value))}]"
-
-
-def _escape(found: re.Match[str]) -> str:
-    character = found[0]
-    return f"\\{character}" if character in '"\\' else f"\\u{ord(character):04x}"
+def written(value: str | bool | int | float | Sequence[Any]) -> str:
+    """Return a scalar, or an array of scalars, in TOML syntax. Raise ValueError for text that is not Unicode."""
+    if isinstance(value, float):
+        return repr(value)  # unlike JSON, TOML has `inf` and `nan`
+    text = json.dumps(value, ensure_ascii=False)
+    text.encode()
+    return text.replace("\x7f", "\\u007f")  # JSON leaves DEL as it is
 
 
 class TransferKind(StrEnum):
@@ -332,25 +321,26 @@ class Strategy:
 
     def to_toml(self) -> str:
         """Return the strategy as TOML text, which `from_toml` reads. Raise ConfigError if the name is not Unicode."""
+        frozen, codec = self.frozen, self.frozen_codec
+        top = {
+            "name": self.name,
+            "frozen": [frozen.local, frozen.nodes] if isinstance(frozen, Extent) else frozen,
+            "frozen_codec": None if codec == "none" else str(codec),
+            "offload": self.offload,
+        }
+        tables = {
+            "topology": asdict(self.topology),
+            "placement": {name: [extent.local, extent.nodes] for name, extent in self.placement.extents()},
+            **{kind.value: _transport_table(self.transport(kind)) for kind in WITH_TRANSPORT},
+        }
+        if self.outer is not None:
+            tables |= {"outer": self.outer.to_table(), "outer.transport": _transport_table(self.outer.transport)}
         try:
-            lines = [f"name = {written(self.name)}"]
+            lines = _toml_lines(top)
         except ValueError as error:
             raise ConfigError(f"the name {self.name!r} cannot be written: {error}. Expected Unicode text.") from None
-        if self.frozen is not None:
-            extent = self.frozen
-            lines.append(f"frozen = {written((extent.local, extent.nodes) if isinstance(extent, Extent) else extent)}")
-        if self.frozen_codec != "none":
-            lines.append(f"frozen_codec = {written(str(self.frozen_codec))}")
-        lines += [] if self.offload is None else [f"offload = {written(self.offload)}"]
-        lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
-        lines += [] if self.topology.nodes_per_rack is None else [f"nodes_per_rack = {self.topology.nodes_per_rack}"]
-        lines += ["[placement]"]
-        lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
-        for kind in WITH_TRANSPORT:
-            lines += [f"[{kind.value}]", *_transport_lines(self.transport(kind))]
-        if self.outer is not None:
-            lines += ["[outer]", *(f"{name} = {written(value)}" for name, value in self.outer.to_table().items())]
-            lines += ["[outer.transport]", *_transport_lines(self.outer.transport)]
+        for name, table in tables.items():
+            lines += [f"[{name}]", *_toml_lines(table)]
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -381,13 +371,16 @@ class Strategy:
             raise ConfigError(f"not a strategy: {error}. Expected what Strategy.to_toml() writes.") from error
 
 
-def _transport_lines(transport: Transport) -> list[str]:
-    """Return the fields of a transport in TOML syntax, one in each line."""
+def _transport_table(transport: Transport) -> dict[str, Any]:
     values = {each.name: getattr(transport, each.name) for each in fields(Transport)}
     told = {name: v if isinstance(v, (int, float)) else str(v) for name, v in values.items() if v is not None}
     if not transport.exact:  # the default
         del told["exact"]
-    return [f"{name} = {written(value)}" for name, value in told.items()]
+    return told
+
+
+def _toml_lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{name} = {written(value)}" for name, value in table.items() if value is not None]
 
 
 @lru_cache(maxsize=256)
