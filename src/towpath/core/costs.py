@@ -33,7 +33,6 @@ from towpath.core.routes import (
 )
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.units import Matrices, Range, owner_messages, piece_bytes
-from towpath.topology.cluster import Topology
 
 if TYPE_CHECKING:
     from towpath.core.transfer import Transfer
@@ -187,26 +186,6 @@ def _slice_sizes(transfer: Transfer) -> tuple[list[int], list[int]]:
         return plain, plain
     reduced = transfer.parts * codec.cell_bytes(cell_elements(elements, members, transfer.parts, codec.grain))
     return [encoded_slice(codec, elements, members)] * members, [reduced] * members
-
-
-@lru_cache(maxsize=4096)
-def share_leaving_racks(route: str, nodes: int, stride: int, topology: Topology) -> float:
-    """Return how many times what one node sends leaves the rack that sends most.
-
-    All groups of `nodes` nodes run the same collective at the same time, and all nodes send equally much.
-
-    Args:
-        nodes: The number of nodes of each group.
-        stride: The distance between the nodes of a group.
-    """
-    leaving = [0.0] * topology.racks
-    for node in range(topology.nodes):
-        place, first = node // stride % nodes, node - node // stride % nodes * stride
-        others = (place + 1,) if route not in ALL_TO_ALL else (other for other in range(nodes) if other != place)
-        targets = [topology.rack_of(first + other % nodes * stride) for other in others] if nodes > 1 else []
-        rack = topology.rack_of(node)
-        leaving[rack] += sum(target != rack for target in targets) / max(1, len(targets))
-    return max(leaving)
 
 
 # A *phase* is a sequence of rounds in which the links between nodes and inside nodes work at the same time. A route

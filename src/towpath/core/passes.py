@@ -3,18 +3,17 @@
 A pass is the forward or the backward of one stage over one micro-batch. Between neighboring stages on different ranks,
 each forward sends its output on and each backward sends its input's gradient back. A sent gradient is *exposed* if its
 sender has no forward left to compute meanwhile: earlier stages then wait for it alone (the epilogue of Optimus-CC, for
-any schedule). Both ranks know the whole order, so messages need no header. `job_schedule` lists the transfers of all
-stages and the messages between them.
+any schedule). Both ranks know the whole order, so messages need no header.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from towpath.core.formats import ENCODED, FLOATING
 from towpath.core.placement import send
@@ -24,11 +23,7 @@ from towpath.core.transfer import Transfer
 from towpath.core.transport import LOW_RANK, LowRank, Transport
 from towpath.core.units import Activation
 from towpath.errors import ConfigError
-from towpath.observe.totals import SentBytes
 from towpath.topology.cluster import Topology
-
-if TYPE_CHECKING:
-    from towpath.core.schedule import Schedule
 
 # Schedules of `torch.distributed.pipelining`, by name, and how many stages each rank holds in them.
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2}
@@ -396,58 +391,6 @@ def compression(name: str, **options: Any) -> Compression:
 
 
 Shape = tuple[tuple[int, ...], str]  # the shape and dtype of a tensor
-
-
-@dataclass(frozen=True, slots=True)
-class StageSchedule:
-    """One stage of a pipeline job, with its ranks, its own schedule and its outputs.
-
-    `ranks` are numbered as in the job, in the order of the stage's data-parallel group. `outputs` has the shape and
-    dtype of each tensor that the stage sends to the next one. The last stage has none.
-    """
-
-    ranks: tuple[int, ...]
-    schedule: Schedule
-    outputs: tuple[Shape, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class JobSchedule(SentBytes):
-    """Every transfer of one optimizer step of a pipeline job.
-
-    For each pipeline, the transfers of its stages come first, then the messages between them, rank by rank.
-    """
-
-    topology: Topology
-    transfers: tuple[Transfer, ...]
-
-    def __str__(self) -> str:
-        return f"bytes sent by all ranks together\n{self.by_kind()}"
-
-
-def job_schedule(
-    topology: Topology,
-    pipelines: Iterable[Sequence[StageSchedule]],
-    order: Order,
-    compression: Compression,
-    walks: int = 1,
-) -> JobSchedule:
-    """Return the schedule of a job with pipeline stages.
-
-    Args:
-        pipelines: One entry for each tensor-parallel rank: the stages of its pipeline in order. Parts of the model that
-            are sharded by themselves over the ranks of several stages, such as tied embeddings, follow the stages.
-        walks: How many times a step runs the whole order, with gradient accumulation. Default: 1.
-    """
-    found: list[Transfer] = []
-    for stages in pipelines:
-        for stage in stages:
-            found += [transfer.over(stage.ranks, topology) for transfer in stage.schedule.transfers]
-        for message in list(messages(order)) * walks:
-            pairs = list(zip(stages[message.source].ranks, stages[message.target].ranks, strict=True))
-            outputs = stages[message.output_of].outputs
-            found += message_transfers(message, pairs, outputs, topology, compression)
-    return JobSchedule(topology, tuple(found))
 
 
 def message_transfers(

@@ -1,7 +1,7 @@
 """A strategy: a topology, a placement on it, and a transport for each kind of transfer.
 
 A strategy is immutable data. The unit plan, the step machine and the schedule are derived from it. This file also
-writes and reads strategies as TOML, and describes the collectives of a placement without naming their ranks.
+writes and reads strategies as TOML.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
 from towpath.core.placement import LABELS, Placement, PlacementCollectives, check_extent, transitions
-from towpath.core.routes import Grid, Op
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
 from towpath.outer.settings import Outer
@@ -398,51 +397,3 @@ def _of_frozen(strategy: Strategy) -> Strategy:
     plain: dict[str, Any] = {kind.value: Transport() for kind in (*GRADIENTS, TransferKind.PARAM_SYNC)}
     plain |= {"gather": gather, "backward_gather": backward}
     return replace(strategy, placement=placement, **plain)
-
-
-# These functions describe the collectives of a placement without naming ranks. They give the operation, the shape of
-# the groups, and how far apart a group's nodes are.
-#
-# `transitions` lists every rank of every group. That is slow for thousands of ranks, and the planner does not need it
-# to estimate the cost of a transfer. A test checks that both agree.
-
-
-_ONE = Extent(1)
-
-
-@dataclass(frozen=True, slots=True)
-class MoveShape:
-    """The shape of one collective that several groups run at the same time."""
-
-    op: Op
-    # How many regions the flat buffer is divided into. Each group works on one of them.
-    regions: int
-    grid: Grid  # the members of each group
-    # The distance between the nodes of a group. It is 1 if the group has one node.
-    stride: int
-
-    @property
-    def members(self) -> int:
-        return self.grid.nodes * self.grid.width
-
-
-@lru_cache(maxsize=4096)
-def move_shapes(placement: Placement, topology: Topology) -> dict[TransferKind, tuple[MoveShape, ...]]:
-    """Return the shapes of the collectives of each kind, in the order in which they run."""
-    params, grads, optimizer = placement.params, placement.grads, placement.optimizer
-    backward = placement.backward_params or params
-    return {
-        TransferKind.GATHER: _collectives_between(Op.ALL_GATHER, _ONE, params),
-        TransferKind.BACKWARD_GATHER: _collectives_between(Op.ALL_GATHER, _ONE, backward),
-        TransferKind.REDUCE: _collectives_between(Op.REDUCE_SCATTER, _ONE, grads),
-        TransferKind.GRAD_SYNC: _collectives_between(Op.REDUCE_SCATTER, grads, optimizer)
-        + _collectives_between(Op.ALL_REDUCE, optimizer, topology.whole),
-        TransferKind.PARAM_SYNC: _collectives_between(Op.ALL_GATHER, params, optimizer),
-        TransferKind.UNUSED_PARAMS: _collectives_between(Op.ALL_REDUCE, _ONE, topology.whole),
-    }
-
-
-def _collectives_between(op: Op, coarse: Extent, fine: Extent) -> tuple[MoveShape, ...]:
-    """Return the collective among the ranks of one fine copy that share a coarse slice, if these are several."""
-    grid = Grid(fine.nodes // coarse.nodes, fine.local // coarse.local)
-    return () if coarse == fine else (MoveShape(op, coarse.size, grid, coarse.nodes if grid.nodes > 1 else 1),)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from towpath.core.passes import JobSchedule
 from towpath.core.schedule import sum_by_kind
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
@@ -21,6 +20,7 @@ from towpath.engine.executor import Engine
 from towpath.observe.record import Trace
 from towpath.observe.stats import Stats, stats_of
 from towpath.observe.totals import Totals, TransferStats
+from towpath.pipeline.schedules import JobSchedule
 from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)

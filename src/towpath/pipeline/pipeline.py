@@ -32,7 +32,7 @@ from towpath.api import shard
 from towpath.checkpoint.rank_contents import RankContents
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
-from towpath.core.passes import Compression, JobSchedule, StagePass, StageSchedule, encoded_gradients, job_schedule
+from towpath.core.passes import Compression, StagePass, encoded_gradients
 from towpath.core.passes import compression as compression_preset
 from towpath.core.schedule import Schedule
 from towpath.core.strategy import Strategy, TransferKind
@@ -61,7 +61,7 @@ from towpath.pipeline.agreement import (
 from towpath.pipeline.checkpoint_contents import contents_of, prefixes_of
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import StepCounter
-from towpath.pipeline.schedules import order_of, owners_of, schedule_class
+from towpath.pipeline.schedules import JobSchedule, StageSchedule, job_schedule, order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
 from towpath.pipeline.stage import TowpathStage, schedule_of
 from towpath.sharded_module import ShardedModule

@@ -17,22 +17,13 @@ from typing import Any
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.presets import name_of
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Op, Route
-from towpath.core.strategy import (
-    EXACT_KINDS,
-    GRADIENTS,
-    WEIGHTS,
-    WITH_TRANSPORT,
-    MoveShape,
-    Strategy,
-    TransferKind,
-    move_shapes,
-)
+from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WEIGHTS, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transport import Transport
 from towpath.plan.cluster_file import Cluster
 from towpath.plan.model import Model
 from towpath.plan.prediction import Batching
 from towpath.plan.request import Request
-from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
+from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs, seconds_alone
 
 _ALONE = "alone"  # the key of a transfer's seconds while nothing else runs
 _EVERY_MICRO_STEP = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.REDUCE)

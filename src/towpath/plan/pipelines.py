@@ -29,7 +29,7 @@ from towpath.core.passes import (
 from towpath.core.passes import compression as named_compression
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import MoveShape, Strategy, TransferKind
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
@@ -51,7 +51,7 @@ from towpath.plan.prediction import Batching, Prediction
 from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
 from towpath.plan.request import Request
 from towpath.plan.solver import Solver
-from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
+from towpath.plan.transfer_costs import MoveShape, TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
 # Returns the order and the walk of a schedule. The arguments are its name and the numbers of ranks and micro-batches.

@@ -17,12 +17,13 @@ from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.collectives.select import form_for, group_rank, select
 from towpath.core.placement import GroupCollective, legal_placements, transitions
 from towpath.core.routes import ROUTES, Form, Op, Route
-from towpath.core.strategy import WITH_TRANSPORT, TransferKind, move_shapes
+from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.units import Range
 from towpath.plan.hardware import GroupMesh
 from towpath.plan.profile import collective_name
+from towpath.plan.transfer_costs import move_shapes
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
