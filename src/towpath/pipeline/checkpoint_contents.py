@@ -17,9 +17,9 @@ from towpath.checkpoint.rank_contents import (
     RankContents,
     RankState,
     engine_state,
+    fingerprint,
     named_tensors,
 )
-from towpath.engine.codec_state import fingerprint
 from towpath.engine.executor import engine_of
 from towpath.errors import CheckpointError
 from towpath.pipeline.embedding_sync import TiedEmbeddings
