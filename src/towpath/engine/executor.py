@@ -10,13 +10,17 @@ import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial, wraps
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from towpath.core.formats import Precision
@@ -42,6 +46,7 @@ from towpath.core.step_state import (
 )
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
+from towpath.engine import eager
 from towpath.engine.agree.boundary import UnusedParams
 from towpath.engine.agree.program import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
@@ -52,14 +57,26 @@ from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.param_syncs import ParamSyncs
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.registrations import registrations
-from towpath.engine.timing import eager, on_host
 from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun, Work
 from towpath.errors import ShardError, StepError
 from towpath.outer.sync import OuterSync
 
 if TYPE_CHECKING:
     from towpath.engine.parameters.matrix_steps import MatrixSteps
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _on_host(method: _Method) -> _Method:
+    """Count the seconds of a method of `Engine`, which runs on the training thread, as the engine's own."""
+
+    @wraps(method)
+    def counted(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        with self.host:
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, counted)
 
 
 class Engine:
@@ -109,8 +126,8 @@ class Engine:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
         # Those of optimizers that need unsharded matrices.
         self.matrix_steps: weakref.WeakSet[MatrixSteps] = weakref.WeakSet()
-        registrations.count()
-        self._registrations = registrations.made  # the count at the last search of the model
+        self._registrations = _registrations()
+        self._searched_at = self._registrations[0]  # their number at the last search of the model
         for parameter in (p for unit in units for p in unit.parameters):
             assert isinstance(parameter, ShardTensor)
             parameter.shard_spec.replica.engine = weakref.ref(self)
@@ -279,7 +296,7 @@ class Engine:
             # Inference has no boundary at which all ranks would learn of the problem.
             self.param_syncs.raise_problems()
 
-    @on_host
+    @_on_host
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
         """Unshard `unit` before its forward. `comes_back`: whether a backward pass may follow."""
         # Activation checkpointing runs forwards inside a backward pass.
@@ -307,9 +324,9 @@ class Engine:
 
     def _check_registrations(self) -> None:
         """Raise if the model has a parameter that it did not have at `shard()`."""
-        if self._registrations == registrations.made:
+        if self._searched_at == self._registrations[0]:
             return
-        made = registrations.made
+        made = self._registrations[0]
         for unit in self.units:
             unit.shown.check()
         (model,) = self.root.modules
@@ -321,10 +338,10 @@ class Engine:
                     "gradient would be this rank's own. Change the model first and shard it then. For new values use "
                     "load_state_dict(), or copy_() to each parameter."
                 )
-        self._registrations = made
+        self._searched_at = made
 
     @eager
-    @on_host
+    @_on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         """Give the unit's modules their ShardTensors back. `graph_follows`: whether the outputs have a graph."""
         recomputing = in_backward()
@@ -343,7 +360,7 @@ class Engine:
     # Backward -------------------------------------------------------------------------------------------------------
 
     @eager
-    @on_host
+    @_on_host
     def output_gradient_arrives(self, passed: ForwardPass, inputs: Sequence[Node], _: torch.Tensor) -> None:
         """Unshard the unit when the first gradient reaches one of its outputs. The gradients of others do nothing."""
         if passed.running:
@@ -357,7 +374,7 @@ class Engine:
         self.comm.record.begins("backward", self.units[passed.unit].name)
 
     @eager
-    @on_host
+    @_on_host
     def input_gradient_done(self, passed: ForwardPass, _: torch.Tensor) -> None:
         """Count the input gradients of a unit. After the last one, nothing is left to compute in its backward."""
         passed.inputs_done += 1
@@ -395,7 +412,7 @@ class Engine:
             self.host.take_off(perf_counter() - began)
         self._arriving = unit
 
-    @on_host
+    @_on_host
     def _first_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         with self._maybe_first_of_a_backward_pass():
             actions = self.machine.gradient_arrives(unit.index)
@@ -419,7 +436,7 @@ class Engine:
                 torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportPrivateUsage]
 
     @eager
-    @on_host
+    @_on_host
     def _end_backward(self) -> None:
         self.comm.record.ends("backward", None)
         with torch.no_grad():
@@ -462,7 +479,7 @@ class Engine:
         self.begin()
         self.execute(self.machine.param_sync())
 
-    @on_host
+    @_on_host
     def end_boundary(self) -> None:
         """Wait for the gradient syncs and set every `.grad`, once a pipeline has sent what other stages wait for."""
         with torch.no_grad():
@@ -575,6 +592,20 @@ def _runs(
         if bucket not in together:
             runs += [TransferRun(bound, region, shard) for bound in bucket.transfers[kind]]
     return runs
+
+
+@cache
+def _registrations() -> list[int]:
+    """Return the number of parameters and submodules that modules have registered in this process, in a list of one."""
+    # PyTorch's hooks are global, and each further one would count every registration again.
+    made = [0]
+
+    def count(*_: object) -> None:
+        made[0] += 1
+
+    register_module_module_registration_hook(count)
+    register_module_parameter_registration_hook(count)
+    return made
 
 
 def engine_of(model: nn.Module) -> Engine:

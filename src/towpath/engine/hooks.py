@@ -6,12 +6,10 @@ parameter.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial, update_wrapper
+from functools import cache, partial
 from typing import Any, NoReturn, final
 
 import torch
@@ -19,15 +17,14 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from towpath.core.step_state import ForwardPass
+from towpath.engine import eager
 from towpath.engine.backward_inputs import let_backward_take_parameters
 from towpath.engine.executor import Engine
 from towpath.engine.from_fsdp import COUNTERPARTS, NoMethodError
 from towpath.engine.layout import has_forward, kept_modules, torch_dtype
-from towpath.engine.module_class import add_mixin, keep_dtype
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.module_parameters import is_transformed
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.timing import eager
 from towpath.errors import ShardError, StepError
 
 
@@ -84,6 +81,54 @@ def _parts(engine: Engine) -> list[nn.Module]:
     return list(found.values())
 
 
+def add_mixin(module: nn.Module, role: type[Any]) -> None:
+    """Add `role` to the module's class. The class keeps its name, because libraries look at it."""
+    module.__class__ = _with_role(type(module), role)
+
+
+@cache
+def _with_role(cls: type[nn.Module], role: type[Any]) -> type[Any]:
+    """Return the subclass of `role` and `cls`, which is made once."""
+    # torch.compile makes a graph for each class, and gives up after eight. So all blocks of a model share one class.
+    return type(cls.__name__, (role, cls), {"__module__": cls.__module__})
+
+
+def keep_dtype(module: nn.Module) -> None:
+    """Let a module compute in its own dtype. Inputs are cast to it, and outputs are cast back."""
+    own = next((t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.float32)
+    add_mixin(module, OwnDtypeModule)
+    # Past nn.Module.__setattr__, which a user's class may override.
+    object.__setattr__(module, "towpath_dtype", own)
+
+
+class OwnDtypeModule(nn.Module):
+    """A module that `Precision(keep=)` names. It computes in `towpath_dtype`."""
+
+    towpath_dtype: torch.dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        met: list[torch.dtype] = []  # of the inputs; the outputs get the first one
+
+        def enter(tensor: torch.Tensor) -> torch.Tensor:
+            met.append(tensor.dtype)
+            return tensor.to(self.towpath_dtype)
+
+        args, kwargs = _of_floating(enter, args), _of_floating(enter, kwargs)
+        output = super().__call__(*args, **kwargs)
+        return _of_floating(lambda tensor: tensor.to(met[0]), output) if met else output
+
+
+def _of_floating(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return `value`, which may be nested tuples, lists and dicts, with `change` applied to its floating tensors."""
+    if isinstance(value, torch.Tensor):
+        return change(value) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_of_floating(change, item) for item in value)
+    if type(value) is dict:
+        return {key: _of_floating(change, item) for key, item in value.items()}
+    return value
+
+
 class HookedModule(nn.Module):
     """A module whose call runs the engine before and after the forward.
 
@@ -119,88 +164,6 @@ class RootSubmodule(HookedModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.towpath_forward.run_unless_inside(super().__call__, args, kwargs)
-
-
-def register_forward_method(module: nn.Module, method: str) -> None:
-    """Let `module.method(...)` compute with unsharded parameters, as `module(...)` does.
-
-    Like a forward, the method gathers parameters, so every rank must call it identically. The parameters stay
-    unsharded until it returns. Registering a method again has no effect.
-
-    Args:
-        module: A model that `shard()` returned, a module inside its root unit, or a unit's module.
-        method: The name of the method.
-
-    Raises:
-        ShardError: `module` is none of these, or the method does not exist, or it is a generator or a coroutine.
-    """
-    kind = type(module).__name__
-    if not isinstance(module, HookedModule):
-        raise ShardError(
-            f"register_forward_method: expected a model that towpath.shard() returned, a module of its root, or a "
-            f"unit's module; got a {kind}, which is none of these. If it is inside a unit, register a method of that "
-            "unit's module, or leave the unit to the root: pass the others as units= to shard()."
-        )
-    found = getattr(module, method, None)
-    if not callable(found):
-        known = [name for name in dir(type(module)) if callable(getattr(type(module), name, None))]
-        close = difflib.get_close_matches(method, known, n=3, cutoff=0.5)
-        meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise ShardError(f"register_forward_method: {kind} has no method {method!r}.{meant}")
-    if _goes_on(found):
-        raise ShardError(
-            f"register_forward_method: {method!r} of {kind} is a generator or a coroutine, and goes on after its call "
-            "has returned. Register what it calls, or use `with towpath.full_parameters(model):`."
-        )
-    if not isinstance(found, _ForwardMethod):
-        object.__setattr__(module, method, _ForwardMethod(module, found))
-
-
-# Methods that libraries call: Hugging Face, PEFT, Diffusers, sentence-transformers and Lightning.
-KNOWN_METHODS = (
-    "generate",
-    "encode",
-    "decode",
-    "get_text_features",
-    "get_image_features",
-    "get_audio_features",
-    "training_step",
-    "validation_step",
-    "test_step",
-    "predict_step",
-)
-
-
-def register_known_methods(model: nn.Module) -> None:
-    """Register those of `KNOWN_METHODS` that the model has. Skip generators, and modules of such a name."""
-    for method in KNOWN_METHODS:
-        found = getattr(model, method, None)
-        if inspect.ismethod(found) and not _goes_on(found):
-            register_forward_method(model, method)
-
-
-def _goes_on(method: Callable[..., Any]) -> bool:
-    """Return whether `method` continues after its call has returned: it is a generator or a coroutine."""
-    plain = inspect.unwrap(method)
-    return inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain)
-
-
-@final
-class _ForwardMethod:
-    """A registered method of a module. Its call unshards the module's unit."""
-
-    def __init__(self, module: nn.Module, found: Callable[..., Any]) -> None:
-        # A weak reference: a module that referred to itself would keep its buffers until the garbage collector runs.
-        self._module = weakref.ref(module)
-        self._bound = getattr(found, "__self__", None) is module
-        self._function: Callable[..., Any] = getattr(found, "__func__", found) if self._bound else found
-        update_wrapper(self, found)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert isinstance(module, HookedModule)
-        call = partial(self._function, module) if self._bound else self._function
-        return module.towpath_forward.run_unless_inside(call, args, kwargs)
 
 
 @final

@@ -16,11 +16,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from towpath.engine import eager
 from towpath.engine.agree.program import Program
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.dtensors import replacement_of
 from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with, running_step
-from towpath.engine.timing import eager
 from towpath.engine.trial_steps import check_compiles, parameters_of, remedy_for
 from towpath.errors import ShardError
 from towpath.logs import logger
