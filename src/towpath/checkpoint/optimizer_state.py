@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
 from towpath.checkpoint.rank_contents import NamedTensors
 from towpath.checkpoint.safe_files import DamagedError, shown
-from towpath.engine.optimizer_hooks import adopt
+from towpath.engine.optimizer_steps import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError

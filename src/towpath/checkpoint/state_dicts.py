@@ -23,7 +23,7 @@ from torch.utils import _pytree as trees
 from towpath.checkpoint.optimizer_state import is_like, name_of
 from towpath.checkpoint.rank_contents import parameters_of
 from towpath.engine.executor import Engine, engine_of
-from towpath.engine.optimizer_hooks import adopt
+from towpath.engine.optimizer_steps import adopt
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.engine.parameters.shard_spec import whole_tensors
 from towpath.engine.parameters.shard_tensor import ShardTensor

@@ -27,7 +27,7 @@ from towpath.engine.aliases import check_memory, find_kept
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
 from towpath.engine.layout import UnitLayout, device_of, is_saved
-from towpath.engine.optimizer_hooks import watch_optimizers
+from towpath.engine.optimizer_steps import watch_optimizers
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.initialise import (
