@@ -57,7 +57,7 @@ from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.param_syncs import ParamSyncs
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun, Work
+from towpath.engine.transfer_queues import Handle, RankTransfer, Work
 from towpath.errors import ShardError, StepError
 from towpath.outer.sync import OuterSync
 
@@ -157,87 +157,85 @@ class Engine:
 
     def execute(self, actions: Iterable[Action]) -> None:
         """Execute actions in order. If one raises, still execute later ones that change only this rank's memory."""
-        # The step machine has already counted them as done.
         left = iter(actions)
         try:
             for action in left:
-                self._execute(action)
+                match action:
+                    case Submit(task):
+                        match task.kind:
+                            case TransferKind.PARAM_SYNC:
+                                handle = self._param_sync(task)
+                            case TransferKind.REDUCE:
+                                handle = self._reduce(task)
+                            case TransferKind.GRAD_SYNC:
+                                handle = self._grad_sync(task)
+                            case TransferKind.OUTER:
+                                assert self.outer is not None
+                                handle = self.outer.submit(task)
+                            case _:
+                                handle = self._gather(task)
+                        # The tasks before it are dropped, because each would otherwise keep all earlier ones alive.
+                        task.handle, task.after = handle, ()
+                    case Wait(task, on_host):
+                        # A task without a handle had nothing to send. On a GPU only the current stream waits, unless
+                        # `on_host`.
+                        if task.handle is not None:
+                            cast(Handle, task.handle).wait(on_host)
+                    case SwapParameters(index, whole):
+                        self.units[index].shown.swap(whole)
+                        # Modules of the root may read a leaf's parameter, as in F.linear(h, head.weight).
+                        for leaf in self.leaves if index == self.root.index else ():
+                            leaf.shown.show_leaf(whole)
+                    case InvalidateViews(index, invalid):
+                        self.units[index].shown.invalidate_views(invalid)
+                    case AssignSlot(index, slot):
+                        self.units[index].assign_slot(self.weights.of(slot))
+                    case SaveBackwardCopy(index):
+                        for bucket in self.units[index].gathered:
+                            bucket.save_backward_copy()
+                    case OpenGradients(index, slot):
+                        self.units[index].open_gradients(None if slot is None else self.gradients.of(slot))
+                    case AgreeOnSizes(units):
+                        self.param_syncs.agree(units)
+                    case ApplyOuter():
+                        assert self.outer is not None
+                        self.outer.apply(action)
+                    case CheckRanks():
+                        self.param_syncs.note_problems()
+                        if self.outer is not None:
+                            self.outer.note_problems()
+                        self._used = self._unused_params.compare(self.step)
+                    case SetGrads():
+                        self._set_grads()
         except BaseException:
-            for action in left:
-                if isinstance(action, (SwapParameters, InvalidateViews, AssignSlot, OpenGradients)):
-                    self._execute(action)
+            # The step machine has already counted them as done.
+            local = (SwapParameters, InvalidateViews, AssignSlot, OpenGradients)
+            self.execute([action for action in left if isinstance(action, local)])
             raise
 
-    def _execute(self, action: Action) -> None:
-        match action:
-            case Submit(task):
-                # The tasks before it are dropped, because each would otherwise keep all earlier ones alive.
-                task.handle, task.after = self._submit(task), ()
-            case Wait(task, on_host):
-                # A task without a handle had nothing to send. On a GPU only the current stream waits, unless `on_host`.
-                if task.handle is not None:
-                    cast(Handle, task.handle).wait(on_host)
-            case SwapParameters(index, whole):
-                self.units[index].shown.swap(whole)
-                # Modules of the root may read a leaf's parameter, as in F.linear(h, head.weight).
-                for leaf in self.leaves if index == self.root.index else ():
-                    leaf.shown.show_leaf(whole)
-            case InvalidateViews(index, invalid):
-                self.units[index].shown.invalidate_views(invalid)
-            case AssignSlot(index, slot):
-                self.units[index].assign_slot(self.weights.of(slot))
-            case SaveBackwardCopy(index):
-                for bucket in self.units[index].gathered:
-                    bucket.save_backward_copy()
-            case OpenGradients(index, slot):
-                self.units[index].open_gradients(None if slot is None else self.gradients.of(slot))
-            case AgreeOnSizes(units):
-                self.param_syncs.agree(units)
-            case ApplyOuter():
-                assert self.outer is not None
-                self.outer.apply(action)
-            case CheckRanks():
-                self.param_syncs.note_problems()
-                if self.outer is not None:
-                    self.outer.note_problems()
-                self._used = self._unused_params.compare(self.step)
-            case SetGrads():
-                self._set_grads()
+    # Each of the next four submits a task to its queue: the transfers, with the memory that they read and write.
 
-    def _submit(self, task: Task) -> Handle | None:
-        """Submit the transfers of a task to their queue, each with the memory that it reads and writes."""
-        if task.kind is TransferKind.OUTER:
-            assert self.outer is not None
-            return self.outer.submit(task)
-        unit = self.units[task.unit]
-        after = [cast(Handle, t.handle) for t in task.after if t.handle is not None]
-        # Gradients are held until another unit's arrive. What is reduced now must be in the slot first.
-        if unit is self._arriving and task.kind in (TransferKind.REDUCE, TransferKind.GRAD_SYNC):
-            self._gradients_arrive_for(None)
-        match task.kind:
-            case TransferKind.PARAM_SYNC:
-                return self._param_sync(unit)
-            case TransferKind.REDUCE:
-                return self._reduce(unit)
-            case TransferKind.GRAD_SYNC:
-                return self._grad_sync(unit, after)
-            case _:
-                return self._gather(unit, task, after)
-
-    def _gather(self, unit: Unit, task: Task, after: Sequence[Handle]) -> Handle:
+    def _gather(self, task: Task) -> Handle:
         """Submit the all-gathers of a unit's weights: each reads a shard, and writes the unsharded weights."""
-        kind, buckets = task.kind, unit.gathered
+        kind, unit = task.kind, self.units[task.unit]
+        buckets = unit.gathered
         runs = _runs(unit, kind, [(b, b.full, b.source(kind)) for b in buckets])
         before = [work for b in buckets if (work := b.before_gather(kind)) is not None]
         copies = [b.save_backward_copy for b in buckets if b.copy is not None] if task.save_copy else []
         # The first messages of a gather wait for nobody, so they may leave while the gather before it still shares out
         # inside the nodes. They cannot if something must be computed first.
-        begin = runs[0].begin if runs and not before and kind not in unit.coalesced else None
-        return self.comm.queues.submit(kind, _bound(buckets, kind), [*before, *runs, *copies], after, begin)
+        begin = None
+        if runs and not before and kind not in unit.coalesced:
+            transfer, region, shard = runs[0]
+            begin = partial(transfer.begin, region, shard)
+        works = [*before, *_works(runs), *copies]
+        return self.comm.queues.submit(kind, _bound(buckets, kind), works, _handles(task.after), begin)
 
-    def _reduce(self, unit: Unit) -> Handle:
+    def _reduce(self, task: Task) -> Handle:
         """Submit the reductions of this micro-step's gradients, whose results are added to the G shards."""
-        kind, reduced = TransferKind.REDUCE, unit.reduced
+        kind, unit = task.kind, self.units[task.unit]
+        self._store_gradients(unit)
+        reduced = unit.reduced
         gradients = [each for _, each in reduced]
         # A parameter that this rank did not use adds zero to the sum. All ranks send the same bytes.
         # All copies and sums are enqueued before the reduction, which follows them on its own stream.
@@ -245,29 +243,31 @@ class Engine:
             each.fill_missing()
         works: list[Work] = [
             *(each.divide for each in gradients if each.divides),
-            *_runs(unit, kind, [(bucket, each.region, each.shard) for bucket, each in reduced]),
+            *_works(_runs(unit, kind, [(bucket, each.region, each.shard) for bucket, each in reduced])),
             *(each.accumulate for each in gradients),
         ]
         return self.comm.queues.submit(kind, _bound((bucket for bucket, _ in reduced), kind), works)
 
-    def _param_sync(self, unit: Unit) -> Handle | None:
+    def _param_sync(self, task: Task) -> Handle | None:
         """Submit the parameter sync of the buckets written since the last one. Return None if nothing is sent."""
-        kind, dirty = TransferKind.PARAM_SYNC, [b for b in unit.buckets if b.dirty]
+        dirty = [b for b in self.units[task.unit].buckets if b.dirty]
         # Counted as sent before it is: a write from now on belongs to the next sync.
         for bucket in dirty:
             bucket.synced_count = bucket.version.count
         sending = [b for b in dirty if b.plan.has_param_sync]
         if not sending:
             return None
-        handle = self.comm.queues.submit(kind, _bound(sending, kind), [b.param_sync for b in sending])
+        handle = self.comm.queues.submit(task.kind, _bound(sending, task.kind), [b.param_sync for b in sending])
         for bucket in sending:
             # The host must not write to the master while the device copies it.
             if bucket.plan.optimizer_on_host:
                 bucket.version.read_until(partial(handle.wait, on_host=True))
         return handle
 
-    def _grad_sync(self, unit: Unit, after: Sequence[Handle]) -> Handle | None:
+    def _grad_sync(self, task: Task) -> Handle | None:
         """Submit the sync that turns sums into means, in the last micro-step. Return None if there is nothing to do."""
+        unit = self.units[task.unit]
+        self._store_gradients(unit)
         # Gradients that are not reduced in each micro-step were added to the sums as they came. Those that did not come
         # on this rank add zero, because other ranks may have them.
         for bucket in unit.trainable:
@@ -277,28 +277,26 @@ class Engine:
         if not sums:
             return None
         works = [partial(b.gradients.grad_sync, self._terms) for b in sums]
-        return self.comm.queues.submit(TransferKind.GRAD_SYNC, _bound(sums, TransferKind.GRAD_SYNC), works, after)
+        return self.comm.queues.submit(task.kind, _bound(sums, task.kind), works, _handles(task.after))
+
+    def _store_gradients(self, unit: Unit) -> None:
+        """Store held gradients of `unit`, which a reduction reads from the slot."""
+        if unit is self._arriving:
+            self._gradients_arrive_for(None)
 
     # Forward --------------------------------------------------------------------------------------------------------
 
-    def call_begins(self) -> None:
-        """Note that a call into the model or one of its units begins. Calls may be nested."""
+    @eager
+    @_on_host
+    def before_forward(self, unit: Unit, comes_back: bool) -> ForwardPass | None:
+        """Unshard `unit` for a call into it. Calls may be nested.
+
+        `comes_back`: Whether a backward pass may follow. Returns the pass that the hooks of a graph will name.
+        """
         if not self._calls:
             self._before_call = self.comm.record.so_far()
         self._calls += 1
-
-    def call_ends(self, graph_follows: bool) -> None:
-        """Note that a call into the model has returned. Forget its gathers if no backward pass follows."""
-        # Such calls, as in inference, belong to no step. There may be any number of them.
-        self._calls -= 1
-        if not (self._calls or graph_follows or in_backward()):
-            self.comm.record.forget_gathers(self._before_call)
-            # Inference has no boundary at which all ranks would learn of the problem.
-            self.param_syncs.raise_problems()
-
-    @_on_host
-    def before_forward(self, unit: Unit, comes_back: bool) -> None:
-        """Unshard `unit` before its forward. `comes_back`: whether a backward pass may follow."""
+        self.machine.entered(unit.index)
         # Activation checkpointing runs forwards inside a backward pass.
         recomputing = in_backward()
         unit.shown.check()
@@ -308,9 +306,11 @@ class Engine:
             # Evaluation must not decide when islands synchronize.
             if torch.is_grad_enabled():
                 self.sync_islands()
-        actions = self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing)
-        self.execute(actions)
+        self.execute(self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing))
         self.comm.record.begins("recompute" if recomputing else "forward", unit.name)
+        # A recomputation inside the unit's own backward belongs to the forward pass that it repeats.
+        makes_graph = torch.is_grad_enabled() and not self.machine.runs_backward(unit.index)
+        return self.machine.graph_made(unit.index) if makes_graph else None
 
     def check_forward(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
         """Raise if the forward wrote to its parameters, returns their memory, or added parameters to the model."""
@@ -341,12 +341,18 @@ class Engine:
         self._searched_at = made
 
     @eager
-    @_on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         """Give the unit's modules their ShardTensors back. `graph_follows`: whether the outputs have a graph."""
         recomputing = in_backward()
-        self.comm.record.ends("recompute" if recomputing else "forward", unit.name)
-        self.execute(self.machine.forward_ends(unit.index, graph_follows=graph_follows, recomputing=recomputing))
+        with self.host:
+            self.comm.record.ends("recompute" if recomputing else "forward", unit.name)
+            self.execute(self.machine.forward_ends(unit.index, graph_follows=graph_follows, recomputing=recomputing))
+        # A call without a backward pass, as in inference, belongs to no step. There may be any number of them.
+        self._calls -= 1
+        if not (self._calls or graph_follows or recomputing):
+            self.comm.record.forget_gathers(self._before_call)
+            # Inference has no boundary at which all ranks would learn of the problem.
+            self.param_syncs.raise_problems()
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
         """Note that a forward raised `error`, if forwards involve other ranks, because they gather parameters.
@@ -579,19 +585,28 @@ def _bound(buckets: Iterable[Bucket], kind: TransferKind) -> list[RankTransfer]:
     return [bound for bucket in buckets for bound in bucket.transfers[kind]]
 
 
-def _runs(
-    unit: Unit, kind: TransferKind, memory: Sequence[tuple[Bucket, torch.Tensor, torch.Tensor]]
-) -> list[TransferRun]:
+def _handles(tasks: Iterable[Task]) -> list[Handle]:
+    return [cast(Handle, task.handle) for task in tasks if task.handle is not None]
+
+
+_Run = tuple[RankTransfer, Any, Any]  # a transfer with its region and its shard, or a coalesced one with lists of them
+
+
+def _runs(unit: Unit, kind: TransferKind, memory: Sequence[tuple[Bucket, torch.Tensor, torch.Tensor]]) -> list[_Run]:
     """Return the transfers of a unit with their memory: bucket, region and shard. Small ones come first, as one."""
-    runs: list[TransferRun] = []
+    runs: list[_Run] = []
     together, transfer = unit.coalesced.get(kind, ((), None))
     if transfer is not None:
         small = [(region, shard) for bucket, region, shard in memory if bucket in together]
-        runs.append(TransferRun(transfer, [region for region, _ in small], [shard for _, shard in small]))
+        runs.append((transfer, [region for region, _ in small], [shard for _, shard in small]))
     for bucket, region, shard in memory:
         if bucket not in together:
-            runs += [TransferRun(bound, region, shard) for bound in bucket.transfers[kind]]
+            runs += [(bound, region, shard) for bound in bucket.transfers[kind]]
     return runs
+
+
+def _works(runs: Iterable[_Run]) -> list[Work]:
+    return [partial(transfer.run, region, shard) for transfer, region, shard in runs]
 
 
 @cache

@@ -189,11 +189,12 @@ class _Forward:
         """Run `call` with the unit unsharded, and watch its inputs and outputs for gradients."""
         # torch.compile skips this method, and still compiles `call`. In a compiled model the graph around it ends here,
         # and `call` gets a graph of its own.
-        graph_follows = False
-        self._engine.call_begins()
-        self._engine.machine.entered(self.unit.index)
+        graph_follows, module = False, self._module()
+        # A backward pass may follow a forward without a graph: a reentrant checkpoint runs its forward so.
+        comes_back = torch.is_grad_enabled() or (module is not None and module.training)
         try:
-            passed, entries, args, kwargs = self._before(args, kwargs)
+            passed = self._engine.before_forward(self.unit, comes_back)
+            entries, args, kwargs = self._enter(passed, args, kwargs)
             output = call(*args, **kwargs)
             graph_follows = self._after(passed, entries, output)
             return output
@@ -202,61 +203,29 @@ class _Forward:
             raise
         finally:  # after an exception, too, the modules must get their ShardTensors back
             self._engine.after_forward(self.unit, graph_follows)
-            self._engine.call_ends(graph_follows)
 
     @eager
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ForwardPass | None, list[Node], Any, Any]:
-        """Unshard the unit, and hook the inputs. Return the pass that a backward will name, and the inputs to use."""
-        # A backward pass may follow a forward without a graph: a reentrant checkpoint runs its forward so.
-        module = self._module()
-        comes_back = torch.is_grad_enabled() or (module is not None and module.training)
-        self._engine.before_forward(self.unit, comes_back)
-        # A recomputation inside the unit's own backward belongs to the forward pass that it repeats.
-        machine, index = self._engine.machine, self.unit.index
-        makes_graph = torch.is_grad_enabled() and not machine.runs_backward(index)
-        passed = machine.graph_made(index) if makes_graph else None
-        with self._engine.host:
-            return passed, *self._enter(passed, args, kwargs)
-
-    @eager
-    def _after(self, passed: ForwardPass | None, entries: Sequence[Node], output: Any) -> bool:
-        """Register hooks for the gradients of the outputs, and return whether any output can get one."""
-        with self._engine.host:
-            self._engine.check_forward(self.unit, _tensors(output))
-            if passed is None:
-                return False
-            # A leaf, such as a parameter that is returned, would keep the hook for all later passes. An output that
-            # was an input does not begin the unit's backward.
-            made = [t for t in _tensors(output) if t.requires_grad and not t.is_leaf]
-            outputs = [t for t in made if id(t) not in passed.entered]
-            passed.entered.clear()
-            # Plain tensor hooks: those of register_multi_grad_hook keep a graph alive that no backward pass walks.
-            for tensor in outputs:
-                tensor.register_hook(partial(self._engine.output_gradient_arrives, passed, entries))
-            if not outputs:
-                self._engine.machine.graph_dropped(passed)
-            return bool(outputs)
-
     def _enter(self, passed: ForwardPass | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
         """Cast the inputs, and register hooks for their gradients if the forward makes a graph.
 
         Return the graph nodes that compute these gradients, then the arguments.
         """
-        # `passed` must not keep the nodes. Hooks of these nodes hold `passed`, and such a cycle would never be freed.
-        watched: list[torch.Tensor] = []
-        inside: list[torch.Tensor] = []
-
-        args = self._entered(args, passed, watched, inside)
-        kwargs = {name: self._entered(value, passed, watched, inside) for name, value in kwargs.items()}
-        if passed is not None:
-            passed.entered = [id(t) for t in (*watched, *inside)]
-            watched = watched or inside
-            passed.inputs = len(watched)
-            # The gradient of an input is complete once the backward of everything in the unit that uses the input has
-            # run. So after the last of these hooks, the weights are no longer read, and their slot is free.
-            for tensor in watched:
-                tensor.register_hook(partial(self._engine.input_gradient_done, passed))
-        return [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in watched], args, kwargs
+        with self._engine.host:
+            # `passed` must not keep the nodes. Hooks of these nodes hold `passed`, and such a cycle would never be
+            # freed.
+            watched: list[torch.Tensor] = []
+            inside: list[torch.Tensor] = []
+            args = self._entered(args, passed, watched, inside)
+            kwargs = {name: self._entered(value, passed, watched, inside) for name, value in kwargs.items()}
+            if passed is not None:
+                passed.entered = [id(t) for t in (*watched, *inside)]
+                watched = watched or inside
+                passed.inputs = len(watched)
+                # The gradient of an input is complete once the backward of everything in the unit that uses the input
+                # has run. So after the last of these hooks, the weights are no longer read, and their slot is free.
+                for tensor in watched:
+                    tensor.register_hook(partial(self._engine.input_gradient_done, passed))
+            return [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in watched], args, kwargs
 
     def _entered(
         self, value: Any, passed: ForwardPass | None, watched: list[torch.Tensor], inside: list[torch.Tensor]
@@ -283,6 +252,25 @@ class _Forward:
         # A view of its own. Its hook runs when this unit has finished, before the unit that made the tensor begins.
         watched.append(tensor.view_as(tensor))
         return watched[-1]
+
+    @eager
+    def _after(self, passed: ForwardPass | None, entries: Sequence[Node], output: Any) -> bool:
+        """Register hooks for the gradients of the outputs, and return whether any output can get one."""
+        with self._engine.host:
+            self._engine.check_forward(self.unit, _tensors(output))
+            if passed is None:
+                return False
+            # A leaf, such as a parameter that is returned, would keep the hook for all later passes. An output that
+            # was an input does not begin the unit's backward.
+            made = [t for t in _tensors(output) if t.requires_grad and not t.is_leaf]
+            outputs = [t for t in made if id(t) not in passed.entered]
+            passed.entered.clear()
+            # Plain tensor hooks: those of register_multi_grad_hook keep a graph alive that no backward pass walks.
+            for tensor in outputs:
+                tensor.register_hook(partial(self._engine.output_gradient_arrives, passed, entries))
+            if not outputs:
+                self._engine.machine.graph_dropped(passed)
+            return bool(outputs)
 
 
 def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:

@@ -123,21 +123,6 @@ Work = Callable[[Workspace], object]
 
 
 @dataclass(frozen=True, slots=True)
-class TransferRun:
-    """A transfer with the memory that it reads and writes in one job."""
-
-    transfer: RankTransfer
-    region: Any
-    shard: Any
-
-    def __call__(self, workspace: Workspace) -> None:
-        self.transfer.run(self.region, self.shard, workspace)
-
-    def begin(self, workspace: Workspace) -> None:
-        self.transfer.begin(self.region, self.shard, workspace)
-
-
-@dataclass(frozen=True, slots=True)
 class StreamJob:
     """The work that a stream does for one submission.
 
