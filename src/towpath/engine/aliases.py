@@ -9,7 +9,6 @@ memory, because they would keep old values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -28,15 +27,18 @@ _OF_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 def check_memory(places: Sequence[ParameterPlace]) -> None:
     """Raise ShardError if two parameters overlap in memory. They may be neighbors in one storage."""
     for sharing in _by_storage(places).values():
-        # In order of their addresses, so that the neighbors of a parameter show whether any other overlaps with it.
+        # In order of their addresses, each parameter is compared only with those that begin before its end.
         sharing.sort(key=lambda pair: _bounds(pair[1])[0])
-        for (place, values), (other, theirs) in pairwise(sharing):
-            if _overlap(values, theirs):
-                raise ShardError(
-                    f"{place.names[0]!r} and {other.names[0]!r} are two parameters on the same memory. After "
-                    "shard() each would train a copy of its own. To tie them let both modules have one parameter, "
-                    "as in b.weight = a.weight; else give the second memory of its own: nn.Parameter(t.clone())."
-                )
+        for number, (place, values) in enumerate(sharing):
+            for other, theirs in sharing[number + 1 :]:
+                if _bounds(theirs)[0] >= _bounds(values)[1]:
+                    break
+                if _overlap(values, theirs):
+                    raise ShardError(
+                        f"{place.names[0]!r} and {other.names[0]!r} are two parameters on the same memory. After "
+                        "shard() each would train a copy of its own. To tie them let both modules have one parameter, "
+                        "as in b.weight = a.weight; else give the second memory of its own: nn.Parameter(t.clone())."
+                    )
 
 
 def find_kept(model: nn.Module, places: Sequence[ParameterPlace]) -> None:
@@ -128,6 +130,18 @@ def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one storage may have a byte in common: the memory between their ends overlaps."""
+    """Return whether two tensors of one storage have a byte in common."""
     (start, end), (begin, stop) = _bounds(one), _bounds(other)
-    return start < stop and begin < end
+    if start >= stop or begin >= end:
+        return False
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    # Strided tensors may interleave without sharing a byte, as columns of a matrix do. So each byte is checked.
+    taken = torch.zeros(max(end, stop) - min(start, begin), dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        strides = [stride * tensor.itemsize for stride in tensor.stride()]
+        return taken.as_strided((*tensor.shape, tensor.itemsize), (*strides, 1), tensor.data_ptr() - min(start, begin))
+
+    bytes_of(one).fill_(True)
+    return bool(bytes_of(other).any())

@@ -374,9 +374,7 @@ class Engine:
         passed.inputs_done = 0
         self._gradients_arrive_for(self.units[passed.unit])
         expect_gradients(self.units[passed.unit], passed, inputs)
-        with self._maybe_first_of_a_backward_pass():
-            actions = self.machine.backward_begins(passed, graph=torch.is_grad_enabled())
-        self.execute(actions)
+        self._backward_event(partial(self.machine.backward_begins, passed, graph=torch.is_grad_enabled()))
         self.comm.record.begins("backward", self.units[passed.unit].name)
 
     @eager
@@ -396,11 +394,16 @@ class Engine:
         machine, gradients = self.machine, bucket.gradients
         if unit is not self._arriving:
             self._gradients_arrive_for(unit)
-        if not machine.is_collecting(unit.index):
-            self._first_gradient(unit, bucket, index, grad)
+        is_first = not machine.is_collecting(unit.index)
+        if is_first:
+            with self.host:
+                self._backward_event(partial(machine.gradient_arrives, unit.index))
         began = perf_counter()
-        if grad.requires_grad or not (bucket.always_whole or machine.is_whole(unit.index)):
-            self._check_gradient(unit, bucket, index, grad)
+        is_whole = bucket.always_whole or machine.is_whole(unit.index)
+        # Later gradients of a unit can only be wrong in these two ways. This saves a check of each.
+        if is_first or grad.requires_grad or not is_whole:
+            place, was_reduced = bucket.layout.places[index], machine.is_reduced(unit.index)
+            check_gradient(place, grad, unit.name, is_whole or unit.plan.leaf, was_reduced)
         arrives = perf_counter()
         # A muted rank counts arrivals, too: the transfers that follow must be the same on every rank.
         gradients.arrive(index, None if self.muted else grad)
@@ -418,28 +421,17 @@ class Engine:
             self.host.take_off(perf_counter() - began)
         self._arriving = unit
 
-    @_on_host
-    def _first_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        with self._maybe_first_of_a_backward_pass():
-            actions = self.machine.gradient_arrives(unit.index)
-        self.execute(actions)
-        self._check_gradient(unit, bucket, index, grad)
-
-    def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        is_whole = bucket.always_whole or unit.plan.leaf or self.machine.is_whole(unit.index)
-        check_gradient(bucket.layout.places[index], grad, unit.name, is_whole, self.machine.is_reduced(unit.index))
-
-    @contextmanager
-    def _maybe_first_of_a_backward_pass(self) -> Generator[None]:
-        """Run an event that may begin a backward pass. If it does, register a callback for the end of the pass."""
+    def _backward_event(self, event: Callable[[], list[Action]]) -> None:
+        """Execute what the step machine answers to an event that may begin a backward pass."""
         before = self.machine.in_backward
         try:
-            yield
+            actions = event()
         finally:
             if self.machine.in_backward and not before:
                 # Autograd calls this at the end of the backward pass, before backward() returns.
                 end = EndOfBackward(weakref.WeakMethod(self._end_backward), weakref.WeakMethod(self._backward_failed))
                 torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportPrivateUsage]
+        self.execute(actions)
 
     @eager
     @_on_host

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from towpath.core.step_state import ForwardPass
 from towpath.engine import eager
@@ -110,23 +111,16 @@ class OwnDtypeModule(nn.Module):
         met: list[torch.dtype] = []  # of the inputs; the outputs get the first one
 
         def enter(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
             met.append(tensor.dtype)
             return tensor.to(self.towpath_dtype)
 
-        args, kwargs = _of_floating(enter, args), _of_floating(enter, kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
         output = super().__call__(*args, **kwargs)
-        return _of_floating(lambda tensor: tensor.to(met[0]), output) if met else output
-
-
-def _of_floating(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return `value`, which may be nested tuples, lists and dicts, with `change` applied to its floating tensors."""
-    if isinstance(value, torch.Tensor):
-        return change(value) if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(_of_floating(change, item) for item in value)
-    if type(value) is dict:
-        return {key: _of_floating(change, item) for key, item in value.items()}
-    return value
+        if not met:
+            return output
+        return tree_map_only(torch.Tensor, lambda t: t.to(met[0]) if t.is_floating_point() else t, output)
 
 
 class HookedModule(nn.Module):
