@@ -9,9 +9,8 @@ import pytest
 from tests.profiles import made_profile
 from tests.unit.test_planner import TABLE
 from towpath import planning
-from towpath.core import lossless
+from towpath.core.costs import Launches
 from towpath.core.formats import Precision
-from towpath.core.launches import Launches
 from towpath.core.passes import plain_walk
 from towpath.core.presets import strategy
 from towpath.core.routes import Form
@@ -21,11 +20,11 @@ from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
-from towpath.plan import cluster_file, profile, tables
+from towpath.plan import catalog, profile, tables
+from towpath.plan.bandwidth import Timeline
 from towpath.plan.catalog import model_shape
 from towpath.plan.hardware import CodecSpeed, Hardware, Launching, Link
 from towpath.plan.pipelines import Layout, Pipelines
-from towpath.plan.prediction import Timeline
 from towpath.plan.profile import Point
 from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.solver import Batching, Ranking
@@ -81,7 +80,7 @@ def test_launching_bounds_a_step_of_short_computation(name: str) -> None:
 
 def test_the_thread_waits_for_agreed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device encodes first, and the parameter syncs come after the agreement."""
-    monkeypatch.setattr(lossless, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
     plain, exactly = (replayed("paro-iig", COSTS, 0.1, exact=encoded) for encoded in (False, True))
     agreed = {e.kind: e for e in exactly.events if e.kind is not None}
     first = min(e.start for e in exactly.events if e.kind is TransferKind.PARAM_SYNC)
@@ -97,11 +96,11 @@ def agreed_sizes() -> tuple[Transfer, ...]:
 
 
 def test_a_cluster_file_says_what_launches_cost() -> None:
-    assert cluster_file.from_table("a", TABLE).hardware.launching == Launching()
-    told = cluster_file.from_table("a", TABLE | {"launch": {"call": 70, "unit": 150.5}}).hardware.launching
+    assert catalog.from_table("a", TABLE).hardware.launching == Launching()
+    told = catalog.from_table("a", TABLE | {"launch": {"call": 70, "unit": 150.5}}).hardware.launching
     assert told == replace(Launching(), call=70e-6, unit=150.5e-6)
     with pytest.raises(ConfigError, match=r"\[launch\] unknown key 'calls'"):
-        cluster_file.from_table("a", TABLE | {"launch": {"calls": 70}})
+        catalog.from_table("a", TABLE | {"launch": {"calls": 70}})
 
 
 def test_a_profile_of_processors_has_no_launching_thread() -> None:
