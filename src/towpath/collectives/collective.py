@@ -171,6 +171,11 @@ class Collective(ABC):
 
     agreed_size = 0
 
+    @property
+    def largest_size(self) -> int:
+        """The bytes of the longest message."""
+        raise NotImplementedError(f"{type(self).__name__} sends messages of one size.")
+
     def encode(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         """Encode `shard` before the ranks agree on sizes."""
         raise NotImplementedError(f"{type(self).__name__} sends messages of one size.")

@@ -161,6 +161,11 @@ class AgreedAllGather(ExactSync):
         """The bytes of the message, one integer on the device."""
         return self._message[16:24].view(torch.int64)
 
+    @property
+    def largest_size(self) -> int:
+        """The bytes of the longest message."""
+        return len(self._message)
+
     def encode(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         """Encode `shard`, and write it to this member's slice of the region."""
         self._read_outcomes()

@@ -43,7 +43,7 @@ def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tu
         parameters: The number of trainable parameters. Without any, nothing is compared.
         log: The bytes of the digests, as `log_bytes` returns them.
     """
-    return _over_all_ranks(strategy, TransferKind.UNUSED_PARAMS, parameters and parameters + log, "uint8")
+    return over_all_ranks(strategy, TransferKind.UNUSED_PARAMS, parameters and parameters + log, "uint8")
 
 
 def message_sizes_transfers(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[Transfer, ...]:
@@ -52,10 +52,10 @@ def message_sizes_transfers(strategy: Strategy, plans: Iterable[UnitPlan]) -> tu
     It has the size of one message for each transfer whose sizes the ranks agree on.
     """
     agreeing = sum(t.agrees_on_sizes for plan in plans for t in plan.transfers(TransferKind.PARAM_SYNC))
-    return _over_all_ranks(strategy, TransferKind.MESSAGE_SIZES, agreeing, "int64")
+    return over_all_ranks(strategy, TransferKind.MESSAGE_SIZES, agreeing, "int64")
 
 
-def _over_all_ranks(strategy: Strategy, kind: TransferKind, elements: int, dtype: str) -> tuple[Transfer, ...]:
+def over_all_ranks(strategy: Strategy, kind: TransferKind, elements: int, dtype: str) -> tuple[Transfer, ...]:
     """Return an all-reduce for the whole model, or nothing if there are no elements or no other ranks."""
     topology, payload = strategy.topology, Range("", "", elements, dtype)
     return tuple(Transfer(kind, payload, m, Transport(), topology) for m in everyone(topology) if elements)

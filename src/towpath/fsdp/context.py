@@ -7,6 +7,7 @@ before them compute.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 from weakref import WeakSet
 
@@ -14,6 +15,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from towpath.collectives.collective import Workspace
+from towpath.core.schedule import over_all_ranks
+from towpath.core.strategy import TransferKind
+from towpath.errors import StepError
 from towpath.fsdp.fields import parameters_of
 from towpath.fsdp.peers import Peers
 from towpath.fsdp.unit import WiredUnit
@@ -34,6 +39,9 @@ class WiredRanks:
         self, peers: Peers, parameters: Callable[[], Iterable[torch.Tensor]], units: Sequence[WiredUnit] = ()
     ) -> None:
         self.peers, self.units, self._parameters = peers, units, parameters
+        self._sizes = peers.comm.bind(
+            over_all_ranks(peers.strategy, TransferKind.MESSAGE_SIZES, 2 * len(units), "int64")
+        )
         _watch_optimizers()
         _active.add(self)
 
@@ -45,8 +53,44 @@ class WiredRanks:
     def after_step(self, stepped: set[int]) -> None:
         """Send the shards of units that have parameters with these ids."""
         changed = (u for u in self.units if any(id(each.sharded_param) in stepped for each in parameters_of(u.module)))
-        for unit in [unit for unit in changed if unit.take_shard()]:
+        sending = [unit for unit in changed if unit.take_shard()]
+        if sending and self.peers.comm.device.type == "cuda":
+            self._agree(sending)
+        for unit in sending:
             unit.send()
+
+    def _agree(self, sending: Sequence[WiredUnit]) -> None:
+        """Encode shards, and agree with all ranks on the sizes of messages. The host waits here, once a step."""
+        comm, units = self.peers.comm, self.units
+        encoding = [weights for unit in sending if (weights := unit.encoding) is not None]
+        sizes = torch.zeros(2 * len(units), dtype=torch.int64, pin_memory=True)
+
+        def read(_: Workspace) -> None:
+            for number, unit in enumerate(units):
+                weights = unit.encoding
+                if weights is not None:
+                    sizes[number : number + 1].copy_(weights.sync.collective.encoded_size, non_blocking=True)
+                if unit.drifted is not None:
+                    sizes[len(units) + number].copy_(unit.drifted, non_blocking=True)
+
+        comm.queues.submit(TransferKind.PARAM_SYNC, (), [*(each.encode for each in encoding), read]).wait(on_host=True)
+
+        def combine(workspace: Workspace) -> None:
+            for transfer in self._sizes:
+                transfer.run(sizes, sizes, workspace)
+
+        comm.queues.submit(TransferKind.MESSAGE_SIZES, self._sizes, [combine]).wait()
+        told = sizes.tolist()
+        drifted = [unit.name or "root" for unit, has in zip(units, told[len(units) :], strict=True) if has]
+        if drifted:
+            raise StepError(
+                f"rank {comm.number}: on some rank the weights of {', '.join(drifted)} were written through `.data`, "
+                "which leaves no trace, and other nodes have computed with the weights of before. Write to parameters "
+                "in place inside torch.no_grad()."
+            )
+        for unit, size in zip(units, told, strict=False):
+            if unit in sending and (weights := unit.encoding) is not None:
+                weights.sync.collective.agreed_size = size
 
     def leave(self) -> None:
         """Wait for all transfers, and no longer watch optimizers."""
@@ -58,11 +102,11 @@ def _watch_optimizers() -> None:
     global _watches
     if not _watches:
         _watches = True
-        register_optimizer_step_pre_hook(lambda optimizer, *_: _each(WiredRanks.before_step, optimizer))
-        register_optimizer_step_post_hook(lambda optimizer, *_: _each(WiredRanks.after_step, optimizer))
+        register_optimizer_step_pre_hook(partial(_each, WiredRanks.before_step))
+        register_optimizer_step_post_hook(partial(_each, WiredRanks.after_step))
 
 
-def _each(call: Callable[[WiredRanks, set[int]], Any], optimizer: Optimizer) -> None:
+def _each(call: Callable[[WiredRanks, set[int]], Any], optimizer: Optimizer, *_: Any) -> None:
     # A parameter without a gradient is not stepped. All ranks agree on which have one, as they reduce them together.
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     for each in sorted(_active, key=lambda wired: wired.peers.comm.log.model):

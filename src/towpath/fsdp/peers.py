@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from towpath.collectives.collective import Workspace
 from towpath.core import presets
-from towpath.core.payloads import Range
+from towpath.core.queues import LoggedCall
 from towpath.core.schedule import unused_params_transfers
-from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.comm import CommContext
 from towpath.engine.transfer_queues import RankTransfer
@@ -54,6 +54,7 @@ class Peers:
     strategy: Strategy
     comm: CommContext
     compared: tuple[RankTransfer, ...]  # the comparison before each step
+    hold: str | None
 
     @staticmethod
     def of(group: dist.ProcessGroup, device: torch.device, preset: str, wishes: Wishes, model: Iterable[str]) -> Peers:
@@ -71,7 +72,9 @@ class Peers:
         number: int = next(groups.shared("models made", count))
         log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
         comm = CommContext(groups, device, log)
-        return Peers(group, strategy, comm, tuple(comm.bind(unused_params_transfers(strategy, 1, log.bytes))))
+        return Peers(
+            group, strategy, comm, tuple(comm.bind(unused_params_transfers(strategy, 1, log.bytes))), wishes.hold
+        )
 
     @property
     def nodes(self) -> int:
@@ -85,6 +88,12 @@ class Peers:
     @property
     def ranks(self) -> int:
         return self.strategy.topology.world
+
+    def holds_on_host(self, nbytes: int) -> bool:
+        """Return whether weights of this size are held in the host's memory."""
+        if self.hold is None and self.comm.device.type == "cuda":
+            return nbytes > torch.cuda.mem_get_info(self.comm.device)[0] - _ROOM
+        return self.hold == "host"
 
     def bind(self, kind: TransferKind, unit: str, elements: int, dtype: torch.dtype) -> list[RankTransfer]:
         """Return the transfer of `kind` for a flat buffer of `elements` in all, or nothing if it moves nothing."""
@@ -121,6 +130,8 @@ class Peers:
         comm.watchdog.status.step += 1
 
 
+# The memory of a GPU that is left free when weights are held there.
+_ROOM = 1 << 30
 _SAME = "Build the same model, shard it in the same way, and call towpath.wires() alike on every rank."
 
 

@@ -6,6 +6,7 @@ HSDP reduces over the process group of its replicas. `ReplicaGroup` takes its pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from towpath.collectives.collective import Workspace
 from towpath.core.strategy import TransferKind
-from towpath.engine.transfer_queues import RankTransfer, TransferRun
+from towpath.engine.transfer_queues import RankTransfer
 from towpath.fsdp.context import WiredRanks
 from towpath.fsdp.peers import Peers, Wishes, factor_of
 
@@ -26,16 +27,16 @@ class ReplicaSums:
         self.peers = peers
         self._bound: dict[tuple[str, int, torch.dtype], RankTransfer] = {}
 
-    def of(self, name: str, buffer: torch.Tensor) -> TransferRun:
-        """Return the transfer that replaces `buffer` by its sum."""
+    def of(self, name: str, buffer: torch.Tensor) -> RankTransfer:
+        """Return the transfer that replaces a buffer like `buffer` by its sum."""
         key = name, len(buffer), buffer.dtype
         if key not in self._bound:
             [self._bound[key]] = self.peers.bind(TransferKind.GRAD_SYNC, *key)
-        return TransferRun(self._bound[key], buffer, buffer)
+        return self._bound[key]
 
 
 @final
-class ReplicaGroup(dist.ProcessGroup):
+class ReplicaGroup(dist.ProcessGroup):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The process group of a module's replicas, as FSDP2 uses it: to reduce gradients, and for nothing else."""
 
     def __init__(self, stock: dist.ProcessGroup, name: str, sums: ReplicaSums, wired: WiredRanks) -> None:
@@ -45,8 +46,9 @@ class ReplicaGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         """Reduce a flat buffer in place, in the order of the current stream."""
         [buffer] = tensors
-        run = self._sums.of(self._unit, buffer)
-        self._sums.peers.comm.queues.submit(TransferKind.GRAD_SYNC, [run.transfer], [run]).wait()
+        transfer = self._sums.of(self._unit, buffer)
+        work = partial(transfer.run, buffer, buffer)
+        self._sums.peers.comm.queues.submit(TransferKind.GRAD_SYNC, [transfer], [work]).wait()
         factor = factor_of(opts.reduceOp, self.size())
         if factor != 1:
             buffer.mul_(factor)
@@ -77,21 +79,21 @@ def ddp_hook(wishes: Wishes) -> Hook:
         peers = sums[0].peers
         if bucket.index() == 0:
             peers.comm.record.end_step()
-        run = sums[0].of(f"bucket {bucket.index()}", buffer)
+        transfer = sums[0].of(f"bucket {bucket.index()}", buffer)
         ended: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
         )
 
         def average(workspace: Workspace) -> None:
             try:
-                run(workspace)
+                transfer.run(buffer, buffer, workspace)
                 buffer.div_(peers.ranks)
-            except BaseException as error:
+            except Exception as error:
                 ended.set_exception(error)  # DDP waits for the future, and for nothing else
                 raise
             ended.set_result(buffer)
 
-        peers.comm.queues.submit(TransferKind.GRAD_SYNC, [run.transfer], [average])
+        peers.comm.queues.submit(TransferKind.GRAD_SYNC, [transfer], [average])
         return ended
 
     # DDP compares annotations with the classes themselves, and those of this file are text.

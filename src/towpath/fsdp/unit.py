@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from towpath.collectives.collective import Workspace
 from towpath.core.strategy import TransferKind
 from towpath.core.units import round_up
-from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun
+from towpath.engine.transfer_queues import Handle, RankTransfer
 from towpath.fsdp.fields import has_own_cast, shards_of
 from towpath.fsdp.peers import Peers, factor_of
 
@@ -34,96 +35,111 @@ class _Weights:
     """The weights of one unit that its column holds, and the transfers that keep them up to date."""
 
     peers: Peers
-    held: torch.Tensor  # the slices of this column, one of each node
+    held: torch.Tensor  # the shards of this column, one of each node; in the host's memory if the user wants that
     sync: RankTransfer
     rows: list[RankTransfer]  # the gather over the row, unless this rank is alone on its node
     sent: Handle | None = None  # the end of the last parameter sync
     versions: tuple[int, ...] = ()  # the version counters of the shard that it sent
 
     @staticmethod
-    def of(peers: Peers, unit: str, numel: int, dtype: torch.dtype) -> _Weights:
-        """Make the memory for shards of `numel` elements."""
-        whole = numel * peers.ranks
-        [sync] = peers.bind(TransferKind.PARAM_SYNC, unit, whole, dtype)
-        held = torch.empty(peers.nodes * numel, dtype=dtype, device=peers.comm.device)
-        return _Weights(peers, held, sync, peers.bind(TransferKind.GATHER, unit, whole, dtype))
+    def of(peers: Peers, unit: str, shard: torch.Tensor) -> _Weights:
+        """Return weights that were not sent yet, with the memory for shards like `shard`."""
+        whole = len(shard) * peers.ranks
+        [sync] = peers.bind(TransferKind.PARAM_SYNC, unit, whole, shard.dtype)
+        rows = peers.bind(TransferKind.GATHER, unit, whole, shard.dtype)
+        on_host = peers.holds_on_host(peers.nodes * shard.nbytes)
+        where: dict[str, Any] = {"device": "cpu", "pin_memory": shard.is_cuda} if on_host else {"device": shard.device}
+        return _Weights(peers, torch.empty(peers.nodes * len(shard), dtype=shard.dtype, **where), sync, rows)
 
-    @property
-    def mine(self) -> torch.Tensor:
-        """This rank's slice of what the column holds: the shard that was sent last."""
-        return self.held.view(self.peers.nodes, -1)[self.peers.comm.rank // self.peers.width]
+    def mine(self, region: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of what the column holds: the shard that was sent last."""
+        return region.view(self.peers.nodes, -1)[self.peers.comm.rank // self.peers.width]
 
     def overwrite(self, shard: Sequence[torch.Tensor]) -> None:
         """Replace this rank's slice by `shard`, which may be in parts and in another dtype."""
         if self.sent is not None:
             self.sent.wait()  # it may still read the slice
-        torch._foreach_copy_(list(self.mine.split([len(part) for part in shard])), list(shard))
+        parts = list(self.mine(self.held).split([len(part) for part in shard]))
+        torch._foreach_copy_(parts, list(shard), non_blocking=True)  # pyright: ignore
+
+    def on_device(self) -> torch.Tensor:
+        """Return what the column holds, in the device's memory."""
+        # A copy belongs to the stream that makes it, and is used on no other one.
+        return self.held if self.held.device == self.peers.comm.device else self.held.to(self.peers.comm.device)
+
+    def run(self, workspace: Workspace) -> None:
+        """Send this rank's slice, and receive those of the others."""
+        region = self.on_device()
+        self.sync.run(region, self.mine(region), workspace)
+        if region is not self.held:
+            self.held.copy_(region, non_blocking=True)
+
+    def encode(self, _: Workspace) -> None:
+        """Encode this rank's slice, before the ranks agree on the size of messages."""
+        region = self.on_device()
+        self.sync.collective.encode(region, self.mine(region))
 
 
 @dataclass(slots=True)
 class _Gradients:
     """The transfers of one unit's gradients in one dtype."""
 
-    peers: Peers
     rows: list[RankTransfer]
     sync: RankTransfer
     numel: int  # of a rank's slice, in multiples of the codec's blocks
 
     @staticmethod
-    def of(peers: Peers, unit: str, numel: int, dtype: torch.dtype) -> _Gradients:
+    def of(peers: Peers, unit: str, shard: torch.Tensor) -> _Gradients:
         codec = peers.strategy.grad_sync.encoding
-        padded = numel if codec is None else round_up(numel, codec.grain)
-        rows = peers.bind(TransferKind.REDUCE, unit, numel * peers.ranks, dtype)
-        [sync] = peers.bind(TransferKind.GRAD_SYNC, unit, padded * peers.ranks, dtype)
-        return _Gradients(peers, rows, sync, padded)
+        padded = round_up(len(shard), 1 if codec is None else codec.grain)
+        rows = peers.bind(TransferKind.REDUCE, unit, len(shard) * peers.ranks, shard.dtype)
+        [sync] = peers.bind(TransferKind.GRAD_SYNC, unit, padded * peers.ranks, shard.dtype)
+        return _Gradients(rows, sync, padded)
 
 
 @final
 class WiredUnit:
     """The transfers of one module. Every rank must make the calls of all units in the same order.
 
-    `module`: An `FSDPModule` with parameters of its own. `name`: Its name in the model, which errors use.
+    `module`: A module that FSDP2 shards, with parameters of its own. `name`: Its name in the model, for errors.
     """
 
     def __init__(self, name: str, module: Any, peers: Peers) -> None:
         self.name, self.module, self._peers = name, module, peers
         self._weights: _Weights | None = None
         self._gradients: dict[torch.dtype, _Gradients] = {}
-        self._drifted: torch.Tensor | None = None  # on the device: whether the last gather found other values
-
-    @property
-    def held_bytes(self) -> int:
-        """The bytes of the weights that this rank holds for its column."""
-        return 0 if self._weights is None else self._weights.held.nbytes + self._weights.sync.collective.sent_bytes
+        # On a GPU: whether the last gather found other values than those that were sent.
+        self.drifted: torch.Tensor | None = None
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
     def gather(self, output: torch.Tensor, mine: torch.Tensor) -> dist.Work:
         """Gather the weights of all ranks into `output`, of which `mine` is this rank's slice. Return its end."""
         weights = self._weights
-        if weights is None or weights.mine.shape != mine.shape or weights.held.dtype != mine.dtype:
-            weights = self._weights = _Weights.of(self._peers, self.name, len(mine), mine.dtype)
+        if weights is None or weights.held.dtype != mine.dtype or len(weights.held) != self._peers.nodes * len(mine):
+            weights = self._weights = _Weights.of(self._peers, self.name, mine)
         # All ranks must decide alike, without a message. A program that writes to weights moves the version counters of
         # their shards on every rank. Only writes through `.data` do not.
-        if weights.sent is None or weights.versions != self.versions() or self._differs(weights.mine, mine):
+        if weights.sent is None or weights.versions != self._versions() or self._differs(weights, mine):
             weights.overwrite([mine])
-            # No optimizer has stepped, so ranks have not agreed on sizes: they send values, in cells of one size.
             collective = weights.sync.collective
-            if collective.encoded_size is not None:
+            if weights.sync.transfer.agrees_on_sizes:
+                # No optimizer has stepped, so the ranks have not agreed on sizes. Each sends as much as could be needed.
                 collective.restart()
-                collective.encode(weights.held, weights.mine)
+                self._peers.comm.queues.submit(TransferKind.PARAM_SYNC, (), [weights.encode])
                 collective.agreed_size = collective.largest_size
             self.send()
         return self._share(weights, output)
 
-    def _differs(self, sent: torch.Tensor, mine: torch.Tensor) -> bool:
+    def _differs(self, weights: _Weights, mine: torch.Tensor) -> bool:
         """Return whether the shard has other values than those that were sent last."""
+        sent = weights.mine(weights.held)
         if not mine.is_cuda:
             return not torch.equal(sent, mine)
-        # A host that waited here for the device would slow down every gather. The outcome is read after the next step.
-        if self._drifted is None:
-            self._drifted = torch.zeros((), dtype=torch.bool, device=mine.device)
-        torch.any(sent != mine, out=self._drifted)
+        # A host that waited here for the device would slow down every gather. It reads the outcome after the next step.
+        if self.drifted is None:
+            self.drifted = torch.zeros((), dtype=torch.bool, device=mine.device)
+        torch.any(sent.to(mine.device, non_blocking=True) != mine, out=self.drifted)
         return False
 
     def take_shard(self) -> bool:
@@ -134,64 +150,81 @@ class WiredUnit:
         weights.overwrite(shards_of(self.module))
         return True
 
+    @property
+    def encoding(self) -> _Weights | None:
+        """The weights, if ranks must agree on the sizes of their messages."""
+        weights = self._weights
+        return weights if weights is not None and weights.sync.transfer.agrees_on_sizes else None
+
     def send(self) -> None:
-        """Send what `take_shard` has copied to the column. Return before it has arrived."""
+        """Send the shard that was copied to what the column holds. Return before it has arrived."""
         weights = self._weights
         assert weights is not None
-        weights.versions = self.versions()
-        run = TransferRun(weights.sync, weights.held, weights.mine)
-        weights.sent = self._peers.comm.queues.submit(TransferKind.PARAM_SYNC, [weights.sync], [run])
-
-    def problems(self) -> list[tuple[str, str]]:
-        """Return the parameter sync with each reason why it could not be decoded."""
-        sync = None if self._weights is None else self._weights.sync
-        return [] if sync is None else [(str(sync.transfer), problem) for problem in sync.collective.problems()]
+        weights.versions = self._versions()
+        weights.sent = self._peers.comm.queues.submit(TransferKind.PARAM_SYNC, [weights.sync], [weights.run])
 
     def _share(self, weights: _Weights, output: torch.Tensor) -> dist.Work:
         """Write the weights that the columns of this node hold to `output`."""
         nodes, width = self._peers.nodes, self._peers.width
-        columns = torch.empty_like(output) if weights.rows else weights.held
+        bundles = torch.empty_like(output) if weights.rows else None
 
-        def order(_: Workspace) -> None:
+        def share(workspace: Workspace) -> None:
+            columns = held = weights.on_device()
+            for row in weights.rows:
+                assert bundles is not None
+                row.run(columns := bundles, held, workspace)
             # From [place in the node, node] to [node, place in the node], the order of ranks.
             output.view(nodes, width, -1).copy_(columns.view(width, nodes, -1).transpose(0, 1))
 
-        works = [*(TransferRun(each, columns, weights.held) for each in weights.rows), order]
         assert weights.sent is not None
-        queues = self._peers.comm.queues
-        return Arrival(queues.submit(TransferKind.GATHER, weights.rows, works, [weights.sent]))
+        return Arrival(self._peers.comm.queues.submit(TransferKind.GATHER, weights.rows, [share], [weights.sent]))
 
-    def versions(self) -> tuple[int, ...]:
-        """Return the version counters of the shard, which in-place writes move."""
+    def _versions(self) -> tuple[int, ...]:
         return tuple(each._version for each in shards_of(self.module))
+
+    @property
+    def held_bytes(self) -> tuple[int, int]:
+        """The bytes that are kept for the column, on the device and in the host's memory."""
+        weights = self._weights
+        if weights is None:
+            return 0, 0
+        held, sent = weights.held.nbytes, weights.sync.collective.sent_bytes
+        return (sent, held) if weights.held.device != self._peers.comm.device else (held + sent, 0)
+
+    def problems(self) -> list[tuple[str, str]]:
+        """Return the parameter sync with each reason why it could not be decoded."""
+        if self._weights is None:
+            return []
+        sync = self._weights.sync
+        return [(str(sync.transfer), problem) for problem in sync.collective.problems()]
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
     def reduce(self, output: torch.Tensor, whole: torch.Tensor, op: Any) -> None:
         """Reduce the gradients `whole` of all ranks, and write this rank's slice to `output`."""
-        peers, dtype = self._peers, whole.dtype
-        nodes, width, queues = peers.nodes, peers.width, peers.comm.queues
-        gradients = self._gradients.get(dtype)
+        peers, queues = self._peers, self._peers.comm.queues
+        nodes, width = peers.nodes, peers.width
+        gradients = self._gradients.get(whole.dtype)
         if gradients is None:
-            gradients = self._gradients[dtype] = _Gradients.of(peers, self.name, len(output), dtype)
-        factor = factor_of(op, peers.ranks)
+            gradients = self._gradients[whole.dtype] = _Gradients.of(peers, self.name, output)
         summed = whole
         if gradients.rows:
             columns = torch.empty_like(whole)
             # From [node, place in the node] to [place in the node, node].
             columns.view(width, nodes, -1).copy_(whole.view(nodes, width, -1).transpose(0, 1))
             summed = columns.view(width, -1)[peers.comm.rank % width]
-            runs = [TransferRun(each, columns, summed) for each in gradients.rows]
-            queues.submit(TransferKind.REDUCE, gradients.rows, runs).wait()
+            works = [partial(row.run, columns, summed) for row in gradients.rows]
+            queues.submit(TransferKind.REDUCE, gradients.rows, works).wait()
         shard = output
-        if gradients.numel != len(output):
-            summed, unpadded = summed.new_zeros(nodes * gradients.numel), summed
+        if gradients.numel != len(output):  # no block of the codec spans two slices
+            unpadded, summed = summed, summed.new_zeros(nodes * gradients.numel)
             summed.view(nodes, -1)[:, : len(output)].copy_(unpadded.view(nodes, -1))
             shard = output.new_empty(gradients.numel)
-        run = TransferRun(gradients.sync, summed, shard)
-        queues.submit(TransferKind.GRAD_SYNC, [gradients.sync], [run]).wait()
+        work = partial(gradients.sync.run, summed, shard)
+        queues.submit(TransferKind.GRAD_SYNC, [gradients.sync], [work]).wait()
         if shard is not output:
             output.copy_(shard[: len(output)])
+        factor = factor_of(op, peers.ranks)
         if factor != 1:
             output.mul_(factor)
 
@@ -205,5 +238,6 @@ class Arrival(dist.Work):
         self._end = end
 
     def wait(self, timeout: Any = None) -> bool:
+        """Wait for the gather, on a GPU in the order of the current stream."""
         self._end.wait()
         return True
