@@ -118,7 +118,7 @@ class Snapshot:
             )
 
     def _count_writes(self) -> int:
-        return sum(engine.writes for engine in self._engines)
+        return sum(engine.writes.count for engine in self._engines)
 
     def _copy(self) -> None:
         for copy, source in self._late:

@@ -1,6 +1,6 @@
 """Construction of the engine for a model and a strategy.
 
-`check_exchangeable` refuses models that cannot be sharded, before anything is changed.
+`check_shardable` refuses models that cannot be sharded, before anything is changed.
 `build` turns the parameters into ShardTensors, and makes everything that a training step needs.
 """
 
@@ -52,7 +52,7 @@ from towpath.topology.together import together
 _LOG = logger("engine")
 
 
-def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Groups) -> None:
+def check_shardable(strategy: Strategy, layouts: list[UnitLayout], groups: Groups) -> None:
     """Raise ShardError if `strategy` cannot shard a model in place, before any parameter is changed."""
     places = [place for layout in layouts for place in layout.places]
     for place in places:

@@ -95,7 +95,7 @@ class Engine:
         outer: OuterSync | None = None,
     ) -> None:
         self.strategy, self.precision, self.units, self.comm = strategy, precision, units, comm
-        self.host, self._writes = comm.record.host, writes
+        self.host, self.writes = comm.record.host, writes
         self.root, self.leaves = units[0], [u for u in units if u.plan.leaf]
         self._terms = strategy.topology.world  # how many gradients each mean gradient averages
         self.machine = StepMachine([u.plan for u in units], [u.version for u in units], [len(u.modules) for u in units])
@@ -108,7 +108,7 @@ class Engine:
         # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
-        self._writes_before_step = -1  # `writes` at the last boundary
+        self._writes_before_step = -1  # their number at the last boundary
         self.outer = outer
         self._changes = strategy.changes
         self.muted = False  # whether this rank's gradients count as zero (see `ShardedModule.join`)
@@ -137,14 +137,9 @@ class Engine:
         self._unused_params.check_every = boundaries if self.comm.log.compares(LoggedCall.VALUES) else 0
 
     @property
-    def writes(self) -> int:
-        """Number of writes to the model's parameters so far."""
-        return self._writes.count
-
-    @property
     def awaits_step(self) -> bool:
         """Whether parameters have gradients with which nothing has changed the parameters, as before `step()`."""
-        if self.writes != self._writes_before_step or self.comm.program.zeroed:
+        if self.writes.count != self._writes_before_step or self.comm.program.zeroed:
             return False
         return any(p.grad is not None for unit in self._trained for p in unit.parameters)
 
@@ -219,7 +214,7 @@ class Engine:
         """Submit the all-gathers of a unit's weights: each reads a shard, and writes the unsharded weights."""
         kind, unit = task.kind, self.units[task.unit]
         buckets = unit.gathered
-        runs = _runs(unit, kind, [(b, b.full, b.source(kind)) for b in buckets])
+        runs = _with_memory(unit, kind, [(b, b.full, b.source(kind)) for b in buckets])
         before = [work for b in buckets if (work := b.before_gather(kind)) is not None]
         copies = [b.save_backward_copy for b in buckets if b.copy is not None] if task.save_copy else []
         # The first messages of a gather wait for nobody, so they may leave while the gather before it still shares out
@@ -229,7 +224,7 @@ class Engine:
             transfer, region, shard = runs[0]
             begin = partial(transfer.begin, region, shard)
         works = [*before, *_works(runs), *copies]
-        return self.comm.queues.submit(kind, _bound(buckets, kind), works, _handles(task.after), begin)
+        return self.comm.queues.submit(kind, _transfers_of(buckets, kind), works, _handles(task.after), begin)
 
     def _reduce(self, task: Task) -> Handle:
         """Submit the reductions of this micro-step's gradients, whose results are added to the G shards."""
@@ -243,10 +238,10 @@ class Engine:
             each.fill_missing()
         works: list[Work] = [
             *(each.divide for each in gradients if each.divides),
-            *_works(_runs(unit, kind, [(bucket, each.region, each.shard) for bucket, each in reduced])),
+            *_works(_with_memory(unit, kind, [(bucket, each.region, each.shard) for bucket, each in reduced])),
             *(each.accumulate for each in gradients),
         ]
-        return self.comm.queues.submit(kind, _bound((bucket for bucket, _ in reduced), kind), works)
+        return self.comm.queues.submit(kind, _transfers_of((bucket for bucket, _ in reduced), kind), works)
 
     def _param_sync(self, task: Task) -> Handle | None:
         """Submit the parameter sync of the buckets written since the last one. Return None if nothing is sent."""
@@ -257,7 +252,7 @@ class Engine:
         sending = [b for b in dirty if b.plan.has_param_sync]
         if not sending:
             return None
-        handle = self.comm.queues.submit(task.kind, _bound(sending, task.kind), [b.param_sync for b in sending])
+        handle = self.comm.queues.submit(task.kind, _transfers_of(sending, task.kind), [b.param_sync for b in sending])
         for bucket in sending:
             # The host must not write to the master while the device copies it.
             if bucket.plan.optimizer_on_host:
@@ -277,7 +272,7 @@ class Engine:
         if not sums:
             return None
         works = [partial(b.gradients.grad_sync, self._terms) for b in sums]
-        return self.comm.queues.submit(task.kind, _bound(sums, task.kind), works, _handles(task.after))
+        return self.comm.queues.submit(task.kind, _transfers_of(sums, task.kind), works, _handles(task.after))
 
     def _store_gradients(self, unit: Unit) -> None:
         """Store held gradients of `unit`, which a reduction reads from the slot."""
@@ -506,7 +501,7 @@ class Engine:
                 used = used[count:]
         self.comm.record.end_step()
         self.step += 1
-        self._writes_before_step = self.writes
+        self._writes_before_step = self.writes.count
         if self.outer is not None:
             self.outer.begin()
         # Peers that wait for this rank quote the step that it has reached.
@@ -573,7 +568,7 @@ class Engine:
                 listener()
 
 
-def _bound(buckets: Iterable[Bucket], kind: TransferKind) -> list[RankTransfer]:
+def _transfers_of(buckets: Iterable[Bucket], kind: TransferKind) -> list[RankTransfer]:
     return [bound for bucket in buckets for bound in bucket.transfers[kind]]
 
 
@@ -584,7 +579,9 @@ def _handles(tasks: Iterable[Task]) -> list[Handle]:
 _Run = tuple[RankTransfer, Any, Any]  # a transfer with its region and its shard, or a coalesced one with lists of them
 
 
-def _runs(unit: Unit, kind: TransferKind, memory: Sequence[tuple[Bucket, torch.Tensor, torch.Tensor]]) -> list[_Run]:
+def _with_memory(
+    unit: Unit, kind: TransferKind, memory: Sequence[tuple[Bucket, torch.Tensor, torch.Tensor]]
+) -> list[_Run]:
     """Return the transfers of a unit with their memory: bucket, region and shard. Small ones come first, as one."""
     runs: list[_Run] = []
     together, transfer = unit.coalesced.get(kind, ((), None))
