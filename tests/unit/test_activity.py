@@ -24,9 +24,8 @@ from towpath.core.routes import Op
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
-from towpath.engine.agree.neighbor import Neighbor
 from towpath.engine.agree.status import RankStatus
-from towpath.engine.agree.watchdog import Watchdog, _report
+from towpath.engine.agree.watchdog import Neighbor, Watchdog, _report
 from towpath.engine.comm import make_stream
 from towpath.engine.threads import ThreadStream
 from towpath.engine.transfer_queues import CudaStream, _CudaHandle
@@ -233,7 +232,7 @@ def _end_process(neighbor: Neighbor) -> None:
 
 
 def test_a_neighbor_that_cannot_connect_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("towpath.engine.agree.neighbor._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("towpath.engine.agree.watchdog._PATIENCE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def mislead(found: list[Any]) -> None:

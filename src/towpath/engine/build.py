@@ -35,12 +35,12 @@ from towpath.engine.parameters.initialise import (
     FromValues,
     Source,
     Values,
+    add_reset_parameters,
     check_initialisers,
     materialise_buffers,
     move_all_but_parameters,
 )
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
 from towpath.errors import ShardError
 from towpath.logs import logger

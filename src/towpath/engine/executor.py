@@ -49,9 +49,8 @@ from towpath.engine.comm import CommContext
 from towpath.engine.layout import own_parameters
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.gradients import check_gradient
-from towpath.engine.parameters.param_syncs import ParamSyncs
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
-from towpath.engine.parameters.unit import Unit
+from towpath.engine.parameters.unit import ParamSyncs, Unit
 from towpath.engine.registrations import registrations
 from towpath.engine.timing import eager, on_host
 from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun, Work

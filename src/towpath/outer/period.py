@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from towpath.core.steady_step import settled, steady_step, write_all
 from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
-from towpath.outer.exchanges import OuterPlan, plan_outer
-from towpath.outer.steps import OuterSteps
+from towpath.outer.exchanges import OuterPlan, OuterSteps, plan_outer
 from towpath.plan.bandwidth import BandwidthModel, Thread, run_threads
 from towpath.plan.hardware import Hardware
 from towpath.plan.prediction import Timeline

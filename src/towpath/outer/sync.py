@@ -35,9 +35,8 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.transfer_queues import Handle
 from towpath.errors import StepError
-from towpath.outer.exchanges import Fragment, FragmentPart, OuterPlan, gathered_in, memory_of
+from towpath.outer.exchanges import Fragment, FragmentPart, OuterPlan, OuterSteps, gathered_in, memory_of
 from towpath.outer.settings import Outer
-from towpath.outer.steps import OuterSteps
 
 # A parameter, and something of the same shape that this rank holds a part of.
 Held = tuple[ShardTensor, ShardTensor]

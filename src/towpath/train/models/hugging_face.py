@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from towpath.engine.parameters.transformers_init import add_reset_parameters
+from towpath.engine.parameters.initialise import add_reset_parameters
 from towpath.errors import ConfigError
 from towpath.train.models.tensor_parallel import WHOLE_OUTPUT, WORDS, TensorPlan
 
