@@ -30,7 +30,7 @@ from towpath.engine.agree.boundary import checksum
 from towpath.engine.agree.digest import differing_islands
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import torch_dtype
-from towpath.engine.parameters.gradients import host_memory, slice_within
+from towpath.engine.parameters.gradients import host_memory, slice_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import Unit
 from towpath.engine.transfer_queues import Handle
@@ -262,7 +262,7 @@ class PartExchange:
         # Where new values are computed, next to the slow weights.
         self._values = make() if on_host else self.difference
         self._own = [
-            slice_within(bucket.master.detach(), bucket.plan.optimizer, part.partition, comm.rank)
+            slice_of(bucket.master.detach(), part.partition, comm.rank, bucket.plan.optimizer)
             for bucket in self._buckets
         ]
         self._sizes = [each.elements for each in part.slices]

@@ -9,9 +9,8 @@ A bucket holds the parameters of one dtype, all trainable or all frozen. Its mem
     copy    numel / hpZ    compute dtype   the backward copy, if the strategy keeps one
     grads   numel / G      accumulate      the sum of gradients over the micro-steps so far (`gradients.py`)
 
-All of it is stored on the device, except for a P shard in host memory, and the master of a bucket whose optimizer works
-on the host (`OptimizerMemory` in `gradients.py`). The OS slice is inside the G slice, and the G slice inside the P
-slice.
+All of it is on the device, but for a P shard in host memory and the master of an optimizer that works on the host
+(`offload="optimizer"`). The OS slice is inside the G slice, and the G slice inside the P slice.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from towpath.engine.comm import CommContext
 from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype
 from towpath.engine.parameters.dtensors import TensorParallelMesh, lead_to
 from towpath.engine.parameters.gradients import (
-    OptimizerMemory,
-    gradients_of,
+    FlatGradients,
+    OwnGradients,
+    copy_to_device,
     host_is_apart,
     moved_to_host,
     slice_of,
-    slice_within,
 )
 from towpath.engine.parameters.initialise import Flat
 from towpath.engine.parameters.low_rank_sync import LowRankSync
@@ -134,8 +133,11 @@ class Bucket:
         self.layout, self.rank, self.device = layout, comm.rank, comm.device
         self.trainable = plan.spec.trainable
         self.transfers: dict[TransferKind, list[RankTransfer]] = {}
-        self._optimizer = OptimizerMemory(plan, self.device)
-        self.gradients = gradients_of(plan, layout.places, self._optimizer, self.rank, self.device)
+        # Gradients that are never sent stay as autograd made them.
+        if plan.gradients_stay:
+            self.gradients = OwnGradients(plan, layout.places)
+        else:
+            self.gradients = FlatGradients(plan, layout.places, self.rank, self.device)
         self.bind(plan, comm)
         self.version = ParamVersion(writes)
         self.synced_count = 0
@@ -147,7 +149,9 @@ class Bucket:
             self.shard = moved_to_host(self.shard)
         self._is_copied = plan.params_on_host and host_is_apart(self.device)
         if plan.has_master:
-            self.master = self._optimizer.holding(start(plan.optimizer, own))
+            self.master = start(plan.optimizer, own)
+            if plan.optimizer_on_host:
+                self.master = moved_to_host(self.master)
         else:
             self.master = self._own_slice(self.shard)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
@@ -181,7 +185,7 @@ class Bucket:
 
     def _own_slice(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the part of this rank's P shard that is its OS slice."""
-        return slice_within(shard, self.plan.params, self.plan.optimizer, self.rank)
+        return slice_of(shard, self.plan.optimizer, self.rank, self.plan.params)
 
     def _view(self, place: ParameterPlace, dtype: torch.dtype) -> nn.Parameter:
         """Make the unsharded parameter that modules compute with: for a DTensor, with this rank's full local part."""
@@ -294,7 +298,7 @@ class Bucket:
         if self.plan.has_master:
             if self.plan.cast_apart:
                 new = workspace.take(self.plan.cast_apart, new.dtype)
-            self._optimizer.param_sync(self.master, new, workspace)
+            copy_to_device(self.master, new, self.plan, workspace)
         return new
 
     def source(self, kind: TransferKind) -> torch.Tensor:

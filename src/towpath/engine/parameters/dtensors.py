@@ -130,9 +130,6 @@ class SentShard(torch.Tensor):
         made._local, made._boxes = local, boxes
         return made
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Do nothing: `__new__` has set all attributes."""
-
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return write_items(fqn, self._local, self.shape, self._boxes)
 
@@ -185,18 +182,13 @@ class Parallel:
         )
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of `whole`, a full tensor with the same values on every rank of the mesh."""
+        """Return this rank's part of `whole`: a DTensor, or a full tensor with the same values on the entire mesh."""
         from torch.distributed.tensor import DTensor, Replicate
 
         if isinstance(whole, DTensor):
             return whole.redistribute(self.mesh, self.placements).to_local()
         everywhere = DTensor.from_local(whole, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         return everywhere.redistribute(placements=self.placements).to_local()
-
-    def part_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a gradient, which autograd may have left in other placements, such as Partial."""
-        placed: Any = gradient
-        return placed.redistribute(placements=self.placements).to_local()
 
     def describe(self) -> str:
         return f"of {'×'.join(map(str, self.shape))} as {', '.join(map(str, self.placements))}"

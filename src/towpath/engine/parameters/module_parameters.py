@@ -82,7 +82,7 @@ class ModuleParameters:
         """Prepare LeafParameters for a leaf, whose forward is that of `module`."""
         for index, (place, view) in enumerate(zip(self._places, self.views, strict=True)):
             shape = place.shape if place.parallel is None else view.shape
-            self.leaf_parameters.append(LeafParameter(shape, view, module, index))
+            self.leaf_parameters.append(LeafParameter(shape, view, module, index))  # pyright: ignore[reportCallIssue]
 
     def show_leaf(self, inside: bool) -> None:
         """Let modules show LeafParameters while the root is unsharded (`inside`), and otherwise ShardTensors."""
@@ -230,9 +230,6 @@ class LeafParameter(nn.Parameter):
         # A weak reference: a module that referred to itself would stay until the garbage collector runs.
         made.unsharded, made.position = unsharded, (weakref.ref(module), index)
         return made
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing: `__new__` has set all attributes."""
 
     @eager
     def read(self) -> torch.Tensor:

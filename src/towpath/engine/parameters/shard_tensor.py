@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import zip_longest
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -98,9 +99,6 @@ class ShardTensor(torch.Tensor):
         made.held, made.shard_spec, made.version, made.slices_gradient = held, where, version, None
         return made
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        """Do nothing: `__new__` has set all attributes."""
-
     @property
     def local(self) -> torch.Tensor:
         """This rank's elements, 1-D. For an encoded parameter, a decoded copy of them."""
@@ -165,9 +163,7 @@ class ShardTensor(torch.Tensor):
             "change .grad after backward() instead."
         )
 
-    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
-        """Raise `ShardError`, as `register_hook` does."""
-        self.register_hook(hook)
+    register_post_accumulate_grad_hook = register_hook
 
     def untyped_storage(self) -> NoReturn:
         """Raise `ShardError`: no storage has the shape of this tensor."""
@@ -176,9 +172,7 @@ class ShardTensor(torch.Tensor):
             f"of it, to_local(). {_TO_SAVE}"
         )
 
-    def storage(self) -> NoReturn:
-        """Raise `ShardError`, as `untyped_storage` does."""
-        self.untyped_storage()
+    storage = untyped_storage
 
     def data_ptr(self) -> int:
         """Return 0, as for any tensor that wraps others. For a parameter, raise `ShardError`."""
@@ -398,11 +392,7 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Run a foreach or fused operation on the slices. Its lists of tensors are matched index by index."""
     values = (*args, *kwargs.values())
     lists = [a for a in values if isinstance(a, (list, tuple)) and any(isinstance(t, torch.Tensor) for t in a)]
-    wheres: list[ShardSpec | None] = [None] * max(len(a) for a in lists)
-    for tensors in lists:
-        for i, tensor in enumerate(tensors):
-            if wheres[i] is None and isinstance(tensor, ShardTensor):
-                wheres[i] = tensor.shard_spec
+    wheres = [next((t.shard_spec for t in at if isinstance(t, ShardTensor)), None) for at in zip_longest(*lists)]
 
     def unwrap(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -424,9 +414,9 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 def _zero(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Run zero_ on one tensor or a list. It also counts the gradients, which ranks compare (`Program.zeroed`)."""
     several = isinstance(args[0], (list, tuple))
-    for tensor in cast(Sequence[torch.Tensor], args[0] if several else args[:1]):
-        if isinstance(tensor, ShardTensor) and tensor.version is None and tensor.shard_spec.replica.program is not None:
-            tensor.shard_spec.replica.program.zeroed += 1
+    for tensor in args[0] if several else args[:1]:
+        if isinstance(tensor, ShardTensor) and tensor.version is None and (log := tensor.shard_spec.replica.program):
+            log.zeroed += 1
     return (_listwise if several else _elementwise)(func, args, kwargs)
 
 
@@ -526,12 +516,8 @@ def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 _MIN, _MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
 _EXTREMES = {
-    aten.max: _MAX,
-    aten.amax: _MAX,
-    aten.any: _MAX,
-    aten.min: _MIN,
-    aten.amin: _MIN,
-    aten.all: _MIN,
+    **dict.fromkeys((aten.max, aten.amax, aten.any), _MAX),
+    **dict.fromkeys((aten.min, aten.amin, aten.all), _MIN),
 }
 
 
