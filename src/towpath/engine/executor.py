@@ -42,7 +42,7 @@ from towpath.core.step_state import (
 )
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
-from towpath.engine.agree.boundary import UnusedParams
+from towpath.engine.agree.boundary import BoundaryCheck
 from towpath.engine.agree.program import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
@@ -99,7 +99,7 @@ class Engine:
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._arriving: Unit | None = None  # the only unit whose gradients may be held, and not stored yet
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
-        self._unused_params = UnusedParams(strategy, self._trained, comm)
+        self._boundary_check = BoundaryCheck(strategy, self._trained, comm)
         self.param_syncs = ParamSyncs(strategy, units, comm)
         comm.queues.plan(u.plan for u in units)
         self._failures = FailedPasses(comm.groups, comm.watchdog, comm.log)
@@ -116,7 +116,7 @@ class Engine:
 
     def check_values_every(self, boundaries: int) -> None:
         """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
-        self._unused_params.check_every = boundaries if self.comm.log.compares(LoggedCall.VALUES) else 0
+        self._boundary_check.check_every = boundaries if self.comm.log.compares(LoggedCall.VALUES) else 0
 
     @property
     def writes(self) -> int:
@@ -182,7 +182,7 @@ class Engine:
                 self.param_syncs.note_problems()
                 if self.outer is not None:
                     self.outer.note_problems()
-                self._used = self._unused_params.compare(self.step)
+                self._used = self._boundary_check.compare(self.step)
             case SetGrads():
                 self._set_grads()
 

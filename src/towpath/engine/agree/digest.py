@@ -51,22 +51,16 @@ class Entry(NamedTuple):
         return hashlib.blake2b(before + text.encode(), digest_size=DIGEST_BYTES).digest()
 
 
-class Lines(NamedTuple):
-    """The last entries of one scope, each with the digest of all entries before it. `first` is the number of others."""
+class LogTail(NamedTuple):
+    """The last entries of one scope. `first` is the number of those before them, which are not kept any more."""
 
     first: int
-    kept: list[tuple[bytes, Entry]]
+    entries: list[Entry]
+    digests: list[bytes]  # of what is before each of `entries`, and then of all entries
 
     @property
     def total(self) -> int:
-        return self.first + len(self.kept)
-
-    def digest_of(self, count: int) -> bytes:
-        """Return the digest of the first `count` entries, of which the last one or the one after it is kept."""
-        if count < self.total:
-            return self.kept[count - self.first][0]
-        before, last = self.kept[-1]
-        return last.digest(before)
+        return self.first + len(self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +70,13 @@ class StepLog:
     model: int  # the number of the model, the same on all ranks
     step: int
     ended: bool  # the rank has reached the boundary
-    lines: tuple[Lines, ...]  # one for each scope
+    tails: tuple[LogTail, ...]  # one for each scope
     inside: str = ""  # the shared call that the rank is in, if any: no entry follows until it returns
 
     def is_alone_in_call(self, other: StepLog, scope: Scope) -> bool:
         """Return whether this rank is in a shared call of the scope that the rank of `other` has not made yet."""
-        here, there = self.lines[scope.number], other.lines[scope.number]
-        return bool(self.inside and here.kept) and here.kept[-1][1].what == self.inside and there.total < here.total
+        here, there = self.tails[scope.number], other.tails[scope.number]
+        return bool(self.inside and here.entries) and here.entries[-1].what == self.inside and there.total < here.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +138,12 @@ class CollectiveLog:
         rank: int,
         model: int = 0,
         last: dict[Hashable, list[int]] | None = None,
-        lanes: tuple[SharedLane, ...] = (),
         first: int = 0,
     ) -> None:
         self.first = first
         self.rank, self.model, self._strategy, self._shared = rank, model, strategy, {} if last is None else last
         self._step, self._ended = 0, False
-        self.share(lanes)
+        self.share(())
 
     def share(self, lanes: tuple[SharedLane, ...]) -> None:
         """Compare the order of transfers on these shared communicators, too. Call it before the first entry."""
@@ -179,8 +172,7 @@ class CollectiveLog:
 
     def _begin(self) -> None:
         # Ranks that run models in different orders compare logs that may be identical but for the model.
-        self._digests = [self.model.to_bytes(DIGEST_BYTES, "little") for _ in self.scopes]
-        self._lines = [Lines(0, []) for _ in self.scopes]
+        self._tails = [LogTail(0, [], [self.model.to_bytes(DIGEST_BYTES, "little")]) for _ in self.scopes]
 
     def note(self, kind: TransferKind | LoggedCall, what: str, details: Details = ()) -> None:
         """Add an entry, if its kind is compared. `UNUSED_PARAMS` instead marks that this rank reached the boundary."""
@@ -194,11 +186,12 @@ class CollectiveLog:
             if last[0] != self.model:
                 noted = (*details, ((_AFTER_MODEL, last[0] + 1),))
                 last[0] = self.model
-            entry, (first, kept) = Entry(kind, what, noted), self._lines[number]
-            kept.append((self._digests[number], entry))
-            self._digests[number] = entry.digest(self._digests[number])
-            if len(kept) == 2 * KEPT:
-                self._lines[number] = Lines(first + KEPT, kept[KEPT:])
+            entry, (first, entries, digests) = Entry(kind, what, noted), self._tails[number]
+            # The digest first: another thread that copies the entries, and then the digests, lacks none of these.
+            digests.append(entry.digest(digests[-1]))
+            entries.append(entry)
+            if len(entries) == 2 * KEPT:
+                self._tails[number] = LogTail(first + KEPT, entries[KEPT:], digests[KEPT:])
 
     def turn(self) -> None:
         self._step, self._ended = self._step + 1, False
@@ -206,14 +199,14 @@ class CollectiveLog:
 
     def step_log(self, inside: str = "") -> StepLog:
         """Return the step log of the running step so far. Any thread may call this, at any time."""
-        lines = tuple(Lines(first, [*kept]) for first, kept in self._lines)
-        return StepLog(self.model, self._step, self._ended, lines, inside)
+        tails = tuple(LogTail(first, [*entries], [*digests]) for first, entries, digests in self._tails)
+        return StepLog(self.model, self._step, self._ended, tails, inside)
 
     def encoded(self) -> bytes:
         """Return this rank's digests in the slots of its groups. Other slots are zeros, which the maximum ignores."""
         slots = bytearray(self.bytes)
-        for scope, digest in zip(self.scopes, self._digests, strict=True):
-            start = SLOT_BYTES * (scope.first_slot + scope.group_of[self.rank])
+        for scope, tail in zip(self.scopes, self._tails, strict=True):
+            start, digest = SLOT_BYTES * (scope.first_slot + scope.group_of[self.rank]), tail.digests[-1]
             slots[start : start + SLOT_BYTES] = digest + digest.translate(_COMPLEMENT)
         return bytes(slots)
 
@@ -263,14 +256,14 @@ def difference(
     (rank, step_log), (peer, theirs) = one, other
     if (step_log.model, step_log.step) != (theirs.model, theirs.step):
         return None
-    here, there = step_log.lines[scope.number], theirs.lines[scope.number]
+    here, there = step_log.tails[scope.number], theirs.tails[scope.number]
     start = max(here.first, there.first)
     is_behind = min(here.total, there.total) < start  # by more entries than are kept
     if is_behind and not ended:
         return None
-    if is_behind or (start and here.digest_of(start) != there.digest_of(start)):
+    if is_behind or (start and here.digests[start - here.first] != there.digests[start - there.first]):
         return Difference(start, (rank, peer), (None, None), scope.lane)
-    ours, others = ([entry for _, entry in each.kept[start - each.first :]] for each in (here, there))
+    ours, others = (each.entries[start - each.first :] for each in (here, there))
     for number, pair in enumerate(zip_longest(ours, others), start):
         missing = [p for p, entry in zip((step_log, theirs), pair, strict=True) if entry is None]
         if pair[0] != pair[1] and (ended or all(p.ended for p in missing)):
