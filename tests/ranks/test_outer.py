@@ -260,6 +260,9 @@ def keep_everything(codec: str) -> float:
         moved = before - torch.cat([torch.cat(part._own) for part in parts])
         sync(model)
         wanted, arrived = wanted + moved, arrived + (before - torch.cat([part.slow for part in parts]))
+    held = {"slow weights": sum(part.slow.nbytes for part in parts)}
+    held["outer feedback"] = sum(each.nbytes for part in parts for each in part.feedback)
+    assert held.items() <= outer.plan.memory_bytes()[0].items(), (held, outer.plan.memory_bytes())
     dist.all_reduce(wanted)
     # What a rank kept: of its own differences, and of its slice of the sum.
     kept = torch.zeros_like(wanted)

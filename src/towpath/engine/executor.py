@@ -43,7 +43,7 @@ from towpath.core.step_state import (
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.boundary import BoundaryCheck
-from towpath.engine.agree.program import EndOfBackward, FailedPasses
+from towpath.engine.agree.program import EndOfBackward
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import own_parameters
@@ -102,7 +102,6 @@ class Engine:
         self._boundary_check = BoundaryCheck(strategy, self._trained, comm)
         self.param_syncs = ParamSyncs(strategy, units, comm)
         comm.queues.plan(u.plan for u in units)
-        self._failures = FailedPasses(comm.groups, comm.watchdog, comm.log)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
@@ -337,7 +336,7 @@ class Engine:
         """
         if self.strategy.gathered_over.size > 1 and not in_backward():
             what = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
-            self._failures.failed(f"its forward of unit {unit.name or 'root'!r} failed ({what})")
+            self.comm.program.pass_failed(f"its forward of unit {unit.name or 'root'!r} failed ({what})")
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -474,7 +473,7 @@ class Engine:
 
     def _backward_failed(self) -> None:
         """Note that a backward pass failed. Wait for its transfers later: this may run in a destructor."""
-        self._failures.failed("its backward pass failed")
+        self.comm.program.pass_failed("its backward pass failed")
         self.execute(self.machine.backward_pass_failed())
 
     def _micro_step_ended(self, number_of_the_next: int) -> None:
@@ -531,7 +530,7 @@ class Engine:
 
     def begin(self) -> None:
         """Prepare for a call that unshards units: agree with all ranks on failed passes, and drop their gradients."""
-        self._failures.agree()
+        self.comm.program.agree_on_failure()
         if self.machine.failed or self.machine.in_backward:
             self._abandon()
 

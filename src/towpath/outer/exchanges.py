@@ -109,8 +109,10 @@ class OuterPlan(SentBytes):
         """Return the bytes that one rank keeps for outer steps on its device, and in host memory."""
         slow = sum(fragment.rank_bytes for fragment in self.fragments)
         exchanges = [t for fragment in self.fragments for part in fragment.parts for t in part.exchange]
-        feedback = sum(map(feedback_bytes, exchanges))
-        return memory_of(self, slow, slow if self.settings.momentum else 0, feedback)
+        kept = {"slow weights": slow, "outer momentum": slow if self.settings.momentum else 0}
+        sent = {"outer differences": slow, "outer feedback": sum(map(feedback_bytes, exchanges))}
+        # The slow weights are where the optimizer works. What is sent is on the device: the host needs another buffer.
+        return (sent, kept | {"outer values": slow}) if self.strategy.optimizer_on_host else (kept | sent, {})
 
     def buffer_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:
         """Return the buffers of one rank together with those of the inner strategy, `inner`."""
@@ -138,14 +140,6 @@ def gathered_in(transfer: Transfer) -> tuple[int, int]:
     """Return start and end of an all-gather's region in the wire buffer, which the transfer uses up to the start."""
     start = round_up(wire_needs(transfer).get(transfer.dtype, 0), _WIRE_ALIGNMENT)
     return start, start + transfer.elements
-
-
-def memory_of(plan: OuterPlan, slow: int, momentum: int, feedback: int) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes on the device and in host memory, by kind, for so many bytes of slow weights and other state."""
-    kept = {"slow weights": slow, "outer momentum": momentum}
-    sent = {"outer differences": slow, "outer feedback": feedback}
-    # The slow weights are where the optimizer works. What is sent is on the device, so the host needs another buffer.
-    return (sent, kept | {"outer values": slow}) if plan.strategy.optimizer_on_host else (kept | sent, {})
 
 
 def plan_outer(strategy: Strategy, plans: Sequence[UnitPlan], form: Form = Form.MESSAGES) -> OuterPlan | None:

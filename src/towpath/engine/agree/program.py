@@ -40,9 +40,10 @@ class Program:
     counts the gradients that were set to zero in place since the last boundary.
     """
 
-    def __init__(self, log: CollectiveLog, watchdog: Watchdog) -> None:
-        self._log, self._watchdog = log, watchdog
+    def __init__(self, log: CollectiveLog, groups: Groups) -> None:
+        self._log, self._groups, self._watchdog = log, groups, Watchdog.of(groups)
         self.zeroed = 0
+        self._failure, self._agreements = "", 0  # the failed pass, if not all ranks have learned of it
 
     def stepped(self, optimizer: str, details: tuple[tuple[tuple[str, Any], ...], ...]) -> None:
         """Note a step of an optimizer. `details`: the options of each of its groups."""
@@ -116,6 +117,31 @@ class Program:
                     raise
             self._watchdog.raise_if_diverged()
 
+    def pass_failed(self, what: str) -> None:
+        """Note a failed forward or backward pass. Of several failures the first is kept."""
+        if self._groups.world > 1:
+            self._failure = self._failure or what
+            self._watchdog.status.failed(f"{self._failure}, and was caught")
+
+    def agree_on_failure(self) -> None:
+        """Return once all ranks have failed like this one, if it has. The engine calls it before the next pass."""
+        if not self._failure:
+            return
+        failure, self._failure = self._failure, ""
+        event = f"failed pass {self._agreements} of model {self._log.model}"
+        self._agreements += 1
+        try:
+            words = self._watchdog.exchange(
+                event,
+                self._log.encoded(),
+                f"{failure}, which was caught here",
+                "did not fail, and waits for the transfers of that pass. A pass that fails on some ranks cannot be "
+                "left out: let the exception end the program, or see to it that it is raised on every rank.",
+            )
+        finally:
+            self._watchdog.status.failed("")
+        self._log.check(bytes(map(max, zip(*words, strict=True))), self._groups.gather_objects)
+
 
 @final
 class EndOfBackward:
@@ -138,42 +164,3 @@ class EndOfBackward:
         failed = self._failed()
         if not self._called and failed is not None:
             failed()
-
-
-@final
-class FailedPasses:
-    """The failed passes of one model on one rank. Every rank must make its models in the same order.
-
-    The engine notes failures here, and calls `agree` before the next pass.
-    """
-
-    def __init__(self, groups: Groups, watchdog: Watchdog, log: CollectiveLog) -> None:
-        self._groups, self._watchdog, self._log = groups, watchdog, log
-        self._agreements = 0
-        self._failure = ""
-
-    def failed(self, what: str) -> None:
-        """Note a failed pass. Of several failures the first is kept."""
-        if self._groups.world > 1:
-            self._failure = self._failure or what
-            self._watchdog.status.failed(f"{self._failure}, and was caught")
-
-    def agree(self) -> None:
-        """Return once all ranks have failed like this one, if it has. The engine calls it before the next pass."""
-        if not self._failure:
-            return
-        failure, self._failure = self._failure, ""
-        event = f"failed pass {self._agreements} of model {self._log.model}"
-        self._agreements += 1
-        try:
-            words = self._watchdog.exchange(
-                event,
-                self._log.encoded(),
-                f"{failure}, which was caught here",
-                "did not fail, and waits for the transfers of that pass. A pass that fails on some ranks cannot be "
-                "left out: let the exception end the program, or see to it that it is raised on every rank.",
-            )
-        finally:
-            self._watchdog.status.failed("")
-        combined = bytes(map(max, zip(*words, strict=True)))
-        self._log.check(combined, self._groups.gather_objects)

@@ -26,7 +26,7 @@ def is_capturing() -> bool:
 class RankStatus:
     """The current activity of this rank, over all models of one process group.
 
-    `Record` and `FailedPasses` update it. `Watchdog` reads it, and posts it to the other ranks. `progress` is a
+    `Record` and `Program` update it. `Watchdog` reads it, and posts it to the other ranks. `progress` is a
     counter that rises whenever something begins or ends.
     """
 
