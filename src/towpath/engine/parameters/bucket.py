@@ -23,7 +23,6 @@ from torch import nn
 
 from towpath.collectives.collective import Collective, Workspace
 from towpath.core.buffers import Needs, largest
-from towpath.core.formats import item_bytes
 from towpath.core.placement import Partition
 from towpath.core.step_state import ParamVersion, Slot, Slots
 from towpath.core.strategy import TransferKind
@@ -83,7 +82,7 @@ class SlotMemory:
     @property
     def nbytes(self) -> int:
         """The bytes of all slots, shared or reserved for one unit. The slot of a unit kept unsharded does not count."""
-        return sum(b.numel() * item_bytes(dtype) for slot in self._slots.all for dtype, b in self.of(slot).items())
+        return sum(buffer.nbytes for slot in self._slots.all for buffer in self.of(slot).values())
 
 
 class UnshardedParameter(nn.Parameter):

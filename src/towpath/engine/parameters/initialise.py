@@ -48,7 +48,6 @@ class Source(ABC):
     @abstractmethod
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
         """Return the initial values of one bucket."""
-        ...
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """Return the values of the persistent buffer `name`, or `buffer` itself if the model has the values."""
@@ -71,7 +70,13 @@ class FromModel(Source):
 
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
         """Initialize one unsharded bucket on each rank that starts, and overwrite it with rank 0's values."""
-        whole = self._room_for(plan.numel, torch_dtype(plan.own_dtype))
+        dtype = torch_dtype(plan.own_dtype)
+        nbytes = plan.numel * dtype.itemsize
+        if self._room.numel() < nbytes:
+            # All buckets share one buffer, or the heap would get fragmented. It is freed before a larger one is made.
+            self._room = self._room.new_empty(0)
+            self._room = self._room.new_empty(nbytes)
+        whole = self._room[:nbytes].view(dtype).zero_()
         if self._starts:
             with torch.no_grad(), _materialised(layout.places, whole):
                 for place in layout.places:
@@ -86,15 +91,6 @@ class FromModel(Source):
             for group in self._mesh.copies(place.parallel):
                 dist.broadcast(place.of(whole), group=group, group_src=0)
         return lambda cut, dtype: whole.view(cut.count, -1)[cut.slots[self._rank]].to(dtype, copy=True)
-
-    def _room_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeroed memory for one bucket. All buckets share one buffer, which avoids fragmentation of the heap."""
-        needed_bytes = numel * dtype.itemsize
-        if self._room.numel() < needed_bytes:
-            # Free the buffer before the larger one is allocated.
-            self._room = self._room.new_empty(0)
-            self._room = self._room.new_empty(needed_bytes)
-        return self._room[:needed_bytes].view(dtype).zero_()
 
 
 # The most elements in one call of `values`, which may have to hold in memory what it reads.
@@ -184,7 +180,10 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
     for module in owners.values():
         for attribute, parameter in _parameters(module).items():
             if parameter is not None:
-                _parameters(module)[attribute] = _empty(parameter, flat.device)
+                # Of the full shape for a DTensor, too. To initialize local parts would be wrong: with equal seeds all
+                # parts would be equal, and with different seeds the replicated parts would differ.
+                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=flat.device)
+                _parameters(module)[attribute] = nn.Parameter(values, parameter.requires_grad)
     for place in absent:
         if place.parallel is None:
             _set(place, nn.Parameter(place.of(flat), place.parameter.requires_grad))
@@ -200,13 +199,6 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
     finally:
         for module, parameters in before:
             _parameters(module).update(parameters)
-
-
-def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return an uninitialized parameter of the full shape, for a DTensor too."""
-    # Initializing the local parts of a DTensor would be wrong. With equal seeds all parts would be equal, and with
-    # different seeds the replicated parts would differ.
-    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
 
 
 def _take_part(place: ParameterPlace, flat: torch.Tensor) -> None:
@@ -251,16 +243,8 @@ def move_all_but_parameters(model: nn.Module, device: torch.device) -> None:
 
 def check_initialisers(model: nn.Module, places: Iterable[ParameterPlace]) -> None:
     """Raise ShardError if a parameter of `places` is on the meta device, and its module cannot initialize it."""
-    _check_adapters(model)
-    for place in places:
-        if place.parameter.is_meta:
-            module, attribute = place.owners[0]
-            _initialiser(module, f"parameter {attribute!r}", place.names[0])
-
-
-def _check_adapters(model: nn.Module) -> None:
-    """Raise ShardError if adapters of PEFT are on the meta device: PEFT alone knows that some of them begin at zero."""
     for path, module in model.named_modules():
+        # PEFT alone knows that some of its adapters begin at zero.
         adapters = getattr(module, "adapter_layer_names", ())  # the layers of PEFT have this
         for name, parameter in module.named_parameters() if adapters else ():
             if parameter.is_meta and name.partition(".")[0] in adapters:
@@ -268,6 +252,10 @@ def _check_adapters(model: nn.Module) -> None:
                     f"{path}.{name} is on the meta device, and only PEFT can initialize its adapters. Load the model "
                     "on a real device on rank 0, whose values all ranks take, or pass values=, which gives them."
                 )
+    for place in places:
+        if place.parameter.is_meta:
+            module, attribute = place.owners[0]
+            _initialiser(module, f"parameter {attribute!r}", place.names[0])
 
 
 def materialise_buffers(model: nn.Module, device: torch.device, starts: bool, source: Source) -> None:

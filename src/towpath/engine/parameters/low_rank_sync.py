@@ -29,6 +29,8 @@ class LowRankSync:
     `transfers` are those of its two messages, P first.
     """
 
+    seeds: tuple[RoundingSeeds, ...] = ()  # it does not round at random
+
     def __init__(self, plan: BucketPlan, factored: Factored, transfers: Sequence[RankTransfer], device: torch.device):
         self.factored, self._transfers = factored, transfers
         self._dtype: torch.dtype = getattr(torch, wide(plan.accumulate_dtype))
@@ -44,11 +46,6 @@ class LowRankSync:
     def state(self) -> tuple[torch.Tensor, ...]:
         """The tensors that are kept between steps: the second factors, and with error feedback the errors."""
         return (self._factors, self._errors) if self._errors.numel() else (self._factors,)
-
-    @property
-    def seeds(self) -> tuple[RoundingSeeds, ...]:
-        """No random draws: low rank does not round stochastically."""
-        return ()
 
     def restart(self) -> None:
         self._errors.zero_()

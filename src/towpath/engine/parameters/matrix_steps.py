@@ -129,24 +129,24 @@ class MatrixSteps:
         groups = self._comm.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
         told: list[dict[str, dict[str, Any]]] = groups.gather_objects(
-            {name: {key: _outline(value) for key, value in state.items()} for name, state in mine.items()}
+            {
+                name: {key: _outline(f"{name}.{key}", value) for key, value in state.items()}
+                for name, state in mine.items()
+            }
         )
         # Before anything is yielded, and on every rank, whichever of them owns such a state.
-        outlines = ((f"{name}.{key}", o) for all_ in told for name, state in all_.items() for key, o in state.items())
-        for path, outline in outlines:
-            if isinstance(outline, _Outline) and outline.kind:
-                raise not_savable(path, outline.kind)
+        for error in (o for all_ in told for s in all_.values() for o in s.values() if isinstance(o, CheckpointError)):
+            raise error
         for name in self.parameters:
             rank = next((rank for rank, theirs in enumerate(told) if name in theirs), None)
             if rank is None:
                 continue
             state: dict[str, Any] = {}
             for key, value in told[rank][name].items():
-                if isinstance(value, _Outline):
-                    own = mine[name][key] if groups.rank == rank else None
-                    shape, dtype = value.shape, value.dtype
+                if isinstance(value, torch.Tensor) and value.is_meta:
                     # Cloned, because the caller keeps the result while the optimizer goes on.
-                    here = torch.empty(shape, dtype=dtype, device=self._comm.device) if own is None else own.clone()
+                    own = mine[name][key].clone() if groups.rank == rank else None
+                    here = torch.empty_like(value, device=self._comm.device) if own is None else own
                     groups.broadcast(here, rank)
                     value = here.to(device or here.device) if wanted else None
                 state[key] = value
@@ -207,23 +207,13 @@ class MatrixSteps:
         return self._comm.queues.submit(task.kind, bound, runs, after)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    """Shape and dtype of a state tensor, which owners send to all ranks before the tensor itself.
-
-    `kind` is the class name of a tensor that is made of other tensors, and otherwise empty.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    kind: str = ""
-
-
-def _outline(value: Any) -> Any:
+def _outline(path: str, value: Any) -> Any:
+    """Return a value of a state, of a tensor without its elements; or the error if checkpoints cannot hold it."""
     if not isinstance(value, torch.Tensor):
         return value
-    kind = type(value).__name__ if is_traceable_wrapper_subclass(value) else ""
-    return _Outline(value.shape, value.dtype, kind) if value.dim() or kind else value.cpu()
+    if is_traceable_wrapper_subclass(value):
+        return not_savable(path, type(value).__name__)
+    return value.to("meta") if value.dim() else value.cpu()
 
 
 def not_savable(path: str, kind: str) -> CheckpointError:
