@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,26 +51,16 @@ def boxes_of(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
     if not shape:
         yield Box((), (), 0, 1)
         return
-    row = prod(shape[1:])
-    first, last = -(-start // row), end // row  # complete rows
-    if first > last:  # all elements are in one row
-        yield from _inside(shape, start, end)
-        return
-    if start < first * row:
-        yield from _inside(shape, start, first * row)
-    if first < last:
-        rest = tuple(shape[1:])
-        yield Box((first, *(0 for _ in rest)), (last - first, *rest), first * row, last * row)
-    if last * row < end:
-        yield from _inside(shape, last * row, end)
-
-
-def _inside(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """Yield the elements [start, end), all in one row, as boxes."""
-    row = prod(shape[1:])
-    index = start // row
-    for box in boxes_of(shape[1:], start - index * row, end - index * row):
-        yield Box((index, *box.offsets), (1, *box.sizes), index * row + box.start, index * row + box.end)
+    row, rest = prod(shape[1:]), tuple(shape[1:])
+    # The first start of a row, and the last end of one. All elements may be inside one row, and then neither is inside.
+    borders = -(-start // row) * row, end // row * row
+    for first, last in pairwise(sorted({start, end, *(at for at in borders if start < at < end)})):
+        index = first // row
+        if first % row == last % row == 0:
+            yield Box((index, *(0 for _ in rest)), ((last - first) // row, *rest), first, last)
+            continue
+        for box in boxes_of(rest, first - index * row, last - index * row):
+            yield Box((index, *box.offsets), (1, *box.sizes), index * row + box.start, index * row + box.end)
 
 
 def ranges_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -94,9 +94,8 @@ class LowRankSync:
             # The next step starts with these factors: a power iteration over the steps, which converges while gradients
             # change slowly.
             kept.copy_(torch.where(finite, with_unit_columns(factor, kept), kept))
-        for (start, end), values in zip(
-            self.factored.plain, rest.split([end - start for start, end in self.factored.plain]), strict=True
-        ):
+        sizes = [end - start for start, end in self.factored.plain]
+        for (start, end), values in zip(self.factored.plain, rest.split(sizes), strict=True):
             # The division is in the dtype of the sums, which may be wider.
             region[start:end].copy_(values).div_(divisor)
 
@@ -123,9 +122,5 @@ def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, 
 
 def _cut(memory: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Return views of `memory` with the given shapes, one after the other."""
-    found: list[torch.Tensor] = []
-    start = 0
-    for rows, columns in shapes:
-        found.append(memory[start : start + rows * columns].view(rows, columns))
-        start += rows * columns
-    return found
+    sizes = [rows * columns for rows, columns in shapes]
+    return [part.view(*shape) for part, shape in zip(memory[: sum(sizes)].split(sizes), shapes, strict=True)]
