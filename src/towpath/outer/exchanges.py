@@ -199,19 +199,14 @@ def _fragment(
 
 
 class OuterSteps:
-    """The outer steps of one model on one rank.
+    """The outer steps of one model on one rank. The engine calls `advance` before the parameter sync of each step."""
 
-    The engine calls `advance` before the parameter sync that follows an optimizer step. Optimizer steps are counted by
-    boundaries, so that a step that loss scaling skips counts on every island.
-
-    Attributes:
-        done: The last optimizer step whose exchanges were begun and applied.
-        under_way: The exchange of each fragment that is not applied yet, with the step that it belongs to.
-    """
+    # Optimizer steps are counted by boundaries, so that a step that loss scaling skips counts on every island.
 
     def __init__(self, plan: OuterPlan) -> None:
         self._plan, self._outer = plan, plan.settings
-        self.done = 0
+        self.done = 0  # the last optimizer step whose exchanges were begun and applied
+        # The exchange of each fragment that is not applied yet, and the optimizer step that it belongs to.
         self.under_way: dict[int, tuple[Task, int]] = {}
 
     def advance(self, step: int) -> list[Action]:

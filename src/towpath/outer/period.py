@@ -39,10 +39,7 @@ class Period:
 def replay_period(
     strategy: Strategy, plans: Sequence[UnitPlan], hardware: Hardware, seconds: ComputeSeconds, micro_steps: int
 ) -> Period:
-    """Replay two periods, without pipeline stages, and return the second one. The root's plan comes first.
-
-    `hardware` has the topology of one island.
-    """
+    """Replay two periods on one island's `hardware`, and return the second one. The root's plan comes first."""
     plan = plan_outer(strategy, plans, hardware.form)
     assert plan is not None
     bandwidth, timeline, every = BandwidthModel(hardware.capacities), Timeline(), plan.settings.every

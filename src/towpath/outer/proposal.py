@@ -39,10 +39,7 @@ class OuterPlanner:
         self._transport = outer_transport("" if smallest is None else str(smallest))
 
     def solve(self) -> Prediction | None:
-        """Return the prediction for the shortest period that hides its exchanges, or else for the longest.
-
-        It is None if no island can hold a copy of the model.
-        """
+        """Return the shortest period that hides its exchanges, or the longest. None if no island can hold the model."""
         if (found := self._of_islands()) is None:
             return None
         islands, inner = found

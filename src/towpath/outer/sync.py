@@ -104,11 +104,7 @@ class OuterSync:
                 cast(Handle, task.handle).wait(on_host=True)
 
     def note_problems(self) -> None:
-        """Tell all ranks of the island at the boundary which slow weights differ. They compare their logs there.
-
-        Raises:
-            StepError: Slow weights differ, and no other rank of the island compares its log with this one.
-        """
+        """Tell all ranks of the island at the boundary which slow weights differ, for which all of them raise."""
         problems, self._problems = self._problems, []
         for what in problems:
             if not self._comm.log.compares(LoggedCall.SLOW_WEIGHTS):
@@ -116,10 +112,8 @@ class OuterSync:
             self._comm.log.note(LoggedCall.SLOW_WEIGHTS, what, ((("rank", self._comm.job.rank),),))
 
     def check_steps(self, step: int, awaits_step: bool) -> None:
-        """Compare how many steps all islands have made, and check that none has begun another. Every rank must call it.
-
-        `awaits_step` tells whether this rank has gradients of the last one that no optimizer has used.
-        """
+        """Raise if islands have made different numbers of steps, or have begun another. Every rank must call it."""
+        # `awaits_step`: this rank has gradients of the last step that no optimizer has used.
         advice = "Let every island make equally many steps, for example with towpath.join(model, batches)."
         try:
             found = self._comm.job.gather_objects((step, self._comm.queues.micro_step, awaits_step))

@@ -42,10 +42,7 @@ class BoundaryCheck:
         self._wait: Callable[[], None] | None = None  # until checksums that were taken are on the host
 
     def compare(self, boundary: int) -> list[bool]:
-        """Return for each parameter whether any rank has a gradient for it.
-
-        `boundary` is the number of this boundary. At each `check_every`-th one, checksums of the parameters are taken.
-        """
+        """Return for each parameter whether any rank has a gradient for it, at the boundary of this number."""
         mine = [used for _, bucket in self._buckets for used in bucket.gradients.used]
         if not self._transfers:
             return mine
@@ -94,12 +91,10 @@ def checksum_of(bucket: Bucket) -> torch.Tensor:
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
-    """Return a number that depends on each bit of a flat tensor, and on the order of the bits.
-
-    The tensor is read once, as a matrix whose columns are summed. Work on the sums takes negligible time. The number of
-    columns is prime, so that a column does not match a dimension of a parameter. The number of rows is odd, so that
-    equal changes in all rows do not cancel.
-    """
+    """Return a number that depends on each bit of a flat tensor, and on the order of the bits."""
+    # The tensor is read once, as a matrix whose columns are summed. Work on the sums takes negligible time. The number
+    # of columns is prime, so that a column does not match a dimension of a parameter. The number of rows is odd, so
+    # that equal changes in all rows do not cancel.
     width = next(width for width in _INTEGERS if values.nbytes % width == 0 and width >= values.element_size())
     words = values.view(_INTEGERS[width])
     rows = words.numel() // _COLUMNS

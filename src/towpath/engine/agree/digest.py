@@ -211,12 +211,8 @@ class CollectiveLog:
         return bytes(slots)
 
     def check(self, combined: bytes, of_all_ranks: Callable[[StepLog], list[StepLog]]) -> None:
-        """Begin the step log of the next step, and raise if ranks differ in this one.
-
-        Args:
-            combined: The maximum of what all ranks have encoded. It is the same on all ranks, so that all raise.
-            of_all_ranks: A collective that takes this rank's step log, and returns the step logs of all ranks.
-        """
+        """Begin the log of the next step, and raise if ranks differ. `combined` is the maximum of all digests."""
+        # `combined` is the same on all ranks, so that all of them gather the logs, and raise.
         slots = [combined[start : start + SLOT_BYTES] for start in range(0, self.bytes, SLOT_BYTES)]
         groups = ((scope, group) for scope in self.scopes for group in range(scope.groups))
         equal = (slot[:DIGEST_BYTES].translate(_COMPLEMENT) == slot[DIGEST_BYTES:] for slot in slots)
@@ -247,11 +243,9 @@ class CollectiveLog:
 def difference(
     scope: Scope, one: tuple[int, StepLog], other: tuple[int, StepLog], ended: bool = False
 ) -> Difference | None:
-    """Return the first difference between the step logs of two ranks, or None if there is none yet.
+    """Return the first difference between the logs of two ranks, each with its number, or None if there is none yet.
 
-    Args:
-        one: A rank and its step log. The difference names ranks by the numbers that they have here.
-        ended: Treat both step logs as complete. Otherwise a missing entry is a difference only if its log has ended.
+    With `ended`, both logs are complete. Otherwise a missing entry is a difference only if its log has ended.
     """
     (rank, step_log), (peer, theirs) = one, other
     if (step_log.model, step_log.step) != (theirs.model, theirs.step):

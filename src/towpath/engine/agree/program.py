@@ -34,11 +34,10 @@ _END_OF_BACKWARD = "the end of the backward pass"
 
 @final
 class Program:
-    """The notes of what the program does with one model on one rank.
+    """What the user's program does with one model on one rank, as notes in the model's `CollectiveLog`."""
 
-    ShardTensors, optimizer hooks and the engine report to it, and it writes to the model's `CollectiveLog`. `zeroed`
-    counts the gradients that were set to zero in place since the last boundary.
-    """
+    # ShardTensors, optimizer hooks and the engine report to it. `zeroed` counts the gradients that were set to zero in
+    # place since the last boundary.
 
     def __init__(self, log: CollectiveLog, groups: Groups) -> None:
         self._log, self._groups, self._watchdog = log, groups, Watchdog.of(groups)
@@ -50,12 +49,8 @@ class Program:
         self._log.note(LoggedCall.STEP, f"{optimizer}.step()", details)
 
     def ends_backward(self, micro_steps: int, kept: int, frozen: tuple[str, ...]) -> None:
-        """Note the end of the last backward pass of a step.
-
-        Args:
-            kept: How many parameters have a `.grad` already, to which the new one will be added.
-            frozen: The names of parameters that required gradients at `shard()`, and do not now.
-        """
+        """Note the end of a step's last backward pass. `kept` parameters have a `.grad` already, to be added to."""
+        # `frozen` are the parameters that required gradients at `shard()`, and do not now.
         counted = (("micro_steps", micro_steps), ("gradients_kept", kept), ("gradients_zeroed", self.zeroed))
         counted += (("frozen", frozen),) if frozen else ()
         self._log.note(LoggedCall.PROGRAM, _END_OF_BACKWARD, (counted,))
@@ -68,11 +63,7 @@ class Program:
 
     @contextmanager
     def shared(self, what: str, kind: LoggedCall | None) -> Generator[None]:
-        """Run a collective that the program has started, and note it.
-
-        Args:
-            kind: The kind of call, which decides the ranks that compare it. None for a call that is not compared.
-        """
+        """Run a collective that the program has started, and note it as a call of this kind. None is not compared."""
         if kind is not None:
             self._log.note(kind, what)
         self._watchdog.log = self._log
@@ -103,11 +94,8 @@ class Program:
                 )
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end.
-
-        Args:
-            work: The collective. None on a GPU, where it runs on the current stream and does not block the host.
-        """
+        """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end."""
+        # On a GPU there is no work to wait for: the collective runs on the current stream, and does not block the host.
         while work is not None:
             try:
                 work.wait(_LOOK)
@@ -145,10 +133,9 @@ class Program:
 
 @final
 class EndOfBackward:
-    """A callback that autograd calls at the end of a backward pass.
+    """A callback that autograd calls at the end of a backward pass."""
 
-    If the pass fails, autograd drops the callback without a call. Its destructor then reports the failure.
-    """
+    # If the pass fails, autograd drops the callback without a call. Its destructor then reports the failure.
 
     def __init__(self, through: weakref.WeakMethod[Callable[[], Any]], failed: weakref.WeakMethod[Callable[[], Any]]):
         self._through, self._failed = through, failed

@@ -117,10 +117,9 @@ class Watchdog:
     def exchange(
         self, event: str, word: Any, why: str, omission: str, raise_if_stuck: Callable[[], None] = lambda: None
     ) -> list[Any]:
-        """Return the word that each rank posts for `event`, by rank. Every rank uses an event once.
+        """Return by rank the word that each rank posts for `event`, which every rank uses once.
 
-        If some ranks do not come in time, raise a StepError that says `why` this rank waits, and their `omission`.
-        `raise_if_stuck` is called repeatedly while this rank waits, and may raise.
+        If some do not come in time, raise a StepError that says `why` this rank waits, and their `omission`.
         """
         words = self.store.exchange(event, word, self.patience_seconds, raise_if_stuck)
         missing = [rank for rank in range(self.world) if rank not in words]
@@ -147,10 +146,7 @@ class Watchdog:
     # What ranks post ------------------------------------------------------------------------------------------------
 
     def post(self, silent: bool) -> None:
-        """Post this rank's status if it is `silent`, which means without progress, or if a call of it has failed.
-
-        Else clear the posted status.
-        """
+        """Post this rank's status if it is `silent`, or a call of it has failed. Otherwise clear what it has posted."""
         status = self.status
         note = _Note(status.describe(), self._step_log(), self.ended_peer(), status.failure)
         self.store.post(note if silent or status.failure else None)
@@ -274,10 +270,9 @@ def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
 
 @final
 class Neighbor:
-    """A connection to the next rank, which shows when its process ends. Every rank must make one.
+    """A connection to the next rank, or from the last one to the first. It shows when that process ends."""
 
-    After the last rank comes the first. `Watchdog` uses it on GPUs.
-    """
+    # Every rank must make one, at the same time.
 
     def __init__(self, groups: Groups) -> None:
         self.rank = (groups.rank + 1) % groups.world

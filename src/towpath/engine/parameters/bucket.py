@@ -55,10 +55,7 @@ Buffers = dict[str, torch.Tensor]  # by dtype
 
 
 class SlotMemory:
-    """The buffers of all slots of weights, or of all slots of gradients. The engine holds one of each.
-
-    `needs` gives the elements by dtype that each unit needs. `made` counts the slots that were allocated.
-    """
+    """The buffers of all slots of weights, or of all slots of gradients. `made` counts the allocated slots."""
 
     def __init__(self, slots: Slots, needs: Sequence[Needs], device: torch.device) -> None:
         self._slots, self._needs, self._device = slots, needs, device
@@ -86,10 +83,9 @@ class SlotMemory:
 
 
 class UnshardedParameter(nn.Parameter):
-    """An unsharded parameter whose `.data` counts writes. Modules see it while their unit is unsharded.
+    """An unsharded parameter, which modules see while their unit is unsharded. Its `.data` counts writes."""
 
-    The `.data` of a plain tensor has a version counter of its own, so the engine would not notice writes through it.
-    """
+    # The `.data` of a plain tensor has a version counter of its own, so the engine would not notice writes through it.
 
     @property
     def data(self) -> torch.Tensor:

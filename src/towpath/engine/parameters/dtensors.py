@@ -106,10 +106,9 @@ def box_at(index: MetadataIndex, local: torch.Tensor, boxes: Sequence[Box]) -> t
 
 
 class SentShard(torch.Tensor):
-    """A ShardTensor that was sent to another process, without process groups. DCP can save it, and nothing else works.
+    """A ShardTensor in another process, without process groups. DCP can save it, and nothing else works."""
 
-    `dcp.async_save` sends one if it is called with `async_checkpointer_type=AsyncCheckpointerType.PROCESS`.
-    """
+    # `dcp.async_save(…, async_checkpointer_type=AsyncCheckpointerType.PROCESS)` sends it.
 
     _local: torch.Tensor
     _boxes: Sequence[Box]
@@ -185,10 +184,7 @@ class Parallel:
 
 
 def boxes_in_whole(part: Sequence[int], parallel: Parallel | None, start: int, end: int) -> list[Box]:
-    """Return the elements [start, end) of this rank's part of a parameter as boxes of the full parameter.
-
-    `part` is the shape of this rank's part, and `start` and `end` count in the flattened part.
-    """
+    """Return the elements [start, end) of this rank's flattened part, of shape `part`, as boxes of the parameter."""
     boxes = boxes_of(part, start, end)
     if parallel is None:
         return list(boxes)
@@ -217,10 +213,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelMesh:
-    """The tensor-parallel mesh of a model's DTensors, or no mesh if there are none.
-
-    Norms are combined over it in addition to the replica. A parameter that is replicated on it counts once.
-    """
+    """The tensor-parallel mesh of a model's DTensors, over which norms are combined, too. Without any, no groups."""
 
     groups: tuple[dist.ProcessGroup, ...] = ()
     coordinate: tuple[int, ...] = ()

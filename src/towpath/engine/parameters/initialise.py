@@ -131,11 +131,7 @@ class FromValues(Source):
         return found if self.fill(found.view(-1), [name], 0, needed=False) else buffer
 
     def fill(self, target: torch.Tensor, names: Sequence[str], start: int, needed: bool = True) -> bool:
-        """Fill `target` with the elements from `start` on, under the first name that the user's function knows.
-
-        Returns:
-            Whether a name was known.
-        """
+        """Fill `target` with the elements from `start` on, under the first known name. Return whether one was known."""
         # An error is kept for `failure`. That no name is known counts as an error only if `needed`.
         for name in names:
             try:

@@ -24,10 +24,7 @@ from towpath.engine.transfer_queues import RankTransfer
 
 
 class LowRankSync:
-    """The low-rank gradient sync of one bucket, with its state between steps. `FlatGradients` holds and runs it.
-
-    `transfers` are those of its two messages, P first.
-    """
+    """The low-rank gradient sync of one bucket, and its state between steps. `transfers`: two messages, P first."""
 
     seeds: tuple[RoundingSeeds, ...] = ()  # it does not round at random
 

@@ -120,12 +120,7 @@ class MatrixSteps:
     def states_of_owners(
         self, states: Mapping[torch.Tensor, dict[str, Any]], device: torch.device | None, wanted: bool
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield for each parameter its name and its owner's optimizer state, broadcast tensor by tensor.
-
-        Every rank must call this.
-
-        `wanted`: Whether this rank needs the results. If False, it takes part in the broadcasts and yields nothing.
-        """
+        """Yield each parameter's name and its owner's optimizer state, where `wanted`. Every rank must call it."""
         groups = self._comm.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
         told: list[dict[str, dict[str, Any]]] = groups.gather_objects(

@@ -255,10 +255,7 @@ class Partial(torch.Tensor):
         return on_whole()
 
     def become_whole(self) -> None:
-        """Combine the value in place, before an operation such as `clamp_` writes to it.
-
-        Every rank of the replica must call it.
-        """
+        """Combine the value in place on all ranks of the replica, before an operation such as `clamp_` writes to it."""
         was_written = self.order == _WRITTEN or torch.is_grad_enabled()
         self.part, self.order = self.resolve(), _WRITTEN if was_written else WHOLE
 
@@ -272,10 +269,7 @@ class Partial(torch.Tensor):
 
 
 def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
-    """Return the norm of order `order` over all elements of ShardTensors, which may belong to several models.
-
-    Every rank that shares the tensors must call it. Without tensors the norm is zero.
-    """
+    """Return the norm over all elements of ShardTensors, which may be of several models. Every rank must call it."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     norms: Any = torch._foreach_norm(tensors, order)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]

@@ -89,10 +89,7 @@ class ShardSpec:
 
 
 class EncodedShard:
-    """One bucket's P shard, stored encoded: the scales, then the codes, as one message of the codec.
-
-    `Bucket` holds it for frozen parameters. It has `elements` elements in full blocks, and users see them in `dtype`.
-    """
+    """A frozen bucket's P shard, stored as one message of a codec: the scales, then the codes."""
 
     def __init__(self, codec: Codec, values: torch.Tensor) -> None:
         """Encode `values`. They are rounded here, and not again unless they are written to."""

@@ -36,10 +36,9 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class RunningStep:
-    """The optimizer whose step is running, and the remedy if it cannot step slices, for error messages.
+    """The optimizer whose step is running, and the remedy if it cannot step slices, for error messages."""
 
-    Hooks set both around each step (`engine/optimizer_hooks.py`).
-    """
+    # Hooks set both around each step (`engine/optimizer_hooks.py`).
 
     optimizer: str = ""
     remedy: Callable[[], str] = str
@@ -226,10 +225,7 @@ class ShardTensor(torch.Tensor):
         return box_at(index, self.local.detach(), self.boxes())
 
     def boxes(self, among: tuple[int, int] | None = None) -> list[Box]:
-        """Return this rank's elements as boxes of the full tensor.
-
-        `among` limits the result to the elements [start, end), in the numbering of `shard_spec.bounds()`.
-        """
+        """Return this rank's elements, or those `among` two bounds of them, as boxes of the full tensor."""
         shard_spec = self.shard_spec
         if not self.numel():
             return [Box((0,) * self.dim(), tuple(self.shape), 0, 0)]

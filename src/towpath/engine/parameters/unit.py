@@ -198,10 +198,7 @@ class ParamSyncs:
             self._comm.log.note(LoggedCall.UNDECODED, transfer, ((("problem", text),),))
 
     def raise_problems(self, together: bool = False) -> None:
-        """Raise `StepError` on this rank if it could not decode a message, where no boundary follows.
-
-        With `together`, all ranks make this call, and raise for each other.
-        """
+        """Raise `StepError` if this rank could not decode a message; if `together`, also for all other ranks."""
         # Without a boundary no log is compared. Only ranks that make the call together may use a collective here.
         groups = self._comm.groups
         mine = [(groups.number, *problem) for problem in self.problems()]
