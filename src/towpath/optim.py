@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.dtensors import replacement_of
-from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
+from towpath.engine.parameters.matrix_steps import FullMatrix, MatrixSteps
 from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
 from towpath.engine.trial_steps import Common, call_with, coupling, options_of
 from towpath.errors import ShardError, StepError
@@ -176,7 +176,7 @@ class OwnerSteppedOptimizer(Optimizer):
                     f"so this step is not that of one process. Go back to the last checkpoint, and {_INSTEAD}."
                 )
 
-    def _iterate(self, part: MatrixSteps, wholes: Sequence[Whole], method: str, before: Common) -> Common:
+    def _iterate(self, part: MatrixSteps, wholes: Sequence[FullMatrix], method: str, before: Common) -> Common:
         """Call the wrapped optimizer for matrices that this rank owns. Return its options and attributes afterwards."""
         parameters = [part.parameters[whole.name] for whole in wholes]
         stand_ins: dict[int, nn.Parameter] = {}

@@ -25,7 +25,7 @@ from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.engine.agree.status import RankStatus
-from towpath.engine.agree.watchdog import Neighbor, Watchdog, _report
+from towpath.engine.agree.watchdog import NextRank, Watchdog, _report
 from towpath.engine.comm import make_stream
 from towpath.engine.threads import ThreadStream
 from towpath.engine.transfer_queues import CudaStream, _CudaHandle
@@ -197,9 +197,9 @@ class Two:
         self._all_gone.wait()
         return found
 
-    def neighbors(self) -> list[Neighbor]:
-        def neighbor(rank: int) -> Neighbor:
-            return Neighbor(cast(Any, SimpleNamespace(rank=rank, world=2, gather_objects=partial(self.gather, rank))))
+    def neighbors(self) -> list[NextRank]:
+        def neighbor(rank: int) -> NextRank:
+            return NextRank(cast(Any, SimpleNamespace(rank=rank, world=2, gather_objects=partial(self.gather, rank))))
 
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(neighbor, range(2)))
@@ -225,7 +225,7 @@ def test_a_stranger_that_connects_first_is_not_the_neighbor() -> None:
     _end_process(first)
 
 
-def _end_process(neighbor: Neighbor) -> None:
+def _end_process(neighbor: NextRank) -> None:
     for each in (neighbor._connection, neighbor._from_previous):
         if each is not None:
             each.close()

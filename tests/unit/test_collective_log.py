@@ -87,7 +87,7 @@ def test_pages_that_are_still_written_differ_only_where_no_more_can_come() -> No
     def step_log(units: str, ended: bool = False, step: int = 4) -> tuple[int, StepLog]:
         log = CollectiveLog(towpath.strategy("zero3", SHAPE), 0)
         for _ in range(step):
-            log.turn()
+            log.begin_step()
         for unit in units:
             log.note(TransferKind.GATHER, unit)
         if ended:

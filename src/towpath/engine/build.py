@@ -33,7 +33,7 @@ from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.initialise import (
     FromModel,
     FromValues,
-    Source,
+    InitialValues,
     Values,
     add_reset_parameters,
     check_initialisers,
@@ -230,7 +230,7 @@ def build(
     return Engine(strategy, precision, units, comm, writes, synced)
 
 
-def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
+def _fill_buffers(model: nn.Module, source: InitialValues, groups: Groups) -> None:
     """Copy the buffers of rank 0 to all ranks. They may be random, and are small enough for a broadcast."""
     for name, buffer in model.named_buffers():
         values = (source.buffer(name, buffer) if is_saved(model, name) else buffer).detach().contiguous()

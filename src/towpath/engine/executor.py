@@ -162,7 +162,7 @@ class Engine:
                 self.units[index].shown.swap(whole)
                 # Modules of the root may read a leaf's parameter, as in F.linear(h, head.weight).
                 for leaf in self.leaves if index == self.root.index else ():
-                    leaf.shown.show_leaf(whole)
+                    leaf.shown.show_leaf_parameters(whole)
             case InvalidateViews(index, invalid):
                 self.units[index].shown.invalidate_views(invalid)
             case AssignSlot(index, slot):
@@ -300,7 +300,7 @@ class Engine:
                 each.shown.check_unwritten()
             # The root stays unsharded until the end of the backward pass.
             if unit is not self.root:
-                unit.check_returned(outputs)
+                unit.check_outputs(outputs)
         self._check_registrations()
 
     def _check_registrations(self) -> None:
@@ -512,7 +512,7 @@ class Engine:
         now = self.strategy.at(self.step)
         plans = [plan_unit(now, unit.plan.spec, self.precision, self.comm.form) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):
-            unit.take(plan, self.comm)
+            unit.use_plan(plan, self.comm)
         self.machine.use_plans(plans)
         self.comm.queues.plan(plans)
         self.param_syncs.bind()

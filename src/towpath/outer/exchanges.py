@@ -31,7 +31,7 @@ _WIRE_ALIGNMENT = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class BucketSlice:
     """A rank's part of one bucket in a fragment."""
 
     unit: int  # the index of the unit
@@ -46,7 +46,7 @@ class FragmentPart:
 
     own_dtype: str
     dtype: str  # the dtype of the slow weights and of the exchange: `own_dtype`, in at least 32 bits
-    slices: tuple[Slice, ...]  # a rank's slices of the buckets
+    slices: tuple[BucketSlice, ...]  # a rank's slices of the buckets
     # Finer than that of the optimizer states: each rank of an island has a slice of its own.
     partition: Partition
     exchange: tuple[Transfer, ...]  # the all-reduce over the islands
@@ -174,14 +174,14 @@ def _fragment(
     ) -> tuple[Transfer, ...]:
         return tuple(Transfer(kind, payload, move, transport, strategy.job, form=form) for move in moves)
 
-    grouped: dict[tuple[str, Transport], list[Slice]] = {}
+    grouped: dict[tuple[str, Transport], list[BucketSlice]] = {}
     for unit in units:
         for index, bucket in enumerate(plans[unit].buckets):
             if bucket.spec.trainable:
                 key = bucket.own_dtype, outer.transport.within(bucket.spec.alignment)
                 mine = grouped.setdefault(key, [])
                 start = mine[-1].start + mine[-1].elements if mine else 0
-                mine.append(Slice(unit, index, start, bucket.numel // partition.count))
+                mine.append(BucketSlice(unit, index, start, bucket.numel // partition.count))
     parts: list[FragmentPart] = []
     for (own_dtype, transport), slices in grouped.items():
         dtype, elements = wide(own_dtype), sum(each.elements for each in slices)

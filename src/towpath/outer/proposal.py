@@ -86,6 +86,6 @@ class OuterPlanner:
         return self._solver.predict(replace(inner.strategy, outer=settled), inner.batching)
 
 
-def worth_it(outer: Prediction, synchronous: Prediction) -> bool:
+def saves_enough(outer: Prediction, synchronous: Prediction) -> bool:
     """Return whether outer steps save enough time to change the algorithm for them."""
     return outer.seconds <= WORTH_IT * synchronous.seconds

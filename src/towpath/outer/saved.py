@@ -44,7 +44,7 @@ def islands_of(manifest: Manifest) -> int:
     return manifest.values.get(VALUE, {"count": 1})["count"]
 
 
-def view_of(manifest: Manifest, island: int | None) -> Manifest:
+def island_manifest(manifest: Manifest, island: int | None) -> Manifest:
     """Return a checkpoint as an island reads it, under the names of one without islands."""
     # Without an island, as for a run with another number of them: slow weights, and buffers and states of island 0.
     if VALUE not in manifest.values:

@@ -267,7 +267,7 @@ class PartExchange:
                 spec = place.parameter.shard_spec
                 slot = self._plan.partition.slots[self._rank]
                 where = replace(spec, cut=each.elements, slot=slot, holders=(spec.replica.rank,))
-                start, end = where.in_cut()
+                start, end = where.bounds_in_slice()
                 yield place.parameter, ShardTensor(flat[each.start + start : each.start + end], where)
 
     def settled(self, plan: OuterPlan, is_pending: bool) -> tuple[Tensor, Tensor | None]:

@@ -35,7 +35,7 @@ KEPT = 512
 Details = tuple[tuple[tuple[str, Any], ...], ...]
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """One entry of a log: a transfer of the unit `what` (all its buckets together), or the call `what`."""
 
     kind: TransferKind | LoggedCall
@@ -55,7 +55,7 @@ class LogTail(NamedTuple):
     """The last entries of one scope. `first` is the number of those before them, which are not kept any more."""
 
     first: int
-    entries: list[Entry]
+    entries: list[LogEntry]
     digests: list[bytes]  # of what is before each of `entries`, and then of all entries
 
     @property
@@ -80,7 +80,7 @@ class StepLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class LogDifference:
     """The first entry in which two ranks differ. A rank that has no more entries has None there.
 
     If neither has an entry, the ranks differ among their first `number` entries, which are not kept any more. `lane` is
@@ -89,7 +89,7 @@ class Difference:
 
     number: int  # the position of the entry in the step
     ranks: tuple[int, int]
-    entries: tuple[Entry | None, Entry | None]
+    entries: tuple[LogEntry | None, LogEntry | None]
     lane: str
 
     @property
@@ -109,7 +109,7 @@ class Difference:
         return f"{subject} {self.number + 1} of the step was, on {', on '.join(where)}"
 
 
-def _first_detail(one: Entry | None, other: Entry | None) -> tuple[str, str] | None:
+def _first_detail(one: LogEntry | None, other: LogEntry | None) -> tuple[str, str] | None:
     """Return the first detail in which two entries of the same call differ, as text for each of them."""
     if one is None or other is None or one.what != other.what:
         return None
@@ -186,14 +186,14 @@ class CollectiveLog:
             if last[0] != self.model:
                 noted = (*details, ((_AFTER_MODEL, last[0] + 1),))
                 last[0] = self.model
-            entry, (first, entries, digests) = Entry(kind, what, noted), self._tails[number]
+            entry, (first, entries, digests) = LogEntry(kind, what, noted), self._tails[number]
             # The digest first: another thread that copies the entries, and then the digests, lacks none of these.
             digests.append(entry.digest(digests[-1]))
             entries.append(entry)
             if len(entries) == 2 * KEPT:
                 self._tails[number] = LogTail(first + KEPT, entries[KEPT:], digests[KEPT:])
 
-    def turn(self) -> None:
+    def begin_step(self) -> None:
         self._step, self._ended = self._step + 1, False
         self._begin()
 
@@ -218,7 +218,7 @@ class CollectiveLog:
         equal = (slot[:DIGEST_BYTES].translate(_COMPLEMENT) == slot[DIGEST_BYTES:] for slot in slots)
         found = [group for group, is_equal in zip(groups, equal, strict=True) if not is_equal]  # whose members differ
         step_log = self.step_log()
-        self.turn()
+        self.begin_step()
         if not found:
             return
         for last in self._last:
@@ -242,7 +242,7 @@ class CollectiveLog:
 
 def difference(
     scope: Scope, one: tuple[int, StepLog], other: tuple[int, StepLog], ended: bool = False
-) -> Difference | None:
+) -> LogDifference | None:
     """Return the first difference between the logs of two ranks, each with its number, or None if there is none yet.
 
     With `ended`, both logs are complete. Otherwise a missing entry is a difference only if its log has ended.
@@ -256,12 +256,12 @@ def difference(
     if is_behind and not ended:
         return None
     if is_behind or (start and here.digests[start - here.first] != there.digests[start - there.first]):
-        return Difference(start, (rank, peer), (None, None), scope.lane)
+        return LogDifference(start, (rank, peer), (None, None), scope.lane)
     ours, others = (each.entries[start - each.first :] for each in (here, there))
     for number, pair in enumerate(zip_longest(ours, others), start):
         missing = [p for p, entry in zip((step_log, theirs), pair, strict=True) if entry is None]
         if pair[0] != pair[1] and (ended or all(p.ended for p in missing)):
-            return Difference(number, (rank, peer), pair, scope.lane)
+            return LogDifference(number, (rank, peer), pair, scope.lane)
     return None
 
 
@@ -273,7 +273,7 @@ def differing_islands(what: str) -> str:
     )
 
 
-def divergence_message(rank: int, found: Difference) -> str:
+def divergence_message(rank: int, found: LogDifference) -> str:
     for who, entry in zip(found.ranks, found.entries, strict=True):
         if entry is not None and entry.kind is LoggedCall.UNDECODED:
             return f"rank {rank}: rank {who} could not decode {entry.what}: {dict(entry.details[0])['problem']}"

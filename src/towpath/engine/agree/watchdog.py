@@ -9,7 +9,7 @@ not finished count as waiting, too. If they can never end, the device's process 
 then continues, and gets the error at its next transfer.
 
 Nor does the host notice there that a peer has died, until NCCL's own watchdog stops the device. So each rank holds a
-connection to the next one (`Neighbor`), over which only a token is sent. The kernel closes it when that process ends,
+connection to the next one (`NextRank`), over which only a token is sent. The kernel closes it when that process ends,
 and its keepalive notices when that machine or the link to it fails.
 """
 
@@ -52,7 +52,7 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _Posted:
     """What a rank without progress posts."""
 
     status: str
@@ -76,7 +76,7 @@ class Watchdog:
         self.meetings = 0  # the number of calls so far in which this rank waited for all ranks
         self.warns = True  # whether this watchdog logs that there is no progress
         self.diverged = ""  # the reason why transfers can never end, once it is known
-        self._neighbor: Neighbor | None = None  # made by `watch_processes`
+        self._next_rank: NextRank | None = None  # made by `watch_processes`
         self._islands: list[Watchdog] = []  # those of this rank's islands, if this one is of the whole job
         self.patience_seconds = groups.timeout_seconds
         self.pause_seconds = min(_SILENT_SECONDS, self.patience_seconds / 4) / 2  # between two looks of the thread
@@ -101,8 +101,8 @@ class Watchdog:
 
     def watch_processes(self) -> None:
         """Start to watch whether the next rank's process ends. Every rank of a GPU job must call it."""
-        if self._neighbor is None and self.world > 1:
-            self._neighbor = Neighbor(self._groups)
+        if self._next_rank is None and self.world > 1:
+            self._next_rank = NextRank(self._groups)
 
     # What errors say ------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Watchdog:
     def post(self, silent: bool) -> None:
         """Post this rank's status if it is `silent`, or a call of it has failed. Otherwise clear what it has posted."""
         status = self.status
-        note = _Note(status.describe(), self._step_log(), self.ended_peer(), status.failure)
+        note = _Posted(status.describe(), self._step_log(), self.ended_peer(), status.failure)
         self.store.post(note if silent or status.failure else None)
 
     def tell(self, failure: str) -> None:
@@ -176,7 +176,9 @@ class Watchdog:
                     self.diverged = found
                     return
 
-    def _compare(self, log: CollectiveLog, scope: Scope, mine: StepLog, rank: int, note: _Note, theirs: StepLog) -> str:
+    def _compare(
+        self, log: CollectiveLog, scope: Scope, mine: StepLog, rank: int, note: _Posted, theirs: StepLog
+    ) -> str:
         """Return why this rank and `rank` wait for each other, or "" if they may go on."""
         peer, calls = self.first + rank, {LoggedCall.PROGRAM, LoggedCall.SHARED}
         shared = [s for s in log.scopes if s.group_of[self.rank] == s.group_of[rank] and s.kinds & calls and not s.lane]
@@ -213,7 +215,7 @@ class Watchdog:
         if self.diverged:
             return
         lost = self.ended_peer()
-        if lost is None and self._neighbor is not None:
+        if lost is None and self._next_rank is not None:
             notes = self.store.read([*range(self.rank + 1, self.world), *range(self.rank)][:_FEW])
             lost = next((note.lost for note in notes.values() if note.lost is not None), None)
         if lost is not None:
@@ -227,7 +229,7 @@ class Watchdog:
 
     def ended_peer(self) -> int | None:
         """Return the number of the next rank if its process has ended, else None."""
-        return self._neighbor.rank if self._neighbor is not None and self._neighbor.is_gone else None
+        return self._next_rank.rank if self._next_rank is not None and self._next_rank.is_gone else None
 
     def release_device(self) -> None:
         """Abort the groups of a device in a transfer that can never end, so that the training thread can continue."""
@@ -269,7 +271,7 @@ def _report(reference: weakref.ref[Watchdog], stop: threading.Event) -> None:
 
 
 @final
-class Neighbor:
+class NextRank:
     """A connection to the next rank, or from the last one to the first. It shows when that process ends."""
 
     # Every rank must make one, at the same time.

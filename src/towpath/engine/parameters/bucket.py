@@ -30,16 +30,16 @@ from towpath.core.unit_plan import BucketPlan
 from towpath.engine.aliases import exchanged
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype
-from towpath.engine.parameters.dtensors import TensorParallelMesh, lead_to
+from towpath.engine.parameters.dtensors import TensorParallelMesh, replace_dtensor
 from towpath.engine.parameters.gradients import (
     FlatGradients,
-    OwnGradients,
+    UnsentGradients,
+    copied_to_host,
     copy_to_device,
-    host_is_apart,
-    moved_to_host,
+    has_own_memory,
     slice_of,
 )
-from towpath.engine.parameters.initialise import Flat
+from towpath.engine.parameters.initialise import TakeSlice
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_spec import EncodedShard, EncodedSlice, ShardSpec
@@ -119,7 +119,7 @@ class Bucket:
         self,
         layout: BucketLayout,
         plan: BucketPlan,
-        start: Flat,
+        start: TakeSlice,
         comm: CommContext,
         replica: Replica,
         mesh: TensorParallelMesh,
@@ -130,10 +130,10 @@ class Bucket:
         self.transfers: dict[TransferKind, list[RankTransfer]] = {}
         # Gradients that are never sent stay as autograd made them.
         if plan.gradients_stay:
-            self.gradients = OwnGradients(plan, layout.places)
+            self.gradients = UnsentGradients(plan, layout.places)
         else:
             self.gradients = FlatGradients(plan, layout.places, self.rank, self.device)
-        self.bind(plan, comm)
+        self.use_plan(plan, comm)
         self.version = ParamVersion(writes)
         self.synced_count = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
@@ -141,12 +141,12 @@ class Bucket:
         self.resting = EncodedShard(plan.rests_in, start(plan.params, own)) if plan.rests_in else None
         self.shard = self.resting.message if self.resting else start(plan.params, compute)
         if plan.params_on_host:
-            self.shard = moved_to_host(self.shard)
-        self._is_copied = plan.params_on_host and host_is_apart(self.device)
+            self.shard = copied_to_host(self.shard)
+        self._is_copied = plan.params_on_host and has_own_memory(self.device)
         if plan.has_master:
             self.master = start(plan.optimizer, own)
             if plan.optimizer_on_host:
-                self.master = moved_to_host(self.master)
+                self.master = copied_to_host(self.master)
         else:
             self.master = self._own_slice(self.shard)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
@@ -156,11 +156,11 @@ class Bucket:
         self.full = self.shard if self.always_whole else self._empty(0, compute)
         self.views = [self._view(place, compute) for place in layout.places]
         for place in layout.places:
-            self._exchange(place, replica, mesh)
+            self._replace_parameter(place, replica, mesh)
         if self.always_whole:
             self.assign_slot(self.shard)
 
-    def bind(self, plan: BucketPlan, comm: CommContext) -> None:
+    def use_plan(self, plan: BucketPlan, comm: CommContext) -> None:
         """Use the transfers of `plan` from now on. Unchanged transfers keep their collectives, and so their state."""
         self.plan = plan
         changed = [
@@ -192,7 +192,7 @@ class Bucket:
         nowhere = self._empty(1, dtype).expand(place.shape)
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
-    def _exchange(self, place: ParameterPlace, replica: Replica, mesh: TensorParallelMesh) -> None:
+    def _replace_parameter(self, place: ParameterPlace, replica: Replica, mesh: TensorParallelMesh) -> None:
         """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working."""
         # A DTensor cannot be changed in place, because its class has slots. The modules then get another object, to
         # which the DTensor leads. Optimizers that have the DTensor follow it at their next step
@@ -210,7 +210,7 @@ class Bucket:
             place.names[0],
             self.layout.unit,
         )
-        start, end = where.in_cut()
+        start, end = where.bounds_in_slice()
         # Libraries put attributes on parameters, and swapping the tensors exchanges these, too.
         attributes = dict(vars(parameter))
         held = EncodedSlice(self.resting, start, end) if self.resting else self.master[start:end]
@@ -226,7 +226,7 @@ class Bucket:
                 module._parameters[attribute] = shard  # pyright: ignore[reportPrivateUsage]
             for holder, key in place.kept:
                 holder[key] = exchanged(holder[key], parameter, shard)
-            lead_to(parameter, shard)
+            replace_dtensor(parameter, shard)
         vars(place.parameter).update(attributes)
 
     # Weights ------------------------------------------------------------------------------------------------------
@@ -249,11 +249,11 @@ class Bucket:
 
     def param_sync(self, workspace: Workspace) -> None:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
-        region = self._region(workspace)
+        region = self._sync_region(workspace)
         # Differences are to the old values, which are in host memory here.
         if self._is_copied and self.plan.syncs_differences:
             region.copy_(self.shard, non_blocking=True)
-        new = self._own_slice(region) if self.plan.agrees_on_sizes else self._updated(region, workspace)
+        new = self._own_slice(region) if self.plan.agrees_on_sizes else self._cast_master(region, workspace)
         for transfer in self.transfers[TransferKind.PARAM_SYNC]:
             transfer.run(region, new, workspace)
         if self._is_copied:
@@ -261,18 +261,18 @@ class Bucket:
 
     def encode_param_sync(self, workspace: Workspace) -> None:
         """Cast the master as `param_sync` does, and encode the result, before the ranks agree on its size."""
-        region = self._region(workspace)
+        region = self._sync_region(workspace)
         mine, stored = self._own_slice(region), self._own_slice(self.shard)
         if self._is_copied:
             mine.copy_(stored, non_blocking=True)
-        new = self._updated(region, workspace)
+        new = self._cast_master(region, workspace)
         for transfer in self.transfers[TransferKind.PARAM_SYNC]:
             with transfer.explained():
                 transfer.collective.encode(region, new)
         if self._is_copied:
             stored.copy_(mine, non_blocking=True)
 
-    def _region(self, workspace: Workspace) -> torch.Tensor:
+    def _sync_region(self, workspace: Workspace) -> torch.Tensor:
         """Return the P shard, or memory for it on the device if it is stored in host memory."""
         # The parameter sync's stream writes to the host's copy, and the streams of gathers read it. The host itself
         # does neither. So the step machine's order suffices, as for a P shard on the device: a gather follows the
@@ -283,7 +283,7 @@ class Bucket:
         start, end = self.plan.synced_in
         return workspace.take(end, self.shard.dtype)[start:]
 
-    def _updated(self, region: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    def _cast_master(self, region: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """Return this rank's part of the P shards in `region` as the optimizer left it."""
         if self.version.take_replaced():
             for bound in self.transfers[TransferKind.PARAM_SYNC]:
@@ -354,7 +354,7 @@ class Bucket:
     # State and memory ---------------------------------------------------------------------------------------------
 
     @property
-    def keepers(self) -> dict[str, Collective | LowRankSync]:
+    def stateful(self) -> dict[str, Collective | LowRankSync]:
         """The collectives and the low-rank sync, which may keep state between steps, by their names in checkpoints."""
         found: dict[str, Collective | LowRankSync] = {}
         for kind, transfers in self.transfers.items():
@@ -376,7 +376,7 @@ class Bucket:
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
             "grads": self.gradients.nbytes,
             "grad": 0 if on_host else self.gradients.mean_nbytes,
-            "feedback": sum(kept.nbytes for keeper in self.keepers.values() for kept in keeper.state),
+            "feedback": sum(kept.nbytes for keeper in self.stateful.values() for kept in keeper.state),
         }
 
     def host_memory_bytes(self) -> dict[str, int]:

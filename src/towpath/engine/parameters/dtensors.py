@@ -105,7 +105,7 @@ def box_at(index: MetadataIndex, local: torch.Tensor, boxes: Sequence[Box]) -> t
     return local[start : start + box.end - box.start].view(box.sizes)
 
 
-class SentShard(torch.Tensor):
+class PickledShard(torch.Tensor):
     """A ShardTensor in another process, without process groups. DCP can save it, and nothing else works."""
 
     # `dcp.async_save(…, async_checkpointer_type=AsyncCheckpointerType.PROCESS)` sends it.
@@ -114,7 +114,7 @@ class SentShard(torch.Tensor):
     _boxes: Sequence[Box]
 
     @staticmethod
-    def __new__(cls: type[SentShard], shape: torch.Size, local: torch.Tensor, boxes: Sequence[Box]) -> SentShard:
+    def __new__(cls: type[PickledShard], shape: torch.Size, local: torch.Tensor, boxes: Sequence[Box]) -> PickledShard:
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         made._local, made._boxes = local, boxes
         return made
@@ -134,7 +134,7 @@ class SentShard(torch.Tensor):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parallel:
+class MeshPlacements:
     """Mesh and placements of a parameter that was a DTensor when `shard` got it. `ShardSpec` and the layout hold it."""
 
     mesh: DeviceMesh
@@ -183,7 +183,7 @@ class Parallel:
         return f"of {'×'.join(map(str, self.shape))} as {', '.join(map(str, self.placements))}"
 
 
-def boxes_in_whole(part: Sequence[int], parallel: Parallel | None, start: int, end: int) -> list[Box]:
+def boxes_in_whole(part: Sequence[int], parallel: MeshPlacements | None, start: int, end: int) -> list[Box]:
     """Return the elements [start, end) of this rank's flattened part, of shape `part`, as boxes of the parameter."""
     boxes = boxes_of(part, start, end)
     if parallel is None:
@@ -192,7 +192,7 @@ def boxes_in_whole(part: Sequence[int], parallel: Parallel | None, start: int, e
     return [replace(box, offsets=tuple(map(sum, zip(box.offsets, first, strict=True)))) for box in boxes]
 
 
-def parallel_of(parameter: nn.Parameter) -> Parallel | None:
+def parallel_of(parameter: nn.Parameter) -> MeshPlacements | None:
     """Return mesh and placements of `parameter` if it is a DTensor, otherwise None."""
     # Decided without importing DTensor, which takes up to a second.
     if type(parameter) is nn.Parameter:
@@ -201,7 +201,7 @@ def parallel_of(parameter: nn.Parameter) -> Parallel | None:
 
     if not isinstance(parameter, DTensor):
         return None
-    return Parallel(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
+    return MeshPlacements(parameter.device_mesh, tuple(parameter.placements), parameter.shape, parameter.stride())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,14 +218,14 @@ class TensorParallelMesh:
     groups: tuple[dist.ProcessGroup, ...] = ()
     coordinate: tuple[int, ...] = ()
 
-    def copies(self, parallel: Parallel | None) -> list[dist.ProcessGroup]:
+    def copies(self, parallel: MeshPlacements | None) -> list[dist.ProcessGroup]:
         """Return the process groups of the mesh whose ranks hold the same part of a parameter."""
         if parallel is None:
             return list(self.groups)
         placed = zip(self.groups, parallel.placements, strict=True)
         return [group for group, placement in placed if placement.is_replicate()]
 
-    def counts(self, parallel: Parallel | None) -> bool:
+    def counts(self, parallel: MeshPlacements | None) -> bool:
         """Return whether this rank's copy counts in norms. A plain parameter is replicated on the entire mesh."""
         if parallel is None:
             return not any(self.coordinate)
@@ -233,7 +233,7 @@ class TensorParallelMesh:
         return not any(at for at, is_split in zip(self.coordinate, split, strict=True) if not is_split)
 
 
-def mesh_of(parameters: list[Parallel]) -> TensorParallelMesh:
+def mesh_of(parameters: list[MeshPlacements]) -> TensorParallelMesh:
     """Return the mesh of a model's DTensors, which all share one."""
     if not parameters:
         return TensorParallelMesh()
@@ -258,7 +258,7 @@ def _of_replacement(name: str) -> property:
 def _replaced() -> type[DTensor]:
     from torch.distributed.tensor import DTensor
 
-    class Replaced(DTensor):
+    class ReplacedDTensor(DTensor):
         """A DTensor parameter that `shard` has replaced by `towpath_replacement`. It has no elements any more.
 
         Its gradient is that of the replacement. So clipping, unscaling and zero_grad() work before the first step.
@@ -288,10 +288,10 @@ def _replaced() -> type[DTensor]:
             self.requires_grad = mode
             return self
 
-    return Replaced
+    return ReplacedDTensor
 
 
-def lead_to(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
+def replace_dtensor(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
     """Let a DTensor parameter, from which `shard` has taken the values, lead to its replacement. Free its memory."""
     replaced: Any = parameter
     # The optimizer keeps this object, and would keep the unsharded values with it.

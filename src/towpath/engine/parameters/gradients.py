@@ -1,6 +1,6 @@
 """The gradients of one bucket on one rank, from autograd's result to the mean in `.grad`.
 
-`FlatGradients` copies gradients to flat memory, from which they are reduced and synchronized. `OwnGradients` serves
+`FlatGradients` copies gradients to flat memory, from which they are reduced and synchronized. `UnsentGradients` serves
 buckets without any gradient transfer, as on one rank. There the optimizer gets autograd's own tensors, because a copy
 of all gradients would cost some percent of a step.
 """
@@ -53,12 +53,12 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def host_is_apart(device: torch.device) -> bool:
+def has_own_memory(device: torch.device) -> bool:
     """Return whether `device` has memory of its own. Otherwise it works on host memory itself, without copies."""
     return device.type != "cpu"
 
 
-def moved_to_host(values: torch.Tensor) -> torch.Tensor:
+def copied_to_host(values: torch.Tensor) -> torch.Tensor:
     """Return a copy of `values` in host memory, for copies to and from their device."""
     return host_memory(values.numel(), values.dtype, values.device).copy_(values)
 
@@ -241,7 +241,7 @@ def check_gradient(place: ParameterPlace, grad: torch.Tensor, unit: str, is_whol
 
 
 @final
-class OwnGradients(BucketGradients):
+class UnsentGradients(BucketGradients):
     """Gradients that stay as autograd made them: the same tensors become `.grad`, without any transfer."""
 
     def __init__(self, plan: BucketPlan, places: Sequence[ParameterPlace]) -> None:
@@ -278,7 +278,7 @@ class OwnGradients(BucketGradients):
                 wide.append(own)
                 narrow.append(gradient.reshape(-1))
             else:
-                own = gradient if _is_alone_in_its_memory(gradient) else gradient.clone()
+                own = gradient if _shares_no_memory(gradient) else gradient.clone()
                 self._sums[index] = own.reshape(-1)
         if wide:
             torch._foreach_copy_(wide, narrow)  # pyright: ignore
@@ -306,7 +306,7 @@ class OwnGradients(BucketGradients):
         self._sums = [None] * len(self._sums)
 
 
-def _is_alone_in_its_memory(gradient: torch.Tensor) -> bool:
+def _shares_no_memory(gradient: torch.Tensor) -> bool:
     """Return whether no other tensor shares the memory of `gradient`."""
     # Autograd gives both operands of an addition the same gradient, or views of it. Scaling one in place, or adding to
     # it, would then change the other.
@@ -473,7 +473,7 @@ class FlatGradients(BucketGradients):
         assert self.sums is not None
         mean = self._mean if self._mean is not None else self._own_slice(self.sums)
         spans = [place.parameter.shard_spec for place in self._places if isinstance(place.parameter, ShardTensor)]
-        return [mean[slice(*shard_spec.in_cut())] for shard_spec in spans]
+        return [mean[slice(*shard_spec.bounds_in_slice())] for shard_spec in spans]
 
     def restart(self) -> None:
         """Drop the sums. The next reduction overwrites the G shard."""

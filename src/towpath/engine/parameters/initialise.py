@@ -34,10 +34,10 @@ Values = Callable[[str, int, int], torch.Tensor]
 
 # Returns this rank's slice of a bucket's initial values in a partition, in new memory. `Bucket` takes its slices before
 # the next bucket is requested.
-Flat = Callable[[Partition, torch.dtype], torch.Tensor]
+TakeSlice = Callable[[Partition, torch.dtype], torch.Tensor]
 
 
-class Source(ABC):
+class InitialValues(ABC):
     """The source of a model's initial values. `build` uses one for all buckets and buffers.
 
     `failure` is the error of this rank, if any, once all values were requested. Other ranks do not know it yet.
@@ -46,7 +46,7 @@ class Source(ABC):
     failure: TowpathError | None = None
 
     @abstractmethod
-    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+    def flat(self, layout: BucketLayout, plan: BucketPlan) -> TakeSlice:
         """Return the initial values of one bucket."""
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Source(ABC):
 
 
 @final
-class FromModel(Source):
+class FromModel(InitialValues):
     """The values that rank 0's model has, or that rank 0's modules initialize if they are on the meta device."""
 
     def __init__(
@@ -68,7 +68,7 @@ class FromModel(Source):
         self._rank, self._job, self._mesh, self._device, self._starts = groups.rank, job, mesh, device, starts
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+    def flat(self, layout: BucketLayout, plan: BucketPlan) -> TakeSlice:
         """Initialize one unsharded bucket on each rank that starts, and overwrite it with rank 0's values."""
         dtype = torch_dtype(plan.own_dtype)
         nbytes = plan.numel * dtype.itemsize
@@ -94,11 +94,11 @@ class FromModel(Source):
 
 
 # The most elements in one call of `values`, which may have to hold in memory what it reads.
-PIECE = 1 << 22
+MOST_PER_CALL = 1 << 22
 
 
 @final
-class FromValues(Source):
+class FromValues(InitialValues):
     """The values that the user's function returns (`shard(values=)`).
 
     After a failure the remaining parameters are zero, so that the ranks can finish their collectives. Then all raise.
@@ -107,7 +107,7 @@ class FromValues(Source):
     def __init__(self, values: Values, rank: int, device: torch.device) -> None:
         self._values, self._rank, self._device = values, rank, device
 
-    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+    def flat(self, layout: BucketLayout, plan: BucketPlan) -> TakeSlice:
         """Return the values of one bucket. The user's function is called when slices are taken."""
 
         def part(cut: Partition, dtype: torch.dtype) -> torch.Tensor:
@@ -135,10 +135,10 @@ class FromValues(Source):
         # An error is kept for `failure`. That no name is known counts as an error only if `needed`.
         for name in names:
             try:
-                for at in range(0, target.numel(), PIECE):
-                    piece = target[at : at + PIECE]
+                for at in range(0, target.numel(), MOST_PER_CALL):
+                    piece = target[at : at + MOST_PER_CALL]
                     if self.failure is None:
-                        piece.copy_(self._ask(name, start + at, start + at + piece.numel(), piece))
+                        piece.copy_(self._call_values(name, start + at, start + at + piece.numel(), piece))
                 return True
             except KeyError:
                 continue
@@ -155,7 +155,7 @@ class FromValues(Source):
             )
         return False
 
-    def _ask(self, name: str, start: int, end: int, like: torch.Tensor) -> torch.Tensor:
+    def _call_values(self, name: str, start: int, end: int, like: torch.Tensor) -> torch.Tensor:
         found = self._values(name, start, end)
         if found.shape != (end - start,) or found.is_floating_point() != like.is_floating_point():
             kind = "floating" if like.is_floating_point() else "whole"
@@ -182,7 +182,7 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
                 _parameters(module)[attribute] = nn.Parameter(values, parameter.requires_grad)
     for place in absent:
         if place.parallel is None:
-            _set(place, nn.Parameter(place.of(flat), place.parameter.requires_grad))
+            _set_parameter(place, nn.Parameter(place.of(flat), place.parameter.requires_grad))
     try:
         for place in absent:
             module, attribute = place.owners[0]
@@ -190,14 +190,14 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
                 _initialiser(module, f"parameter {attribute!r}", place.names[0])()
         for place in absent:
             if place.parallel is not None:
-                _take_part(place, flat)
+                _take_local_part(place, flat)
         yield
     finally:
         for module, parameters in before:
             _parameters(module).update(parameters)
 
 
-def _take_part(place: ParameterPlace, flat: torch.Tensor) -> None:
+def _take_local_part(place: ParameterPlace, flat: torch.Tensor) -> None:
     """Copy this rank's part of a DTensor to `flat`, from the full tensor that the mesh's first rank initialized."""
     module, attribute = place.owners[0]
     whole, parallel = module.get_parameter(attribute), place.parallel
@@ -207,10 +207,10 @@ def _take_part(place: ParameterPlace, flat: torch.Tensor) -> None:
         dist.broadcast(whole.detach(), group=group, group_src=0)
     part = tuple(slice(first, first + length) for first, length in zip(parallel.first(), place.shape, strict=True))
     place.of(flat).copy_(whole[part])
-    _set(place, nn.Parameter(parallel.wrap(place.of(flat)), place.parameter.requires_grad))
+    _set_parameter(place, nn.Parameter(parallel.wrap(place.of(flat)), place.parameter.requires_grad))
 
 
-def _set(place: ParameterPlace, values: nn.Parameter) -> None:
+def _set_parameter(place: ParameterPlace, values: nn.Parameter) -> None:
     for module, attribute in place.owners:
         _parameters(module)[attribute] = values
 
@@ -254,7 +254,7 @@ def check_initialisers(model: nn.Module, places: Iterable[ParameterPlace]) -> No
             _initialiser(module, f"parameter {attribute!r}", place.names[0])
 
 
-def materialise_buffers(model: nn.Module, device: torch.device, starts: bool, source: Source) -> None:
+def materialise_buffers(model: nn.Module, device: torch.device, starts: bool, source: InitialValues) -> None:
     """Make the buffers that are on the meta device."""
     # Ranks that start initialize them with `reset_parameters`. A module needs none if `source` gives all their values.
     for path, module in model.named_modules():

@@ -29,7 +29,7 @@ from towpath.errors import CheckpointError, StepError
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullMatrix:
     """A full parameter and its gradient on the rank that owns it. The memory is valid during its round."""
 
     name: str
@@ -37,7 +37,7 @@ class Whole:
     gradient: torch.Tensor | None
 
 
-Iteration = Callable[[Sequence[Whole]], None]
+Iteration = Callable[[Sequence[FullMatrix]], None]
 
 
 class MatrixSteps:
@@ -171,14 +171,14 @@ class MatrixSteps:
                 start = end
         return found
 
-    def _wholes(self, each: Round, buffer_index: int, gradients: bool) -> list[Whole]:
+    def _wholes(self, each: Round, buffer_index: int, gradients: bool) -> list[FullMatrix]:
         gathered = self._gathered(each, buffer_index)
-        found: list[Whole] = []
+        found: list[FullMatrix] = []
         for m in each.owned(self._slot):
             # A matrix that this rank holds entirely stays where it is.
             weight = gathered[m.name][1] if m.name in gathered else self._weight(m)
             gradient = (gathered[m.name][0] if m.name in gathered else self._gradient(m)) if gradients else None
-            found.append(Whole(m.name, weight.view(m.shape), None if gradient is None else gradient.view(m.shape)))
+            found.append(FullMatrix(m.name, weight.view(m.shape), None if gradient is None else gradient.view(m.shape)))
         return found
 
     # Transfers -------------------------------------------------------------------------------------------------------

@@ -78,13 +78,13 @@ class ModuleParameters:
             names = module._flat_weights_names  # pyright: ignore[reportPrivateUsage]
             module._flat_weights = [module._parameters.get(n) for n in names]  # pyright: ignore
 
-    def be_a_leaf(self, module: nn.Module) -> None:
+    def make_leaf_parameters(self, module: nn.Module) -> None:
         """Prepare LeafParameters for a leaf, whose forward is that of `module`."""
         for index, (place, view) in enumerate(zip(self._places, self.views, strict=True)):
             shape = place.shape if place.parallel is None else view.shape
             self.leaf_parameters.append(LeafParameter(shape, view, module, index))  # pyright: ignore[reportCallIssue]
 
-    def show_leaf(self, inside: bool) -> None:
+    def show_leaf_parameters(self, inside: bool) -> None:
         """Let modules show LeafParameters while the root is unsharded (`inside`), and otherwise ShardTensors."""
         parameters = [parameter for *_, parameter in self._entries]
         self._sharded = self.leaf_parameters if inside else parameters

@@ -20,7 +20,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as known_to_clip
 from towpath.core.formats import Codec
 from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
-from towpath.engine.parameters.dtensors import Box, SentShard, box_at, boxes_in_whole, chunks_of, write_items
+from towpath.engine.parameters.dtensors import Box, PickledShard, box_at, boxes_in_whole, chunks_of, write_items
 from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, WHOLE, Partial, written_by
 from towpath.engine.parameters.shard_spec import EncodedSlice, ShardSpec, whole_tensors
 from towpath.errors import ShardError
@@ -381,7 +381,7 @@ def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTenso
 def _for_other_process(tensor: ShardTensor) -> tuple[Any, ...]:
     """Return how multiprocessing sends a ShardTensor. `ShardTensor.__reduce_ex__` refuses pickle itself."""
     boxes = tensor.boxes() if tensor.shard_spec.is_saved else []
-    return SentShard, (tensor.shape, tensor.local.detach(), boxes)
+    return PickledShard, (tensor.shape, tensor.local.detach(), boxes)
 
 
 def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:

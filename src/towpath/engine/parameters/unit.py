@@ -55,14 +55,14 @@ class Unit:
         self.coalesced: dict[TransferKind, tuple[list[Bucket], RankTransfer]] = {}
         self._coalesce(comm)
         # Addresses [start, end) of the memory of the unsharded weights, while the slot is this unit's.
-        self._turns: list[tuple[int, int, Bucket]] = []
+        self._slot_spans: list[tuple[int, int, Bucket]] = []
 
-    def take(self, plan: UnitPlan, comm: CommContext) -> None:
+    def use_plan(self, plan: UnitPlan, comm: CommContext) -> None:
         """Use the transfers of `plan` from now on."""
         self.plan = plan
         for bucket, planned in zip(self.buckets, plan.buckets, strict=True):
             # Buckets first: coalesced transfers are made of theirs.
-            bucket.bind(planned, comm)
+            bucket.use_plan(planned, comm)
         self._coalesce(comm)
 
     def _coalesce(self, comm: CommContext) -> None:
@@ -91,7 +91,7 @@ class Unit:
         starts = _starts([(b.plan.compute_dtype, b.plan.numel) for b in self.gathered])
         for bucket, start in zip(self.gathered, starts, strict=True):
             bucket.assign_slot(memory[bucket.plan.compute_dtype][start : start + bucket.plan.numel])
-        self._turns = [(b.full.data_ptr(), b.full.data_ptr() + b.full.nbytes, b) for b in self.gathered]
+        self._slot_spans = [(b.full.data_ptr(), b.full.data_ptr() + b.full.nbytes, b) for b in self.gathered]
         # A graph that was kept (retain_graph) still reads the former memory. Raising the version by 2, which
         # `invalidate_views` never does, makes autograd refuse that graph permanently.
         self.shown.raise_versions(2)
@@ -107,11 +107,11 @@ class Unit:
             if not bucket.gradients.reduces:
                 bucket.gradients.begin(None)
 
-    def check_returned(self, outputs: Iterable[torch.Tensor]) -> None:
+    def check_outputs(self, outputs: Iterable[torch.Tensor]) -> None:
         """Raise `StepError` if a forward's output is in memory that will hold another unit's weights."""
-        for output in outputs if self._turns else ():
+        for output in outputs if self._slot_spans else ():
             at = _address(output)
-            for start, end, bucket in self._turns:
+            for start, end, bucket in self._slot_spans:
                 if start <= at < end:
                     places = bucket.layout.places
                     index = max(i for i, p in enumerate(places) if p.of(bucket.full).data_ptr() <= at)
