@@ -52,7 +52,7 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 @dataclass(frozen=True, slots=True)
-class _Posted:
+class _StatusNote:
     """What a rank without progress posts."""
 
     status: str
@@ -148,7 +148,7 @@ class Watchdog:
     def post(self, silent: bool) -> None:
         """Post this rank's status if it is `silent`, or a call of it has failed. Otherwise clear what it has posted."""
         status = self.status
-        note = _Posted(status.describe(), self._step_log(), self.ended_peer(), status.failure)
+        note = _StatusNote(status.describe(), self._step_log(), self.ended_peer(), status.failure)
         self.store.post(note if silent or status.failure else None)
 
     def tell(self, failure: str) -> None:
@@ -177,7 +177,7 @@ class Watchdog:
                     return
 
     def _compare(
-        self, log: CollectiveLog, scope: Scope, mine: StepLog, rank: int, note: _Posted, theirs: StepLog
+        self, log: CollectiveLog, scope: Scope, mine: StepLog, rank: int, note: _StatusNote, theirs: StepLog
     ) -> str:
         """Return why this rank and `rank` wait for each other, or "" if they may go on."""
         peer, calls = self.first + rank, {LoggedCall.PROGRAM, LoggedCall.SHARED}
