@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from towpath.engine import eager
 from towpath.engine.aliases import exchanged
 from towpath.engine.layout import Holder
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.shard_tensor import in_backward
-from towpath.engine.timing import eager
 from towpath.errors import ShardError, StepError
 
 
@@ -40,7 +40,7 @@ class ModuleParameters:
         self._frozen = {id(view) for bucket in buckets if not bucket.trainable for view in bucket.views}
         self._is_gathered = any(not bucket.always_whole for bucket in buckets)
         self._entries = [
-            # Written past nn.Module.__setattr__, which would call the registration hooks for each (`registrations.py`).
+            # Written past nn.Module.__setattr__, which would call the registration hooks for each (`executor.py`).
             (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
             for place, view in pairs
             for module, attribute in place.owners

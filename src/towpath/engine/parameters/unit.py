@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from towpath.collectives.collective import Workspace
+from towpath.core.queues import LoggedCall
 from towpath.core.schedule import message_sizes_transfers
-from towpath.core.scopes import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
