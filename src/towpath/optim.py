@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
 from towpath.engine.optimizer_steps import OptimizerSettings, coupling, options_of
-from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
+from towpath.engine.parameters.matrix_steps import FullMatrix, MatrixSteps
 from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
 from towpath.errors import ShardError, StepError
 from towpath.topology.together import together
@@ -176,7 +176,7 @@ class OwnerSteppedOptimizer(Optimizer):
                 )
 
     def _iterate(
-        self, part: MatrixSteps, wholes: Sequence[Whole], method: str, before: OptimizerSettings
+        self, part: MatrixSteps, wholes: Sequence[FullMatrix], method: str, before: OptimizerSettings
     ) -> OptimizerSettings:
         """Call the wrapped optimizer for matrices that this rank owns. Return its options and attributes afterwards."""
         parameters = [part.parameters[whole.name] for whole in wholes]

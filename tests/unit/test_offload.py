@@ -18,7 +18,7 @@ from towpath.core.step_state import Submit
 from towpath.core.strategy import Offload, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.engine.parameters.gradients import OptimizerMemory
+from towpath.engine.parameters.gradients import copy_to_device
 from towpath.errors import ConfigError
 from towpath.plan.catalog import describe_model, load_cluster
 from towpath.plan.request import Request
@@ -77,11 +77,11 @@ def test_what_the_device_casts_is_staged_in_pieces(monkeypatch: pytest.MonkeyPat
         [bucket] = plan.buckets
         assert bucket.staged == staged
         assert plan.wire_needs(TransferKind.PARAM_SYNC).get(own, 0) == staged
-        memory, buffers = OptimizerMemory(bucket, CPU), WireBuffers(CPU)
+        buffers = WireBuffers(CPU)
         buffers.reserve(plan.wire_needs(TransferKind.PARAM_SYNC))
         before = buffers.made
         master, target = torch.randn(bucket.numel).to(getattr(torch, own)), torch.empty(bucket.numel).bfloat16()
-        memory.param_sync(master, target, Workspace(buffers))
+        copy_to_device(master, target, bucket, Workspace(buffers))
         assert torch.equal(target, master.bfloat16()) and buffers.made == before
 
 

@@ -25,7 +25,7 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
 from towpath.optim import whole_of
-from towpath.outer.saved import VALUE, islands_of, restore_islands, view_of
+from towpath.outer.saved import VALUE, island_manifest, islands_of, restore_islands
 from towpath.topology.cluster import counted
 from towpath.topology.together import AllRanks, check_same, described
 
@@ -136,7 +136,7 @@ class Restore:
         # How many ranks an island has, how many islands there are, and how many ranks compute the same batch.
         self._ranks = state.local.groups.world, 1 if islands is None else islands.islands, peers
         same = islands is not None and islands_of(manifest) == islands.islands
-        self.manifest = manifest = view_of(manifest, islands.island if islands is not None and same else None)
+        self.manifest = manifest = island_manifest(manifest, islands.island if islands is not None and same else None)
         self._saved_ranks = manifest.world, islands_of(manifest), manifest.values.get("rng", {}).get("peers", peers)
         self._state, self._model = state, state.named()
         self.targets: dict[str, torch.Tensor] = {}

@@ -148,7 +148,7 @@ def _load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> Non
 def _keepers(engine: Engine) -> Iterator[tuple[str, Collective | LowRankSync]]:
     for unit in engine.units:
         for number, bucket in enumerate(unit.buckets):
-            for name, keeper in bucket.keepers.items():
+            for name, keeper in bucket.stateful.items():
                 yield f"{unit.name or 'root'}/{number}/{name}", keeper
 
 

@@ -2,7 +2,7 @@
 
 The engine reports events, such as the start of a unit's forward, by calling methods of `StepMachine`. They return the
 actions (`core/step_state.py`) that the engine then executes in order. `Gathers` decides about weights, and `Reductions`
-about gradients. `OuterSteps` (`outer/steps.py`) decides when islands synchronize. The schedule and the simulator
+about gradients. `OuterSteps` (`outer/exchanges.py`) decides when islands synchronize. The schedule and the simulator
 use the same machine.
 """
 

@@ -32,14 +32,14 @@ from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.initialise import (
     FromModel,
     FromValues,
-    Source,
+    InitialValues,
     Values,
+    add_reset_parameters,
     check_initialisers,
     materialise_buffers,
     move_all_but_parameters,
 )
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.engine.parameters.unit import Unit
 from towpath.errors import ShardError
 from towpath.logs import logger
@@ -229,7 +229,7 @@ def build(
     return Engine(strategy, precision, units, comm, writes, synced)
 
 
-def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
+def _fill_buffers(model: nn.Module, source: InitialValues, groups: Groups) -> None:
     """Copy the buffers of rank 0 to all ranks. They may be random, and are small enough for a broadcast."""
     for name, buffer in model.named_buffers():
         values = (source.buffer(name, buffer) if is_saved(model, name) else buffer).detach().contiguous()

@@ -47,16 +47,15 @@ from towpath.core.step_state import (
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine import eager
-from towpath.engine.agree.boundary import UnusedParams
-from towpath.engine.agree.program import EndOfBackward, FailedPasses
+from towpath.engine.agree.boundary import BoundaryCheck
+from towpath.engine.agree.program import EndOfBackward
 from towpath.engine.backward_inputs import expect_gradients
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import own_parameters
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.gradients import check_gradient
-from towpath.engine.parameters.param_syncs import ParamSyncs
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
-from towpath.engine.parameters.unit import Unit
+from towpath.engine.parameters.unit import ParamSyncs, Unit
 from towpath.engine.transfer_queues import Handle, RankTransfer, Work
 from towpath.errors import ShardError, StepError
 from towpath.outer.sync import OuterSync
@@ -117,10 +116,9 @@ class Engine:
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._arriving: Unit | None = None  # the only unit whose gradients may be held, and not stored yet
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
-        self._unused_params = UnusedParams(strategy, self._trained, comm)
+        self._boundary_check = BoundaryCheck(strategy, self._trained, comm)
         self.param_syncs = ParamSyncs(strategy, units, comm)
         comm.queues.plan(u.plan for u in units)
-        self._failures = FailedPasses(comm.groups, comm.watchdog, comm.log)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
@@ -134,7 +132,7 @@ class Engine:
 
     def check_values_every(self, boundaries: int) -> None:
         """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
-        self._unused_params.check_every = boundaries if self.comm.log.compares(LoggedCall.VALUES) else 0
+        self._boundary_check.check_every = boundaries if self.comm.log.compares(LoggedCall.VALUES) else 0
 
     @property
     def awaits_step(self) -> bool:
@@ -180,7 +178,7 @@ class Engine:
                         self.units[index].shown.swap(whole)
                         # Modules of the root may read a leaf's parameter, as in F.linear(h, head.weight).
                         for leaf in self.leaves if index == self.root.index else ():
-                            leaf.shown.show_leaf(whole)
+                            leaf.shown.show_leaf_parameters(whole)
                     case InvalidateViews(index, invalid):
                         self.units[index].shown.invalidate_views(invalid)
                     case AssignSlot(index, slot):
@@ -199,7 +197,7 @@ class Engine:
                         self.param_syncs.note_problems()
                         if self.outer is not None:
                             self.outer.note_problems()
-                        self._used = self._unused_params.compare(self.step)
+                        self._used = self._boundary_check.compare(self.step)
                     case SetGrads():
                         self._set_grads()
         except BaseException:
@@ -314,7 +312,7 @@ class Engine:
                 each.shown.check_unwritten()
             # The root stays unsharded until the end of the backward pass.
             if unit is not self.root:
-                unit.check_returned(outputs)
+                unit.check_outputs(outputs)
         self._check_registrations()
 
     def _check_registrations(self) -> None:
@@ -356,7 +354,7 @@ class Engine:
         """
         if self.strategy.gathered_over.size > 1 and not in_backward():
             what = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
-            self._failures.failed(f"its forward of unit {unit.name or 'root'!r} failed ({what})")
+            self.comm.program.pass_failed(f"its forward of unit {unit.name or 'root'!r} failed ({what})")
 
     # Backward -------------------------------------------------------------------------------------------------------
 
@@ -485,7 +483,7 @@ class Engine:
 
     def _backward_failed(self) -> None:
         """Note that a backward pass failed. Wait for its transfers later: this may run in a destructor."""
-        self._failures.failed("its backward pass failed")
+        self.comm.program.pass_failed("its backward pass failed")
         self.execute(self.machine.backward_pass_failed())
 
     def _micro_step_ended(self, number_of_the_next: int) -> None:
@@ -524,7 +522,7 @@ class Engine:
         now = self.strategy.at(self.step)
         plans = [plan_unit(now, unit.plan.spec, self.precision, self.comm.form) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):
-            unit.take(plan, self.comm)
+            unit.use_plan(plan, self.comm)
         self.machine.use_plans(plans)
         self.comm.queues.plan(plans)
         self.param_syncs.bind()
@@ -542,7 +540,7 @@ class Engine:
 
     def begin(self) -> None:
         """Prepare for a call that unshards units: agree with all ranks on failed passes, and drop their gradients."""
-        self._failures.agree()
+        self.comm.program.agree_on_failure()
         if self.machine.failed or self.machine.in_backward:
             self._abandon()
 

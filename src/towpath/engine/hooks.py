@@ -50,7 +50,7 @@ def attach(model: nn.Module, engine: Engine) -> None:
         for module in unit.modules:
             add_role(module, UnitModule, unit)
         if unit.plan.leaf:
-            unit.shown.be_a_leaf(unit.modules[0])
+            unit.shown.make_leaf_parameters(unit.modules[0])
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
                 # This hook runs after autograd has added the gradient to `view.grad`: once in a backward pass, however

@@ -19,7 +19,7 @@ from torch import nn
 from towpath.core.formats import FLOATING, Precision, dtype_name, shape_text
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.units import LARGE_LEAF, BucketSpec, UnitSpec, together
-from towpath.engine.parameters.dtensors import Parallel, boxes_in_whole, local_part, parallel_of, ranges_of
+from towpath.engine.parameters.dtensors import MeshPlacements, boxes_in_whole, local_part, parallel_of, ranges_of
 from towpath.errors import ShardError
 from towpath.topology.groups import Groups
 
@@ -45,7 +45,7 @@ class ParameterPlace:
     owners: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
     shape: torch.Size  # the shape of this rank's part, which differs from the parameter's on a tensor-parallel mesh
-    parallel: Parallel | None
+    parallel: MeshPlacements | None
     keeps_dtype: bool = False  # whether the precision keeps its module in its own dtype
     replicated: bool = False  # whether the ranks of a tensor-parallel mesh hold copies of it
     offset: int = 0  # its first element in the flat buffer; set by `BucketLayout.follow`
@@ -347,7 +347,7 @@ def _find_parameters(model: nn.Module) -> list[ParameterPlace]:
     return places
 
 
-def _check_class(name: str, parameter: nn.Parameter) -> Parallel | None:
+def _check_class(name: str, parameter: nn.Parameter) -> MeshPlacements | None:
     parallel = parallel_of(parameter)
     if type(parameter) is not nn.Parameter and parallel is None:
         raise ShardError(

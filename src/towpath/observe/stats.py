@@ -229,7 +229,7 @@ def _memory_bytes(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
     if engine.outer is not None:
         if added := outer_communicator_bytes(engine.outer.plan.transfers):
             memory["communicators"] = memory.get("communicators", 0) + added
-        of_outer, of_outer_on_host = engine.outer.memory_bytes()
+        of_outer, of_outer_on_host = engine.outer.plan.memory_bytes()
         memory, host_memory = memory | of_outer, host_memory | of_outer_on_host
     memory["optimizer"], on_host = _optimizer_bytes(engine)
     if "master" in host_memory:

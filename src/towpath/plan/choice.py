@@ -24,7 +24,7 @@ from towpath.core.formats import Precision
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError, PlanError
-from towpath.outer.proposal import OuterPlanner, worth_it
+from towpath.outer.proposal import OuterPlanner, saves_enough
 from towpath.plan import tables
 from towpath.plan.cluster_probe import device_of_job, probe, still_holds
 from towpath.plan.hardware import GIB, Cluster
@@ -204,7 +204,7 @@ def _planned(profile: Profile, how: str, model: Model, request: Request, staged:
     if isinstance(found, Ranking):
         best = found.ranked[0]
         outer = OuterPlanner(solver).solve() if solver.request.outer else None
-        if outer is not None and worth_it(outer, best):
+        if outer is not None and saves_enough(outer, best):
             best = outer
         return _choice(best, _compared(best, found, solver), how, solver)
     needed, limit = found.nearest.peak_bytes / GIB, solver.request.memory / GIB

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from towpath.api import Values, blocks_of
 from towpath.checkpoint.safe_files import Safetensors
 from towpath.core.units import round_up
-from towpath.engine.parameters.transformers_init import add_reset_parameters
+from towpath.engine.parameters.initialise import add_reset_parameters
 from towpath.errors import ConfigError
 from towpath.train.config import ModelConfig
 from towpath.train.tensor_parallel import COLUMNS, ROWS, WHOLE_OUTPUT, WORDS, TensorPlan
