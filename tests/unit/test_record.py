@@ -201,7 +201,7 @@ def test_what_waits_for_a_device_does_not_grow_with_the_transfers() -> None:
     counted.totals()
     for number in range(20_000):
         device.end = number + 1.0
-        with counted.running([gather("a")], 0):
+        with counted.running([gather("a")], Workspace(WireBuffers(CPU))):
             device.end = number + 2.0
         device.now = device.end - 10  # it is ten transfers behind
     assert len(counted._unknown) <= 2 * 1000

@@ -1,4 +1,4 @@
-"""What users read of a sharded model: `stats`, `totals` and `trace`.
+"""`stats`, `totals` and `trace`, which users read of a sharded model.
 
 Use `stats` for bytes and seconds per transfer, and for memory. Use `trace` to see when each transfer runs.
 """

@@ -111,9 +111,8 @@ def _kernels(device_type: str) -> Kernels:
     try:
         if fast:
             module = import_module(f"towpath.codecs.kernels.{fast}")
-            _log.info(
-                "codecs on %s: %s%s", device_type, fast, f", for {module.LEVELS[0]}" if device_type == "cpu" else ""
-            )
+            level = f", for {module.LEVELS[0]}" if device_type == "cpu" else ""
+            _log.info("codecs on %s: %s%s", device_type, fast, level)
             return Kernels(module)
     except ImportError as error:
         reason = str(error)
