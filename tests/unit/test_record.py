@@ -16,8 +16,7 @@ from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.units import Range
-from towpath.engine.timing import Mark, Timer
-from towpath.observe.record import Record, Trace, TransferWait
+from towpath.observe.record import Mark, Record, Timer, Trace, TransferWait
 from towpath.topology.cluster import Topology
 
 CPU = torch.device("cpu")

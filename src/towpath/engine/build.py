@@ -26,7 +26,7 @@ from towpath.engine.aliases import check_memory, find_kept
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
 from towpath.engine.layout import UnitLayout, device_of, is_saved
-from towpath.engine.optimizer_hooks import watch_optimizers
+from towpath.engine.optimizer_steps import watch_optimizers
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.initialise import (
@@ -153,7 +153,7 @@ def build(
     # Ranks compare logs by this number, so it counts alike on all of them.
     number: int = next(groups.shared("models made", count))
     log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
-    comm = CommContext(groups, device_of(layouts, groups), log, job)
+    comm = CommContext(groups, device_of(model.parameters(), groups), log, job)
     places = [place for layout in layouts for place in layout.places]
     mesh = mesh_of([place.parallel for place in places if place.parallel is not None])
     if mesh.groups and (

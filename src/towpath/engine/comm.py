@@ -29,10 +29,9 @@ from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.program import Program
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.threads import ThreadStream
-from towpath.engine.timing import timer_for
 from towpath.engine.transfer_queues import CudaStream, Queues, RankTransfer, Stream
 from towpath.logs import logger
-from towpath.observe.record import Record
+from towpath.observe.record import DeviceTimer, Record, Timer
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -138,7 +137,8 @@ class CommContext:
         self.log = log
         self._backend = groups.backend(device)
         self.watchdog = Watchdog.of(groups)
-        self.record = Record(self.watchdog, timer_for(device), self.job.world // groups.world)
+        timer = DeviceTimer(device) if device.type == "cuda" else Timer()
+        self.record = Record(self.watchdog, timer, self.job.world // groups.world)
         self._everyone = Watchdog.of(self.job)
         self._everyone.oversee(self.watchdog)
         if device.type == "cuda":

@@ -24,6 +24,7 @@ from towpath.checkpoint.local_state import (
     LocalState,
     NamedTensors,
     codec_state_of,
+    fingerprint,
     named_tensors,
 )
 from towpath.core.formats import dtype_name
@@ -31,7 +32,6 @@ from towpath.core.passes import Compression, Shape, StagePass, transport_for
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.transport import Transport
-from towpath.engine.codec_state import fingerprint
 from towpath.engine.executor import Engine, engine_of
 from towpath.errors import CheckpointError
 from towpath.observe.record import Trace

@@ -37,7 +37,7 @@ aten = torch.ops.aten
 class RunningStep:
     """The optimizer whose step is running, and the remedy if it cannot step slices, for error messages.
 
-    Hooks set both around each step (`engine/optimizer_hooks.py`).
+    Hooks set both around each step (`engine/optimizer_steps.py`).
     """
 
     optimizer: str = ""
