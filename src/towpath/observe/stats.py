@@ -1,4 +1,4 @@
-"""What users read of a sharded model: `stats`, `totals` and `trace`.
+"""`stats`, `totals` and `trace`, which users read of a sharded model.
 
 Use `stats` for bytes and seconds per transfer, and for memory. Use `trace` to see when each transfer runs.
 """
@@ -332,7 +332,7 @@ class StepCounter:
     def totals(self) -> Totals:
         """Return the counts of all transfers. Every rank must call it.
 
-        Exact transfers of other ranks' stages are scaled by what this rank has seen of its own.
+        Transfers with a coding of other ranks' stages are scaled by what this rank has seen of its own.
         """
         each = [engine.comm.record.totals() for engine in self._engines]
         transfers = _merged(transfer for one in each for transfer in one.transfers)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -115,8 +114,7 @@ class TiedEmbeddings:
         # A rank between the ends makes a group of itself. PyTorch may split the communicator of all ranks for each new
         # group, and then the others would wait for a rank that makes none.
         mine = next((part for part in parts if dist.get_rank() in part), (dist.get_rank(),))
-        timeout = timedelta(seconds=Groups(mesh["pp"].get_group()).timeout_seconds)
-        joined = new_group(sorted(mine), "tied embeddings", timeout=timeout)
+        joined = new_group(sorted(mine), "tied embeddings", timeout=Groups(mesh["pp"].get_group()).timeout)
         if ends.stage is None:
             return
         if fused:

@@ -78,7 +78,7 @@ class Watchdog:
         self.diverged = ""  # the reason why transfers can never end, once it is known
         self._next_rank: NextRank | None = None  # made by `watch_processes`
         self._islands: list[Watchdog] = []  # those of this rank's islands, if this one is of the whole job
-        self.patience_seconds = groups.timeout_seconds
+        self.patience_seconds = groups.timeout.total_seconds()
         self.pause_seconds = min(_SILENT_SECONDS, self.patience_seconds / 4) / 2  # between two looks of the thread
         # A launcher may keep its store over restarts. A new name hides what the ranks of an earlier start left there.
         new_name: str = groups.broadcast_object(uuid.uuid4().hex)
