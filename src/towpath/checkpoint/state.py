@@ -1,4 +1,4 @@
-"""What a checkpoint contains of a training run: model, optimizer, everything else with a state, and random numbers.
+"""The content of a checkpoint: model, optimizer, everything else with a state, and random numbers.
 
     model.NAME                parameters (the masters, in their own dtype) and persistent buffers
     optimizer.NAME.STATE      per parameter, by the parameter's name

@@ -227,7 +227,7 @@ def schedule_of(engine: Engine, micro_batches: int, passes: Sequence[StagePass],
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.ProcessGroup) -> list[str]:
+def name_prefixes(modules: Mapping[int, nn.Module], stages: int, group: dist.ProcessGroup) -> list[str]:
     """Return what precedes the names of each stage's parameters. Every rank must call it, and gets the same.
 
     It is "" if no two stages have a name in common, and otherwise the number of the stage, as in `nn.Sequential`.
