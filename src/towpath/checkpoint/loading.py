@@ -234,11 +234,11 @@ class Restore:
         prefix = f"rank.{self._state.island_rank}.codec."
         kept = {n.removeprefix(prefix) for n in manifest.tensors if n.startswith(prefix)}
         same = saved is not None and self._ranks == self._saved_ranks and saved["fingerprint"] == local.fingerprint
-        if same and kept == set(local.state()):
-            self.targets.update({f"{prefix}{name}": tensor for name, tensor in local.state().items()})
-            self._finish.append(lambda: local.load(self._filled(prefix)))
+        if same and kept == set(local.codec_states()):
+            self.targets.update({f"{prefix}{name}": tensor for name, tensor in local.codec_states().items()})
+            self._finish.append(lambda: local.load_codec_states(self._filled(prefix)))
             return
-        local.restart()
+        local.reset_codec_states()
         carried = any(".codec." in name and name.startswith("rank.") for name in manifest.tensors)
         if local.engines and carried:
             self.notes.append(

@@ -8,8 +8,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -100,22 +99,6 @@ def _as_built(name: str) -> str:
 # --- this rank --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CodecState:
-    """State that a rank carries from step to step: the rounding errors of codecs, and the seeds they draw from."""
-
-    state: Callable[[], dict[str, torch.Tensor]]  # by name: the tensors in use, except for seeds
-    restart: Callable[[], object]  # begins anew
-    load: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None  # after the tensors in use were filled
-
-
-def codec_state_of(engine: Engine) -> CodecState:
-    """Return the state of an engine's codecs."""
-    return CodecState(
-        partial(codec_state, engine), partial(reset_codec_state, engine), partial(load_codec_state, engine)
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalState:
     """The tensors and states that one rank has of a model, and the part that this rank writes."""
@@ -126,33 +109,44 @@ class LocalState:
     islands: IslandState | None = None
     named: Callable[[], NamedTensors]
     writes_copies: bool  # whether this rank writes tensors of which other ranks have copies
-    engines: tuple[Engine, ...] = ()
-    states: Mapping[str, CodecState]  # by the prefix of their names
-    fingerprint: str = ""  # equal for two runs whose ranks carry the same states
+    engines: Mapping[str, Engine]  # by the prefix of the names of their codecs' states
+    senders: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of messages between stages, by name
+    fingerprint: str = ""  # equal for two runs whose codecs keep the same states
     held: frozenset[str] | None = None  # all tensors that any rank has; None if each rank has all of them
     written_elsewhere: frozenset[str] = frozenset()  # the sharded tensors of this rank that another stage writes
     copied_elsewhere: frozenset[str] = frozenset()  # the unsharded ones
     dropped: Callable[[], None] = lambda: None  # called after the engines have dropped accumulated gradients
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return all states that this rank carries."""
-        return {f"{prefix}{name}": t for prefix, each in self.states.items() for name, t in each.state().items()}
+    def codec_states(self) -> dict[str, torch.Tensor]:
+        """Return what codecs carry from step to step. The tensors are those in use, except for seeds."""
+        engines = self.engines.items()
+        found = {f"{prefix}{name}": kept for prefix, engine in engines for name, kept in codec_state(engine).items()}
+        found |= {f"{name}/{i}": kept for name, sender in self.senders.items() for i, kept in enumerate(sender.state)}
+        return found | self._outer_feedback()
 
-    def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take over all states."""
-        for prefix, each in self.states.items():
-            each.load({name: values[f"{prefix}{name}"] for name in each.state()})
+    def _outer_feedback(self) -> dict[str, torch.Tensor]:
+        feedback = {} if self.islands is None else self.islands.outer.feedback()
+        return {f"outer.{name}": kept for name, kept in feedback.items()}
+
+    def load_codec_states(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take over the seeds, after the tensors in use were filled."""
+        for prefix, engine in self.engines.items():
+            load_codec_state(engine, {name: values[f"{prefix}{name}"] for name in codec_state(engine)})
 
     def go_to(self, step: int) -> None:
         """Continue as after `step` optimizer steps, without gradients that were accumulated before."""
-        for engine in self.engines:
+        for engine in self.engines.values():
             engine.go_to(step)
         self.dropped()
 
-    def restart(self) -> None:
-        """Start with new states."""
-        for each in self.states.values():
-            each.restart()
+    def reset_codec_states(self) -> None:
+        """Begin without error feedback."""
+        for engine in self.engines.values():
+            reset_codec_state(engine)
+        for sender in self.senders.values():
+            sender.restart()
+        for kept in self._outer_feedback().values():
+            kept.zero_()
 
 
 def local_state_of(model: Any) -> LocalState:
@@ -175,12 +169,10 @@ def local_state_of(model: Any) -> LocalState:
             f"job has {job.world}: a checkpoint is of a whole job."
         )
     islands, groups = None, job
-    states = {} if engine is None else {"": codec_state_of(engine)}
     if engine is not None and engine.outer is not None:
         if mesh_size > 1:
             raise CheckpointError("outer steps on a tensor-parallel mesh: checkpoints are not supported yet.")
-        groups, outer = engine.comm.groups, engine.outer  # its state is the error feedback of exchanges
-        states["outer."] = CodecState(outer.feedback, lambda: [kept.zero_() for kept in outer.feedback().values()])
+        groups = engine.comm.groups
         islands = IslandState(engine.outer, job.rank // groups.world, engine.strategy.islands)
     return LocalState(
         groups=groups,
@@ -189,8 +181,7 @@ def local_state_of(model: Any) -> LocalState:
         islands=islands,
         named=lambda: named_tensors(model),
         writes_copies=groups.rank == 0,
-        engines=() if engine is None else (engine,),
-        states=states,
+        engines={} if engine is None else {"": engine},
         fingerprint="" if engine is None else fingerprint(engine),
     )
 

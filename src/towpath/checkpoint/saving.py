@@ -305,7 +305,7 @@ class Saver:
         try:
             items = self.state.collect()
             if self._background:
-                pieces, saving.snapshot = self._memory.snapshot(items.pieces, self.state.local.engines)
+                pieces, saving.snapshot = self._memory.snapshot(items.pieces, [*self.state.local.engines.values()])
                 items = replace(items, pieces=pieces)
         except Exception as error:  # all ranks get it, which would otherwise wait for this one
             items = described(error)
