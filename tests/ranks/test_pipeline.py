@@ -28,7 +28,7 @@ from towpath.core.transport import Transport
 from towpath.errors import ConfigError, ShardError, StepError
 from towpath.observe.stats import intervals_of_ranks, totals
 from towpath.pipeline import Compression, Pipeline, split
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.models import GPT, Shape
 
 WIDTH, BATCH = 8, 2
 SINGLE = ("GPipe", "1F1B")
@@ -371,7 +371,7 @@ def _evaluated(schedule: str) -> None:
 
 def _gpt(tied: bool = False) -> nn.Module:
     torch.manual_seed(5)
-    shape = Shape(vocabulary=24, width=16, depth=5, heads=2, kv_heads=1, hidden=24, tied=tied)
+    shape = Shape(vocabulary=24, width=16, depth=5, heads=2, hidden=24, tied=tied)
     return GPT(shape).double()
 
 
