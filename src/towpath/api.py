@@ -25,9 +25,9 @@ from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.presets import NamedStrategy, StrategyLike
+from towpath.core.queues import LoggedCall
 from towpath.core.schedule import Schedule, decided, depends_on_memory
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.engine.agree.boundary import CHECK_EVERY

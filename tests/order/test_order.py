@@ -26,7 +26,6 @@ from towpath.checkpoint import State, load, save
 from towpath.codecs import exact as exact_codecs
 from towpath.codecs.exact import specification
 from towpath.collectives.collective import Workspace
-from towpath.core import lossless
 from towpath.core.routes import Form
 from towpath.core.step_state import ParamVersion, Task, Wait
 from towpath.core.strategy import TransferKind
@@ -240,7 +239,7 @@ EXACT = tuple(f"{name} exact=1" for name in ("zero1", "paro-iig", "paro-iig offl
 def test_exact_transports_keep_their_order(label: str, form: Form) -> None:
     """In plain torch, because the checker does not see what C++ reads and writes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lossless, "SMALLEST_BYTES", 1)
+        patch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
         patch.setattr(exact_codecs, "_host", lambda device_type: specification)
         _train_and_drop(label, form)
 

@@ -23,12 +23,12 @@ from towpath.collectives.select import CoalescedAllGather, group_rank, select
 from towpath.core import routes
 from towpath.core.buffers import coalesced_bytes, wire_needs
 from towpath.core.formats import item_bytes
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Form, Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 from towpath.engine.transfer_queues import RankTransfer
 from towpath.errors import StepError
 from towpath.topology.cluster import Topology

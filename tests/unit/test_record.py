@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from towpath.collectives.collective import WireBuffers, Workspace
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 from towpath.engine.timing import Mark, Timer
 from towpath.observe.record import Record, Trace, TransferWait
 from towpath.topology.cluster import Topology

@@ -16,11 +16,10 @@ from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from towpath.core.formats import Precision
-from towpath.core.lossless import SMALLEST_BYTES
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
-from towpath.core.transport import LowRank
+from towpath.core.transport import SMALLEST_BYTES, LowRank
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.aliases import check_memory, find_kept

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.collectives.collective import Collective, GroupRank
-from towpath.collectives.owners import OwnersExchange
+from towpath.collectives.point_to_point import OwnersExchange
 from towpath.collectives.select import CoalescedAllGather, CoalescedReduceScatter, form_for, group_rank, select
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes, shared_lanes
 from towpath.core.routes import WITH_OWNERS

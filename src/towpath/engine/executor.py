@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from towpath.core.formats import Precision
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.core.step import StepMachine
 from towpath.core.step_state import (
     Action,

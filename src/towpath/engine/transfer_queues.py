@@ -19,12 +19,12 @@ import torch
 from towpath.codecs.exact import MessageError
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.core.buffers import Needs, largest
-from towpath.core.payloads import Range
 from towpath.core.queues import QUEUES
 from towpath.core.routes import Op
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
+from towpath.core.units import Range
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.status import is_capturing
 from towpath.errors import StepError

@@ -21,7 +21,7 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.errors import StepError

@@ -16,11 +16,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, Round, plan_matrices, step_actions
-from towpath.core.payloads import OwnedMatrix
 from towpath.core.step_state import Submit, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import OwnedMatrix
 from towpath.engine.executor import Engine
 from towpath.engine.layout import torch_dtype, trainable_places
 from towpath.engine.parameters.shard_tensor import ShardTensor
