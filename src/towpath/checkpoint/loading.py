@@ -93,27 +93,25 @@ def load(where: str | Path, state: State) -> Loaded | None:
     notes: list[str] = []
     for path in paths:
         try:
-            loaded = _load(path, state, control)
+            return _load(path, state, control, notes)
         except DamagedError as error:
             if named:
                 raise CheckpointError(str(error)) from None
             notes.append(f"{path.name} was passed over: {error}")
             if control.groups.rank == 0:
                 _LOG.error("CHECKPOINT %s CANNOT BE USED: %s Trying the one before.", path.name, error)
-            continue
-        return Loaded(loaded.step, path, (*notes, *loaded.notes))
     if notes:
         raise CheckpointError(f"no checkpoint in {where} can be used: {' '.join(notes)}")
     return None
 
 
-def _load(path: Path, state: State, control: AllRanks) -> Loaded:
+def _load(path: Path, state: State, control: AllRanks, notes: Sequence[str]) -> Loaded:
     manifest = control.on_rank_0(lambda: read_manifest(path))
     control.each(lambda: manifest.check_sizes(path))
     restore = control.each(lambda: Restore(state, manifest))
     storage.read(restore.targets, path, restore.manifest, control)
     control.each(restore.check)
-    return Loaded(manifest.step, path, tuple(control.each(restore.finish)))
+    return Loaded(manifest.step, path, (*notes, *control.each(restore.finish)))
 
 
 # --- restoring -------------------------------------------------------------------------------------------------------
@@ -234,11 +232,11 @@ class Restore:
         prefix = f"rank.{self._state.island_rank}.codec."
         kept = {n.removeprefix(prefix) for n in manifest.tensors if n.startswith(prefix)}
         same = saved is not None and self._ranks == self._saved_ranks and saved["fingerprint"] == local.fingerprint
-        if same and kept == set(local.state()):
-            self.targets.update({f"{prefix}{name}": tensor for name, tensor in local.state().items()})
-            self._finish.append(lambda: local.load(self._filled(prefix)))
+        if same and kept == set(local.codec_states()):
+            self.targets.update({f"{prefix}{name}": tensor for name, tensor in local.codec_states().items()})
+            self._finish.append(lambda: local.load_codec_states(self._filled(prefix)))
             return
-        local.restart()
+        local.reset_codec_states()
         carried = any(".codec." in name and name.startswith("rank.") for name in manifest.tensors)
         if local.engines and carried:
             self.notes.append(

@@ -61,7 +61,7 @@ def bench(
     name = str(dtype).removeprefix("torch.")
     kinds = check_candidates(strategies or STRATEGIES, peers.split(",") if peers else (), topology, name)
     progress = Console(stderr=True, highlight=False, markup=False, quiet=groups.rank > 0, style="dim")
-    progress.print(f"{topology.words}, {groups.describe_backends()}: a GPT ({model}) in {name}")
+    progress.print(f"{topology.words}, {groups.backend(groups.device)}: a GPT ({model}) in {name}")
     status, found = StatusStore(f"{groups.name}/bench", groups.rank, groups.world), Comparison(kinds)
     try:
         found.run(rounds, partial(measure_together, status, setup, topology), progress.print)

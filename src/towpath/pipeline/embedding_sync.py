@@ -33,7 +33,7 @@ from towpath.topology.together import AllRanks
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class TiedEnds:
     """The ranks and the modules of the two ends.
 
     `first` and `last` are the ranks of each end in the job, in the order of their data-parallel group. `names` has the
@@ -55,9 +55,9 @@ class Ends:
         return list(zip(self.first, self.last, strict=True))
 
 
-def find_ends(
+def find_tied_ends(
     tied: tuple[str, str], modules: Mapping[int, nn.Module], owners: Sequence[int], mesh: DeviceMesh
-) -> Ends | None:
+) -> TiedEnds | None:
     """Return the ends of tied embeddings, or None. Every rank must call it, and gets the same ends or an error.
 
     `tied` has the names of the shared module in the first and the last stage. For "", the attribute `tied` of the stage
@@ -87,7 +87,7 @@ def find_ends(
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
     ranks = mesh[names].mesh if names[0] == "pp" else mesh[names].mesh.T
     ends = tuple(ranks[owners[0]].tolist()), tuple(ranks[owners[last]].tolist())
-    return Ends(*ends, (name_in[0], name_in[last]), next(iter({0, last} & set(modules)), None))
+    return TiedEnds(*ends, (name_in[0], name_in[last]), next(iter({0, last} & set(modules)), None))
 
 
 class TiedEmbeddings:
@@ -98,7 +98,7 @@ class TiedEmbeddings:
 
     def __init__(
         self,
-        ends: Ends,
+        ends: TiedEnds,
         modules: Mapping[int, nn.Module],
         mesh: DeviceMesh,
         precision: Precision | None,

@@ -59,10 +59,10 @@ from towpath.pipeline.agreement import (
     exchanged_tensors,
     shapes_of,
 )
-from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
+from towpath.pipeline.embedding_sync import TiedEmbeddings, find_tied_ends
 from towpath.pipeline.schedules import JobSchedule, StageSchedule, job_schedule, order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
-from towpath.pipeline.stage import TowpathStage, local_state_of, prefixes_of, schedule_of
+from towpath.pipeline.stage import TowpathStage, local_state_of, name_prefixes, schedule_of
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -154,8 +154,8 @@ class Pipeline(Observable):
             exchanged = exchanged_tensors(modules, count, self._example, precision, group)
             check_exchanged(exchanged[1:-1], self._compression)
             self._target_rows = {t.shape[0] for t in (*self._example, *exchanged[-1]) if t.dim()}
-            self._prefixes = prefixes_of(modules, count, group)
-            ends = find_ends(tied, modules, self.owners, mesh)
+            self._prefixes = name_prefixes(modules, count, group)
+            ends = find_tied_ends(tied, modules, self.owners, mesh)
         self._stages: list[TowpathStage] = []
         copies = mesh["dp"].get_group()
         with together(self._everyone, "Pipeline()", _SAME):

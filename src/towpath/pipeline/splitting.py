@@ -119,7 +119,7 @@ class _SplitStage(nn.Module):
         copied = copy.deepcopy(model, memo={id(t): t for t in (*model.parameters(), *model.buffers())})
         for name in blocks:
             if name not in mine:
-                copied.set_submodule(name, _OtherBlock(order.wrapped))
+                copied.set_submodule(name, _SkippedBlock(order.wrapped))
         for name in () if self._first else order.before:
             copied.set_submodule(name, _EmptyOutput(order.outputs[name]))
         for name in () if self._last else order.after:
@@ -163,7 +163,7 @@ class _SplitStage(nn.Module):
         self._output = output[0] if isinstance(output, tuple) else output
 
 
-class _OtherBlock(nn.Module):
+class _SkippedBlock(nn.Module):
     """The stand-in for a block of another stage, which returns its input."""
 
     def __init__(self, wrapped: bool) -> None:
