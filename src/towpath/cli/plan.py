@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from towpath.cli.plan_output import PlanFiles, PlannedStages, facts_of, heading, print_ranking, print_steps
-from towpath.cli.terminal import above_zero, check_picture_file, whole
+from towpath.cli.terminal import above_zero, check_picture_file
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.passes import COMPRESSIONS, SCHEDULES, asked_of_micro_batches, plain_walk
@@ -79,16 +79,16 @@ _IN_CLUSTER, _IN_MODEL = "as in the cluster's file", "as in the model's file"
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)],
     cluster: Annotated[str, typer.Option(metavar="NAME", help=_CLUSTER)],
-    batch: Annotated[int, _number("Sequences in one optimizer step, over all ranks.", whole(1, 10**9))],
+    batch: Annotated[int, _number("Sequences in one optimizer step, over all ranks.", above_zero(int, 10**9))],
     nodes: Annotated[Any, _number("Nodes, or nodes and the ranks of each, as 4x8.", _nodes, _IN_CLUSTER)] = None,
-    length: Annotated[int | None, _number("Tokens in a sequence.", whole(1, 10**7), _IN_MODEL)] = None,
-    memory: Annotated[float | None, _number("GiB that a rank may use.", above_zero(1e6), _IN_CLUSTER)] = None,
+    length: Annotated[int | None, _number("Tokens in a sequence.", above_zero(int, 10**7), _IN_MODEL)] = None,
+    memory: Annotated[float | None, _number("GiB that a rank may use.", above_zero(float, 1e6), _IN_CLUSTER)] = None,
     precision: Annotated[
         Literal["bf16", "fp32"],
         typer.Option(metavar="bf16|fp32", help="The dtype of computation and transfers. Masters are fp32."),
     ] = "bf16",
     offload: Annotated[Offload | None, typer.Option(metavar="WHAT", help=_OFFLOAD)] = None,
-    micro_batch: Annotated[list[int] | None, _number(_MICRO_BATCH, whole(1, 10**6), "all that fit")] = None,
+    micro_batch: Annotated[list[int] | None, _number(_MICRO_BATCH, above_zero(int, 10**6), "all that fit")] = None,
     checkpointing: Annotated[
         bool | None,
         typer.Option("--checkpointing/--no-checkpointing", help="Recompute blocks.", show_default="try both"),
@@ -96,7 +96,7 @@ def plan(
     allow: Annotated[str, typer.Option(metavar="NAMES", help=_ALLOW)] = "",
     pipeline: Annotated[list[Any] | None, _number(_PIPELINE, _layout)] = None,
     strategy: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_STRATEGY)] = None,
-    top: Annotated[int, _number("How many strategies to show.", whole(1, 10_000))] = 10,
+    top: Annotated[int, _number("How many strategies to show.", above_zero(int, 10_000))] = 10,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Write the first strategy as TOML for `towpath train`."),

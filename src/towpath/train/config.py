@@ -65,6 +65,10 @@ class Section:
             holds, expected = f.metadata.get("limit") or (None, "")
             if holds is not None and not holds(getattr(self, f.name)):
                 self.refuse(f.name, expected)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse keys that contradict each other."""
 
     def refuse(self, name: str, expected: str) -> None:
         """Raise a `ConfigError` about a key."""
@@ -94,8 +98,7 @@ class ModelConfig(Section):
     depth: int = key(8, "the number of blocks", ABOVE_0)
     heads: int = key(8, "attention heads per block", ABOVE_0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.width % (2 * self.heads):
             self.refuse("width", f"a multiple of 2 × heads = {2 * self.heads}")
         if self.hf:
@@ -135,8 +138,7 @@ class TrainConfig(Section):
     evaluate_every: int = key(0, "steps between evaluations; 0: only at the end", FROM_0)
     threads: int = key(0, "CPU threads per rank; 0: its share of the node's cores", FROM_0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.batch % self.micro_batch:
             self.refuse("micro_batch", f"a divisor of train.batch = {self.batch}")
 
@@ -171,8 +173,7 @@ class OuterConfig(Section):
     codec: str = key("", "of exchanges: int8, int4; empty: float32")
     islands: int = key(0, "groups of whole nodes; 0: each node is an island", FROM_0)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if not self.every:
             self.refuse_all("strategy.outer.every above 0 with it")
         self.build()
@@ -206,8 +207,7 @@ class StrategyConfig(Section):
     profile: str = key("", "auto: a file by `towpath probe`; empty: measure once, and keep it")
     outer: OuterConfig = field(default_factory=OuterConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if not self.auto:
             self.refuse_all(
                 "only with strategy.name = auto", *(f.name for f in fields(self) if f.name not in AUTO_KEYS)
@@ -266,8 +266,7 @@ class ParallelConfig(Section):
     schedule: str = key("1F1B", "or GPipe, Interleaved1F1B (docs/guides/pipelines.md)", one_of(*SCHEDULES))
     compression: str = key("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc", one_of(*COMPRESSIONS))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.pipeline == 1:
             self.refuse_all("only with parallel.pipeline above 1", "tensor")
 

@@ -76,11 +76,7 @@ class PreparedTokens:
 
     @staticmethod
     def load(folder: Path) -> PreparedTokens:
-        """Read the manifest of a folder.
-
-        Raises:
-            ConfigError: The folder is missing, or is not what `towpath data prepare` writes.
-        """
+        """Read the manifest of a folder."""
         path = folder / MANIFEST
         try:
             table = json.loads(path.read_text(encoding="utf-8"))
@@ -162,19 +158,10 @@ def prepare(
     name: str | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> PreparedTokens:
-    """Write the tokens of texts into a folder.
+    """Write the tokens of text files, or of one dataset, into a folder that does not exist yet.
 
-    Args:
-        sources: Text files, each a document, or one dataset: files of rows, or what `datasets.load_dataset` takes.
-        folder: A folder that does not exist yet.
-        tokenizer: "bytes", or the path of a tokenizer.json.
-        column: The column of a dataset that has the text. Each row is a document.
-        split: The split of a dataset.
-        name: The configuration of a dataset.
-        progress: Called now and then with the number of tokens so far.
-
-    Raises:
-        ConfigError: The texts cannot be read, the folder cannot be written, or there is no text.
+    `column`, `split` and `name` are those of a dataset, whose rows are documents. `progress` is called now and then
+    with the number of tokens so far.
     """
     folder = folder.expanduser().absolute()
     encoder = Tokenizer() if tokenizer == Tokenizer.name else FileTokenizer(tokenizer)

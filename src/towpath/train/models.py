@@ -205,8 +205,7 @@ class ModelBundle:
     parameters: int
     matrices: int  # the number of parameters that each token is multiplied with
     attended: int  # the width of all attention heads, summed over the layers
-    # How tensor-parallel ranks share its layers, or None if the model does not define it.
-    tensor_plan: TensorPlan | None
+    tensor_plan: TensorPlan  # how tensor-parallel ranks share its layers, without styles if the model does not say it
 
     def flops_per_token(self, length: int) -> float:
         """Return the FLOPs of forward and backward as model-FLOPs utilization counts them (PaLM, appendix B).
@@ -306,13 +305,11 @@ def _attended(model: Any) -> int:
     return config.num_hidden_layers * width
 
 
-def _hugging_face_plan(model: Any) -> TensorPlan | None:
-    """Return the tensor-parallel plan of the model's configuration, or None if it has none for blocks."""
+def _hugging_face_plan(model: Any) -> TensorPlan:
+    """Return the tensor-parallel plan of the model's configuration."""
     config, base = model.config.get_text_config(), model.base_model_prefix
     plan: dict[str, str] = config.base_model_tp_plan or {}
     styles = {f"{base}.{name}": style for name, style in plan.items() if "*" in name}
-    if not styles:
-        return None
     names = {module: name for name, module in model.named_modules()}
     ends = {model.get_input_embeddings(): WORDS, model.get_output_embeddings(): WHOLE_OUTPUT}
     heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
