@@ -25,7 +25,7 @@ from towpath.engine.optimizer_hooks import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
-from towpath.optim import OwnerSteppedOptimizer, members_of, whole_of
+from towpath.optim import OwnerSteppedOptimizer, members_of, owner_stepped_members
 
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # one number, even if the parameter is one number too
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # how to step, which the new optimizer decides
@@ -69,12 +69,12 @@ def kind_of(optimizer: Optimizer) -> str:
 
 def owns(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """Return whether this rank, and no other of its replica, has the full states of the parameter."""
-    return any(each.owns(parameter) for each in whole_of(optimizer))
+    return any(each.owns(parameter) for each in owner_stepped_members(optimizer))
 
 
 def is_spread(optimizer: Optimizer) -> bool:
     """Return whether ranks have the states of different parameters."""
-    return any(part.is_spread for each in whole_of(optimizer) for part in each.parts)
+    return any(part.is_spread for each in owner_stepped_members(optimizer) for part in each.parts)
 
 
 def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class OptimizerRestore:
                 f"{kind_of(optimizer)}. Make the optimizer that was saved (towpath train: train.optimizer), or load "
                 "without one."
             )
-        groups = (group for each in whole_of(optimizer) for group in each.param_groups)
+        groups = (group for each in owner_stepped_members(optimizer) for group in each.param_groups)
         self._owner_stepped = {id(p) for group in groups for p in group["params"]}
         self.targets: dict[str, torch.Tensor] = {}
         # States of parameters that are tied in the checkpoint, and not in this model, with the targets to copy.

@@ -28,7 +28,7 @@ from towpath.plan.pipelines import Layout, Pipelines
 from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking
 from towpath.plan.request import BF16, OUTER, Request, codecs_for_both
 from towpath.plan.solver import MOST, Solver
-from towpath.progress import working
+from towpath.progress import show_progress
 
 # The number of strategies whose time and memory a report shows.
 _IN_REPORT = 40
@@ -177,7 +177,7 @@ def _show_ranking(solver: Solver, stages: PlannedStages | None, top: int, files:
     if files.report is not None:
         from towpath.cli.plan_report import write_plan_report  # imports matplotlib, which takes a second
 
-        with working("Drawing"):
+        with show_progress("Drawing"):
             write_plan_report(files.report, found, solver, heading(solver))
     found = replace(found, ranked=found.ranked[:top])
     files.write(found.ranked[0], solver, stages)
@@ -191,7 +191,7 @@ def _show_ranking(solver: Solver, stages: PlannedStages | None, top: int, files:
 def _show_steps(texts: Sequence[str], solver: Solver, stages: PlannedStages | None, files: PlanFiles) -> None:
     """Print the steps of strategies side by side. A strategy alone stands next to the best one."""
     layouts = [None] if stages is None else stages.layouts
-    with working("Simulating"):
+    with show_progress("Simulating"):
         shown = [each for text in texts for layout in layouts for each in _phases(text, solver, stages, layout)]
     first = shown[0][1]
     if len(shown) == 1:
@@ -206,7 +206,7 @@ def _show_steps(texts: Sequence[str], solver: Solver, stages: PlannedStages | No
 
 def _solve(solver: Solver, stages: PlannedStages | None, best: int, most: int) -> Ranking | Infeasible:
     """Return the best strategies, with and without stages."""
-    with working("Planning"):
+    with show_progress("Planning"):
         found = solver.solve(best=best, most=most)
         if stages is None:
             return found

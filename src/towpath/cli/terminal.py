@@ -19,7 +19,7 @@ from towpath.errors import ConfigError
 from towpath.files import check_output_file
 
 
-class Commands(typer.Typer):
+class CommandGroup(typer.Typer):
     """A group of commands with plain help, as `argparse` prints it."""
 
     def __init__(self, **options: Any) -> None:
@@ -112,7 +112,7 @@ class _Pipe(io.FileIO):
             return memoryview(data).nbytes
 
 
-def outlive_readers() -> None:
+def survive_closed_pipes() -> None:
     """Let stdout and stderr take text whose reader has left, and escape characters that their encoding lacks."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)

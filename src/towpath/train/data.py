@@ -285,7 +285,7 @@ class TokenWindows:
     def batch(self, first: int, count: int) -> Batch:
         """Return samples `first` to `first + count`. Each epoch visits each window once, in its own order."""
         places = (divmod(sample, len(self)) for sample in range(first, first + count))
-        return self._gather([order(self._seed, epoch, len(self))[place] for epoch, place in places])
+        return self._gather([epoch_order(self._seed, epoch, len(self))[place] for epoch, place in places])
 
     def evaluation_batch(self, first: int, count: int, total: int) -> Batch:
         """Return windows `first` to `first + count` of `total` windows that are spread evenly over the range.
@@ -305,7 +305,7 @@ class TokenWindows:
 
 
 @lru_cache(maxsize=4)
-def order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
+def epoch_order(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
     """Return the order of an epoch: a permutation of range(count), of which each seed and epoch has its own."""
     # numpy guarantees that a RandomState draws the same numbers in all versions.
     return np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32, epoch]).permutation(count)

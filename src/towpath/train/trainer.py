@@ -40,7 +40,7 @@ from towpath.topology.init import alone
 from towpath.train.checkpoints import CheckpointManager, TrainState
 from towpath.train.config import Config, TrainConfig
 from towpath.train.data import Batch, open_tokens
-from towpath.train.job import SIGNALS, Agreement, Job, StopRequest, handle_signals, init_distributed
+from towpath.train.job import SIGNALS, Job, StepAgreement, StopRequest, handle_signals, init_distributed
 from towpath.train.metrics import JsonLines, MetricsLogger
 from towpath.train.models import build_model, checkpoint_blocks, compile_blocks, next_token_loss
 from towpath.train.parallel import build_pipeline, choose_strategy, copies_of_model, shard_model, topology_of_copies
@@ -150,7 +150,7 @@ class TrainingRun:
             "train.seed": train.seed,
         }
         self.state = TrainState(order)
-        self._agreement = Agreement(job, engine_of(self.model).comm.groups if strategy.islands > 1 else None)
+        self._agreement = StepAgreement(job, engine_of(self.model).comm.groups if strategy.islands > 1 else None)
         self._failure: StepError | None = None
         self.timers: dict[str, float] = defaultdict(float)  # the seconds of the training thread
 
