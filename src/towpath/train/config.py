@@ -379,9 +379,7 @@ def _parse_section(kind: type[Any], table: Any, name: str = "") -> Any:
             meant = f"; did you mean {close[0]!r}?" if close else "."
             raise ConfigError(f"{what}{meant} Known: {', '.join(sorted(known))}. CHANGELOG.md tells where others went.")
         is_section = isinstance(types[each], type) and issubclass(types[each], Section)
-        values[each] = (
-            _parse_section(types[each], full, value) if is_section else _parse_value(types[each], value, full)
-        )
+        values[each] = (_parse_section if is_section else _parse_value)(types[each], value, full)
     return kind(**values)
 
 
