@@ -26,10 +26,10 @@ from towpath.engine.executor import engine_of
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, MismatchError, PlanError, ShardError, TowpathError
 from towpath.plan import choice as auto
+from towpath.plan.cluster_probe import planned_collectives
 from towpath.plan.live import describe_by_parameters
 from towpath.plan.model import Transformer
 from towpath.plan.pipelines import Layout, Pipelines
-from towpath.plan.probed_collectives import planned_collectives
 from towpath.plan.profile import Profile, collective_of
 from towpath.plan.request import Optimizer, Request
 from towpath.plan.solver import Ranking, Solver

@@ -168,8 +168,9 @@ def test_a_pipeline_is_one_process(world: Worlds, sizes: tuple[int, ...], pair: 
     world(prod(sizes)).run(_exact, sizes, *pair, steps)
 
 
-def test_stages_may_have_strategies_of_their_own(world: Worlds, steps: int) -> None:
-    world(4).run(_exact, (2, 2), "1F1B", ["zero3", "ddp"], steps)
+@pytest.mark.parametrize("strategy", [["zero3", "ddp"], towpath.strategy("zero1", exact=True)], ids=["own", "named"])
+def test_stages_may_have_strategies_of_their_own_or_options(world: Worlds, strategy: Any, steps: int) -> None:
+    world(4).run(_exact, (2, 2), "1F1B", strategy, steps)
 
 
 def test_a_trace_has_every_pass_every_message_and_what_was_waited(world: Worlds) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from towpath.checkpoint.weights import INDEX, Safetensors
+from towpath.checkpoint.safe_files import INDEX, Safetensors
 from towpath.errors import CheckpointError, ConfigError, TowpathError
 from towpath.train import models
 from towpath.train.config import ModelConfig

@@ -8,9 +8,9 @@ from typing import Any, get_args
 
 from towpath.core.lossless import SMALLEST_BYTES, in_bits
 from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind, move_shapes
-from towpath.plan.cluster_file import GIB
+from towpath.plan.hardware import GIB
 from towpath.plan.pipelines import PipelinePrediction
-from towpath.plan.prediction import Prediction
+from towpath.plan.request import Prediction
 from towpath.plan.solver import Solver
 
 BASELINE = "zero3"  # the strategy that a choice is compared with

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from towpath.api import Values, blocks_of
-from towpath.checkpoint.weights import Safetensors
+from towpath.checkpoint.safe_files import Safetensors
 from towpath.core.units import round_up
 from towpath.engine.parameters.transformers_init import add_reset_parameters
 from towpath.errors import ConfigError

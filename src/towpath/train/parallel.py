@@ -21,7 +21,7 @@ from towpath.core.passes import compression
 from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, ShardError
-from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.hardware import GIB, Cluster
 from towpath.plan.model import Model
 from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.plan.request import OUTER, Request, codecs_for_both
