@@ -117,11 +117,8 @@ class TrainingRun:
         self.micro_steps = train.micro_steps(self.copies)  # of an optimizer step, on each copy of the model
         self.copy = job.rank // parallel.tensor % self.copies  # the one that this rank holds a part of
         self.pipelined = parallel.pipeline > 1
-        nodes, ranks = strategy.job.nodes, strategy.job.ranks_per_node
-        job.print_once(
-            f"{bundle.parameters / 1e6:.1f} million parameters, {strategy.name} on {nodes} × {ranks} {job.device.type} "
-            "ranks"
-        )
+        ranks = f"{strategy.job.nodes} × {strategy.job.ranks_per_node} {job.device.type} ranks"
+        job.print_once(f"{bundle.parameters / 1e6:.1f} million parameters, {strategy.name} on {ranks}")
         if strategy.outer is not None:
             job.print_once(fill(f"{counted(strategy.islands, 'island')}, synchronized {strategy.outer}", 100))
 
