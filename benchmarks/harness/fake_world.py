@@ -24,7 +24,7 @@ import towpath
 from towpath import api
 from towpath.codecs import packing
 from towpath.codecs.kernels import Kernels
-from towpath.collectives import flat
+from towpath.collectives import backend
 from towpath.core.transfer import Transfer
 from towpath.engine import comm
 from towpath.engine.agree.digest import CollectiveLog
@@ -157,7 +157,7 @@ def fake_world(
     ]
     if device == "cpu":
         replaced.append((comm, "make_stream", lambda name, device, depth: _InlineStream(depth, launches)))
-    for module in (packing, flat):
+    for module in (packing, backend):
         made = module.kernels_for
         replaced.append(
             (module, "kernels_for", lambda device, made=made: _counted(made(device), launches, work=kernels))

@@ -36,7 +36,7 @@ from benchmarks.harness.figures import Check, medians
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import CandidateSpec, stepper
 from benchmarks.workload import SQUARE, Workload
-from towpath.core.lossless import Shares
+from towpath.core.formats import Shares
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.engine.layout import lay_out

@@ -17,7 +17,6 @@ from tests.ranks.checkpoints import Run
 from tests.ranks.models import DEVICE, MODELS
 from tests.ranks.strategies import strategy_of
 from towpath import Outer, Topology
-from towpath.core import lossless
 
 SHAPE = Topology(2, 2)
 
@@ -26,7 +25,7 @@ SHAPE = Topology(2, 2)
 ASLEEP_SECONDS, BACK_SECONDS = 0.5, 0.2
 
 
-@mock.patch.object(lossless, "SMALLEST_BYTES", 1)  # this model is small
+@mock.patch("towpath.core.transport.SMALLEST_BYTES", 1)  # this model is small
 def the_host_is_back_while_the_device_works(label: str, waits: bool = False, every: int = 0) -> dict[str, Any]:
     """A step behind half a second of other work on the device: the host only enqueues it.
 

@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath.codecs.packing
-import towpath.collectives.flat
+import towpath.collectives.backend
 from towpath.codecs.kernels import Kernels
 from towpath.collectives import point_to_point as messages
 from towpath.engine import comm
@@ -440,7 +440,7 @@ def checking() -> Generator[Checker]:
         for module in (optimizer_memory, sync):
             patch.setattr(module, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of)))
         patch.setattr(parameter_memory, "host_is_apart", lambda device: True)
-        for module in (towpath.codecs.packing, towpath.collectives.flat, encoded_shard):
+        for module in (towpath.codecs.packing, towpath.collectives.backend, encoded_shard):
             native(module)
         with checker:
             yield checker

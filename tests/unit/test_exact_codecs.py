@@ -21,7 +21,7 @@ from towpath.codecs.exact import specification as spec
 native = pytest.importorskip(
     "towpath.codecs.kernels.cpp_codecs", reason="the C++ extension was not built", exc_type=ImportError
 )
-from towpath.core.lossless import BLOCK  # noqa: E402
+from towpath.core.formats import BLOCK  # noqa: E402
 
 LEVELS: dict[str, HostKernels] = {level: native.ExactKernels(level) for level in native.LEVELS}
 BEST: HostKernels = native.ExactKernels(native.LEVELS[0])

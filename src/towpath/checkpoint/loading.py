@@ -20,7 +20,7 @@ from towpath.checkpoint.manifest import Manifest, from_json, read_manifest, tens
 from towpath.checkpoint.safe_files import DamagedError, shown
 from towpath.checkpoint.state import RESERVED, State, kind_of, owns
 from towpath.core.formats import dtype_name, shape_text
-from towpath.engine.optimizer_hooks import adopt
+from towpath.engine.optimizer_steps import adopt
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger

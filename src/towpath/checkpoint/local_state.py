@@ -7,8 +7,8 @@ import math
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,11 @@ from torch import nn
 
 from towpath.checkpoint.manifest import Manifest
 from towpath.checkpoint.safe_files import DamagedError
-from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
+from towpath.codecs.packing import RoundingSeeds
+from towpath.collectives.collective import Collective
+from towpath.core.strategy import WITH_TRANSPORT
 from towpath.engine.executor import Engine
+from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.errors import CheckpointError
 from towpath.outer.saved import IslandState
 from towpath.topology.groups import Groups
@@ -109,11 +112,66 @@ class CodecState:
     load: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None  # after the tensors in use were filled
 
 
+_SEEDS = "seeds"
+
+
 def codec_state_of(engine: Engine) -> CodecState:
-    """Return the state of an engine's codecs."""
+    """Return the state of an engine's codecs: their error feedback, and the seeds of stochastic rounding.
+
+    Only a run of the same strategy on as many nodes and ranks can load it, because other runs have other slices.
+    """
     return CodecState(
-        partial(codec_state, engine), partial(reset_codec_state, engine), partial(load_codec_state, engine)
+        partial(_codec_state, engine),
+        lambda: [keeper.restart() for _, keeper in _keepers(engine)],
+        partial(_load_codec_state, engine),
     )
+
+
+def _codec_state(engine: Engine) -> dict[str, torch.Tensor]:
+    found = {f"{name}/{i}": kept for name, keeper in _keepers(engine) for i, kept in enumerate(keeper.state)}
+    seeds = [rounding.seed for rounding in _rounding_seeds(engine)]
+    return {**found, _SEEDS: torch.tensor(seeds, dtype=torch.int64)} if seeds else found
+
+
+def _load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
+    mine = _codec_state(engine)
+    # The manifest has compared `fingerprint` before, so other keys would be a bug and no damaged file.
+    assert mine.keys() == values.keys(), (mine.keys(), values.keys())
+    for name, value in values.items():
+        if name != _SEEDS:
+            mine[name].copy_(value)
+    seeds = _rounding_seeds(engine)
+    for rounding, seed in zip(seeds, values[_SEEDS].tolist() if seeds else [], strict=True):
+        rounding.seed = seed
+
+
+def _keepers(engine: Engine) -> Iterator[tuple[str, Collective | LowRankSync]]:
+    for unit in engine.units:
+        for number, bucket in enumerate(unit.buckets):
+            for name, keeper in bucket.keepers.items():
+                yield f"{unit.name or 'root'}/{number}/{name}", keeper
+
+
+def _rounding_seeds(engine: Engine) -> list[RoundingSeeds]:
+    return [seeds for _, keeper in _keepers(engine) for seeds in keeper.seeds]
+
+
+def fingerprint(engine: Engine) -> str:
+    """Return a digest that is equal for runs that can load each other's codec state."""
+    # Racks only say which machine is which rank, and steps only when a codec is used. Each rank keeps the same slices.
+    made = engine.strategy
+    plain = {"until": 0, "after": 0, "plain_route": None, "exact": False}
+    always = {kind.value: replace(made.transport(kind), **plain) for kind in WITH_TRANSPORT}
+    made = replace(made, topology=replace(made.topology, nodes_per_rack=None), **always)
+    lines = [made.to_toml(), str(engine.precision), str(engine.comm.device.type)]
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            lines.append(f"{bucket.plan.numel} {bucket.plan.spec.alignment}")
+            for p in bucket.layout.places:
+                lines.append(f"{unit.name} {p.names[0]} {tuple(p.shape)} {p.offset}")
+                # On a tensor-parallel mesh the same shape may be another part of the tensor.
+                lines += [f"{p.parallel.describe()} on {p.parallel.ranks}"] if p.parallel is not None else []
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from towpath.checkpoint.local_state import NamedTensors, local_state_of, rng_sta
 from towpath.checkpoint.manifest import to_json
 from towpath.checkpoint.storage import TensorChunks, WriteItems
 from towpath.core.formats import dtype_name, shape_text
-from towpath.engine.optimizer_hooks import adopt
+from towpath.engine.optimizer_steps import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor

@@ -24,7 +24,7 @@ from towpath.checkpoint.local_state import parameters_of
 from towpath.checkpoint.state import is_like, name_of
 from towpath.core.formats import dtype_name
 from towpath.engine.executor import Engine, engine_of
-from towpath.engine.optimizer_hooks import adopt
+from towpath.engine.optimizer_steps import adopt
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.engine.parameters.shard_spec import whole_tensors
 from towpath.engine.parameters.shard_tensor import ShardTensor

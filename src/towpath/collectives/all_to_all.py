@@ -36,7 +36,7 @@ from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, Roundi
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import PeerMessage, Posted, post
 from towpath.core.buffers import AllToAll, exchanged_cells, kept_elements
-from towpath.core.lossless import message_cell
+from towpath.core.formats import message_cell
 from towpath.core.routes import SlicePart, hops_of, piece_bounds
 from towpath.core.transfer import Transfer
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from towpath.checkpoint.state_dicts import get_model_state_dict
 from towpath.core.presets import StrategyLike
-from towpath.engine.trial_steps import parameters_of
+from towpath.engine.optimizer_steps import parameters_of
 from towpath.errors import CheckpointError, ConfigError, ShardError
 from towpath.integrations.sharding import (
     Pairs,

@@ -23,10 +23,9 @@ from towpath.core.presets import StrategyLike
 from towpath.engine.agree.boundary import CHECK_EVERY
 from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
-from towpath.engine.optimizer_hooks import adopt
+from towpath.engine.optimizer_steps import adopt, parameters_of
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import engine_with
-from towpath.engine.trial_steps import parameters_of
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
 from towpath.optim import members_of, owner_stepped_members

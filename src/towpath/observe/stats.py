@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from towpath.core.queues import communicator_bytes, outer_communicator_bytes
-from towpath.core.schedule import JobSchedule, sum_by_kind
+from towpath.core.schedule import sum_by_kind
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import StepError
 from towpath.observe.record import Trace
-from towpath.observe.totals import Totals, TransferStats
+from towpath.observe.totals import SentBytes, Totals, TransferStats
 from towpath.observe.trace import Interval, write_intervals
 from towpath.topology.groups import Groups
 
@@ -272,7 +272,7 @@ class StepCounter:
     def __init__(
         self,
         engines: Sequence[Engine],
-        plan: Callable[[int, int], JobSchedule],
+        plan: Callable[[int, int], SentBytes],
         changes: Set[int],
         groups: Sequence[Groups],
     ) -> None:

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import functional_call
 
 from towpath.core.formats import Precision, dtype_name
-from towpath.core.passes import Compression
-from towpath.core.schedule import transport_for
+from towpath.core.passes import Compression, transport_for
 from towpath.core.transport import matrix_of
 from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.dtensors import local_part, parallel_of

@@ -35,7 +35,7 @@ from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.passes import Compression, StagePass, encoded_gradients
 from towpath.core.passes import compression as compression_preset
 from towpath.core.presets import NamedStrategy, StrategyLike
-from towpath.core.schedule import JobSchedule, Schedule, StageSchedule, job_schedule
+from towpath.core.schedule import Schedule
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.layout import UnitChoice
@@ -60,7 +60,7 @@ from towpath.pipeline.agreement import (
     shapes_of,
 )
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
-from towpath.pipeline.schedules import order_of, owners_of, schedule_class
+from towpath.pipeline.schedules import JobSchedule, StageSchedule, job_schedule, order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
 from towpath.pipeline.stage import TowpathStage, local_state_of, prefixes_of, schedule_of
 from towpath.sharded_module import ShardedModule

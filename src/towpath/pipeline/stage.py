@@ -24,14 +24,14 @@ from towpath.checkpoint.local_state import (
     LocalState,
     NamedTensors,
     codec_state_of,
+    fingerprint,
     named_tensors,
 )
 from towpath.core.formats import dtype_name
-from towpath.core.passes import Compression, StagePass
-from towpath.core.schedule import Schedule, Shape, transport_for
+from towpath.core.passes import Compression, Shape, StagePass, transport_for
+from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.transport import Transport
-from towpath.engine.codec_state import fingerprint
 from towpath.engine.executor import Engine, engine_of
 from towpath.errors import CheckpointError
 from towpath.observe.record import Trace

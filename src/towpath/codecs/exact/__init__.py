@@ -46,9 +46,8 @@ import torch
 from towpath.codecs.exact import specification
 from towpath.codecs.exact.specification import table_bytes
 from towpath.codecs.kernels import kernels_for
-from towpath.core import lossless
-from towpath.core.formats import dtype_name
-from towpath.core.lossless import HEADER_BYTES
+from towpath.core import formats
+from towpath.core.formats import HEADER_BYTES, dtype_name
 from towpath.errors import StepError
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ _TEXTS = {
 
 def message_bound(elements: int, dtype: torch.dtype) -> int:
     """Return the most bytes that a message of so many elements takes."""
-    return lossless.message_bound(elements, dtype_name(dtype))
+    return formats.message_bound(elements, dtype_name(dtype))
 
 
 def header_words(elements: int, dtype: torch.dtype, difference: bool) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from towpath.core.lossless import BLOCK, ENTRY_BYTES
+from towpath.core.formats import BLOCK, ENTRY_BYTES
 
 ESCAPE = 10
 QUIET = 2

@@ -26,7 +26,7 @@ from towpath.codecs import exact
 from towpath.codecs.exact import Problem, header_words, message_bound, specification
 from towpath.codecs.exact.specification import table_bytes
 from towpath.codecs.exact.triton_bits import count_ones, deposit, extract, occupied_bytes, to_lanes, to_word
-from towpath.core.lossless import BLOCK, HEADER_BYTES
+from towpath.core.formats import BLOCK, HEADER_BYTES
 
 _BLOCKS = 1  # of a program
 _WORDS = 1024  # of a program that computes a digest
