@@ -24,7 +24,7 @@ from towpath.engine.optimizer_steps import adopt
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
-from towpath.optim import whole_of
+from towpath.optim import owner_stepped_members
 from towpath.outer.saved import VALUE, island_manifest, islands_of, restore_islands
 from towpath.topology.cluster import counted
 from towpath.topology.together import AllRanks, check_same, described
@@ -339,7 +339,9 @@ def restore_optimizer(
             f"the checkpoint has the states of {saved['kind']}, and the optimizer is {kind_of(optimizer)}. Make the "
             "optimizer that was saved (towpath train: train.optimizer), or load without one."
         )
-    owner_stepped = {id(p) for each in whole_of(optimizer) for group in each.param_groups for p in group["params"]}
+    owner_stepped = {
+        id(p) for each in owner_stepped_members(optimizer) for group in each.param_groups for p in group["params"]
+    }
     like: dict[nn.Parameter, dict[str, torch.Tensor]] = {}  # by the parameters whose states this rank restores
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -36,7 +36,7 @@ from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
-from towpath.optim import members_of, whole_of
+from towpath.optim import members_of, owner_stepped_members
 from towpath.outer.saved import IslandState, prefix_of
 
 RESERVED = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
@@ -284,12 +284,12 @@ def kind_of(optimizer: Optimizer) -> str:
 
 def owns(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """Return whether this rank, and no other of its replica, has the full states of the parameter."""
-    return any(each.owns(parameter) for each in whole_of(optimizer))
+    return any(each.owns(parameter) for each in owner_stepped_members(optimizer))
 
 
 def is_spread(optimizer: Optimizer) -> bool:
     """Return whether ranks have the states of different parameters."""
-    return any(part.is_spread for each in whole_of(optimizer) for part in each.parts)
+    return any(part.is_spread for each in owner_stepped_members(optimizer) for part in each.parts)
 
 
 def name_of(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:

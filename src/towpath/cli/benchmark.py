@@ -78,7 +78,7 @@ def bench(
 def show(found: Comparison, quiet: bool = False) -> None:
     """Print the table of a comparison in 100 columns, the fastest candidate first."""
     from towpath.comparison import CONFIDENCE
-    from towpath.progress import size
+    from towpath.progress import format_bytes
 
     peer, coverage = found.fastest("peer"), 1.0
     table = table_of("candidate", "", "step", "speed-up", "interval", "GPU memory", numbers=2)
@@ -90,7 +90,7 @@ def show(found: Comparison, quiet: bool = False) -> None:
             interval = "" if name == peer else f"{each.low:.2f} – {each.high:.2f}"
         memory = max(sample.memory_bytes for sample in found.samples[name])
         marks = "+" * kind.startswith("ours") + "~" * kind.endswith("lossy")
-        table.add_row(name, marks, f"{found.step(name):.4g} s", ratio, interval, size(memory) if memory else "")
+        table.add_row(name, marks, f"{found.step(name):.4g} s", ratio, interval, format_bytes(memory) if memory else "")
     console = Console(width=100, highlight=False, markup=False, quiet=quiet)
     console.print(table)
     for name, why in found.failures.items():

@@ -28,7 +28,7 @@ from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import engine_with
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
-from towpath.optim import members_of, whole_of
+from towpath.optim import members_of, owner_stepped_members
 from towpath.plan.request import Workload
 from towpath.topology.cluster import Topology
 from towpath.topology.together import AllRanks
@@ -111,7 +111,7 @@ def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> 
                 f"{name} computes with full matrices, but each rank holds a slice of them. Pass "
                 f"towpath.optim.owner_stepped({name}(…)) instead, or towpath.optim.chain() of it and others."
             )
-    for wrapped in whole_of(optimizer):
+    for wrapped in owner_stepped_members(optimizer):
         wrapped.share_out()
 
 
