@@ -273,7 +273,6 @@ class Cluster:
         memory: Bytes of memory per rank.
         peak: The described peak FLOP/s of a rank, by dtype.
         reached: The share of the peak that matrix products reach.
-        estimated: Estimated FLOP/s of other dtypes.
     """
 
     name: str
@@ -281,7 +280,6 @@ class Cluster:
     memory: int
     peak: tuple[tuple[str, float], ...]
     reached: float
-    estimated: tuple[tuple[str, float], ...] = ()
 
     @property
     def topology(self) -> Topology:
@@ -297,7 +295,7 @@ class Cluster:
         Raises:
             ConfigError: If the description does not have this dtype.
         """
-        peaks = dict(self.estimated) | dict(self.peak)
+        peaks = dict(self.peak)
         if dtype not in peaks:
             raise ConfigError(
                 f"cluster {self.name}: [compute] says nothing of {dtype}; it has {', '.join(peaks)}. Add a line "
