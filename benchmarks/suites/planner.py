@@ -45,8 +45,8 @@ from towpath.observe.totals import Totals
 from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.outer.period import Period
 from towpath.plan.bandwidth import Event, Timeline
+from towpath.plan.choice import describe_measured
 from towpath.plan.cluster_probe import probe
-from towpath.plan.measure import describe_measured
 from towpath.plan.model import Model
 from towpath.plan.profile import Profile
 from towpath.plan.request import Batching, Optimizer, Ranking, Request, codecs_for_both
