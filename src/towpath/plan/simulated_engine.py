@@ -266,7 +266,7 @@ class SimulatedEngine:
             own = [self._working(work)] if (work := hardware.transfer_work) else []
             every = self._lanes.communicators(transfer)
             phases = [replace(phase, communicators=_called(transfer, every, phase)) for phase in (*own, *phases)]
-            saved = 0.0 if transfer.coding is None else 1.0 - hardware.share_of(transfer.coding)
+            saved = 0.0 if transfer.coding is None else 1.0 - transfer.coding.share
             inter, intra = transfer.inter_bytes, transfer.intra_bytes
             inside = round(saved * intra) if transfer.encoded_inside else 0
             self._costs[transfer] = phases, (inter, intra, round(saved * inter), inside)

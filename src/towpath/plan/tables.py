@@ -107,23 +107,17 @@ def launches(steps: Sequence[Prediction]) -> list[str]:
 def exact_bits(steps: Sequence[Prediction], solver: Solver) -> list[str]:
     """Return a sentence about the bits that exact messages of these steps are expected to take, if there are any."""
     compute, reduce, _ = solver.request.precision.dtypes(solver.request.own)
-    hardware = solver.cluster.hardware
-    shares: dict[str, dict[tuple[str, str], float]] = {"on paper": {}, "as measured": {}}
+    form = solver.cluster.hardware.form
+    shares: dict[tuple[str, str], float] = {}
     for step in steps:
         shapes = move_shapes(step.strategy.placement, step.strategy.topology)
         for kind in EXACT_KINDS if step.saved_inter_bytes else ():
             dtype, transport = reduce if kind in GRADIENTS else compute, step.strategy.transport(kind)
             for shape in shapes[kind]:
                 large = SMALLEST_BYTES * shape.grid.nodes * shape.grid.width
-                coding = transport.coding(shape.op, shape.grid, large, dtype, hardware.form)
-                if coding is not None:
-                    where = "as measured" if coding in dict(hardware.encoded_shares) else "on paper"
-                    shares[where][coding] = hardware.share_of(coding)
-    return [
-        f"Exact transports lose nothing. Expected {where}: {in_bits(found)}."
-        for where, found in shares.items()
-        if found
-    ]
+                coding = transport.coding(shape.op, shape.grid, large, dtype, form)
+                shares |= {} if coding is None else {coding: coding.share}
+    return [f"Exact transports lose nothing. Expected on paper: {in_bits(shares)}."] if shares else []
 
 
 def _gigabytes(most: int, saved: int, nodes: int, digits: int) -> str:

@@ -185,7 +185,7 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
     cable, inside = phase.leaving * shape.slice_bytes * groups, phase.inside * shape.slice_bytes
     if shape.coding is not None:
-        share = hardware.share_of(shape.coding)
+        share = shape.coding.share
         cable *= share
         inside *= share if op is Op.ALL_GATHER else 1.0  # a parameter sync stays encoded inside nodes
     used = [link for link, sent in ((hardware.inter, phase.leaving), (hardware.intra, phase.inside)) if sent]
