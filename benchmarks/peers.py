@@ -55,13 +55,13 @@ from towpath.collectives.select import select
 from towpath.comparison import MicroStepContext as Context
 from towpath.comparison import fully_shard_blocks, prefetch_next_block, register_bf16_hook
 from towpath.core.formats import item_bytes
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.presets import parse_strategy
 from towpath.core.routes import Group, Op
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 from towpath.plan.cluster_probe import device_of_job
 from towpath.topology.cluster import Topology
 

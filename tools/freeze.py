@@ -30,7 +30,6 @@ from benchmarks import pricing
 from benchmarks.harness import results
 from benchmarks.harness.fake_world import fake_world
 from towpath import planning
-from towpath.core import lossless
 from towpath.plan.profile import VERSION
 
 # A regret may differ by this much from the one before: half a point.
@@ -97,7 +96,7 @@ def launches() -> Iterator[tuple[str, Figures]]:
     settings = [(name, {}) for name in towpath.strategies()] + [(n, o) for n, o in OPTIONS.items() if o]
     for name, options in settings:
         # The model is small, and exact transport would leave all its transfers alone.
-        with fake_world(2, 8) as (topology, counted), mock.patch.object(lossless, "SMALLEST_BYTES", 1):
+        with fake_world(2, 8) as (topology, counted), mock.patch("towpath.core.transport.SMALLEST_BYTES", 1):
             model: Any = towpath.shard(_Net(), towpath.strategy(name, topology, **options), topology=topology)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(2):

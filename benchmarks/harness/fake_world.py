@@ -24,7 +24,7 @@ import towpath
 from towpath import api
 from towpath.codecs import packing
 from towpath.codecs.kernels import Kernels
-from towpath.collectives import flat
+from towpath.collectives import backend
 from towpath.core.transfer import Transfer
 from towpath.engine import comm
 from towpath.engine.agree.digest import CollectiveLog
@@ -124,7 +124,7 @@ def _counted(kernels: Kernels, launches: Launches, work: bool) -> Kernels:
 
         return call
 
-    names = ("encode", "decode", "encode_pieces", "sum_pieces", "decode_pieces")
+    names = ("encode", "decode", "encode_pieces", "decode_pieces")
     functions = {name: counted(getattr(kernels, name)) for name in names}
     return Kernels(cast(Any, SimpleNamespace(__name__=kernels.name, **functions)))
 
@@ -157,7 +157,7 @@ def fake_world(
     ]
     if device == "cpu":
         replaced.append((comm, "make_stream", lambda name, device, depth: _InlineStream(depth, launches)))
-    for module in (packing, flat):
+    for module in (packing, backend):
         made = module.kernels_for
         replaced.append(
             (module, "kernels_for", lambda device, made=made: _counted(made(device), launches, work=kernels))

@@ -22,12 +22,12 @@ from benchmarks.harness.suite import Settings, Suite
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.collectives.select import CoalescedAllGather, select
 from towpath.core import routes
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op, Route
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 
 SMALL_KILOBYTES, SMALL = 256, 16
 QUICK_KILOBYTES = 256

@@ -97,7 +97,7 @@ class CallsCase:
 
 def measure_calls(times: int) -> dict[str, float]:
     """Return the figures by name."""
-    from towpath.collectives.flat import all_gather_single, reduce_scatter_single
+    from towpath.collectives.backend import all_gather_single, reduce_scatter_single
 
     world, found = dist.get_world_size(), dict[str, float]()
     shard, region, other = (torch.zeros(n, device="cuda") for n in (1024, 1024 * world, 1024 * world))

@@ -31,7 +31,7 @@ from benchmarks.peers import TrainStep
 from benchmarks.workload import Workload
 from towpath.comparison import interleave
 from towpath.core.strategy import TransferKind
-from towpath.engine import optimizer_hooks
+from towpath.engine import optimizer_steps
 from towpath.engine.agree.boundary import CHECK_EVERY, UnusedParams
 from towpath.observe.stats import totals
 
@@ -100,7 +100,7 @@ def _check_rank(rank: int, folder: str, case: StepCheckCase) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     spent = {"steps": 0.0, "boundary": 0.0}
-    optimizer_hooks._stepped = _timed(optimizer_hooks._stepped, spent, "steps")
+    optimizer_steps._after_step = _timed(optimizer_steps._after_step, spent, "steps")
     UnusedParams.compare = _timed(UnusedParams.compare, spent, "boundary")
     found = measure_check(case, rank, spent)
     if rank == 0:

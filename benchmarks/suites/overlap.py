@@ -29,7 +29,7 @@ from benchmarks.harness.shared_gpu import share_gpu
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import build, stepper
 from benchmarks.workload import LENGTH, SHORT, SQUARE, Workload
-from towpath.core.steady_step import Compute, steady_step
+from towpath.core.schedule import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
 from towpath.engine.transfer_queues import RankTransfer
 from towpath.observe.stats import intervals_of_ranks

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from towpath.core.schedule import Schedule
     from towpath.core.strategy import Strategy
     from towpath.core.transport import Transport
-    from towpath.engine.hooks import register_forward_method
     from towpath.engine.parameters.shard_tensor import ShardTensor
     from towpath.engine.saved_activations import offload_activations
     from towpath.errors import TowpathError
     from towpath.observe.stats import Stats, stats
     from towpath.outer.settings import Outer
     from towpath.plan.request import Workload
+    from towpath.sharded_module import register_forward_method
     from towpath.topology.cluster import Extent, Topology
     from towpath.topology.init import init
 
@@ -95,7 +95,7 @@ _HOMES = {
     "Workload": "plan.request",
     "init": "topology.init",
     "offload_activations": "engine.saved_activations",
-    "register_forward_method": "engine.hooks",
+    "register_forward_method": "sharded_module",
     "stats": "observe.stats",
     "strategies": "core.presets",
     "strategy": "core.presets",

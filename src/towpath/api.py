@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from towpath.checkpoint.weights import Safetensors
+from towpath.checkpoint.safe_files import Safetensors
 from towpath.collectives.select import form_for
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.presets import NamedStrategy, StrategyLike
+from towpath.core.queues import LoggedCall
 from towpath.core.schedule import Schedule, decided, depends_on_memory
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.engine.agree.boundary import CHECK_EVERY
@@ -40,7 +40,6 @@ from towpath.engine.layout import (
     UnitLayout,
     describe,
     device_of,
-    device_of_parameters,
     is_saved,
     lay_out,
     least_free_bytes,
@@ -152,8 +151,12 @@ def shard(
     check_process_group()
     if mesh is not None:
         group, topology = _of_mesh(mesh, group, topology)
-    groups = Groups(group, chosen=None if device is None else _located(device))
-    check_devices(groups, device_of_parameters(model.parameters(), groups))
+    wanted = None if device is None else torch.device(device)
+    if wanted == torch.device("cuda"):
+        wanted = torch.device("cuda", torch.cuda.current_device())
+    groups = Groups(group, chosen=wanted)
+    home = device_of(model.parameters(), groups)
+    check_devices(groups, home)
     groups.connect()
     detects = topology is None and not isinstance(strategy, Strategy)
     # Otherwise, the host names of ranks that detect the topology would meet what other ranks compare next.
@@ -166,18 +169,27 @@ def shard(
         chosen = _resolve(strategy, topology, workload, groups.world)
         check_class(model, "auto" if chosen is None else chosen.name)
         layouts = lay_out(model, units, precision)
+        if not any(layout.buckets for layout in layouts):
+            raise ShardError("the model has no parameters; there is nothing to shard.")
         if chosen is not None:
             check_exchangeable(chosen, layouts, groups)
             lines += _settings(chosen)
         else:
             lines += ["strategy auto", f"{workload}", f"{topology}"]
         source = "the model has" if values is None else "values= gives"
-        home = device_of(layouts, groups).type
-        lines += [f"{precision}", f"values as {source} them, on {home}", *_environment(groups, check_every)]
+        lines += [
+            f"{precision}",
+            f"values as {source} them, on {home.type}",
+            # Another version may lay out other transfers. Ranks with other process groups would wait forever.
+            f"towpath {__version__}, torch {torch.__version__}",
+            f"values compared every {check_every} steps",
+            f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}",
+            f"process groups that were made so far: {groups.describe_made()}",
+        ]
         if isinstance(values, (str, Path)):
             values = _values_in(values, model, layouts)
         # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
-        lines += describe(model, layouts, groups)
+        lines += describe(model, layouts, home, moves=device is not None)
     if chosen is None:
         from towpath.plan.choice import choose_for  # imported here, because it also imports what traces a model
 
@@ -188,9 +200,8 @@ def shard(
         with together(groups):
             check_exchangeable(chosen, layouts, groups)
     specs = [unit.spec for unit in layouts]
-    free = least_free_bytes(layouts, groups) if depends_on_memory(chosen, specs) else None
-    form = form_for(groups.backend(device_of(layouts, groups)))
-    chosen, why = decided(chosen, specs, precision, free, form)
+    free = least_free_bytes(model, home, groups) if depends_on_memory(chosen, specs) else None
+    chosen, why = decided(chosen, specs, precision, free, form_for(groups.backend(home)))
     if why and groups.rank == 0:
         _LOG.info(why)
     engine = build(model, chosen, precision, values, layouts, _island_of(groups, chosen), groups)
@@ -199,11 +210,6 @@ def shard(
     attach(model, engine)
     attach_api(model, engine)
     return model
-
-
-def _located(device: torch.device | str) -> torch.device:
-    found = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
 
 
 def _values_in(path: str | Path, model: nn.Module, layouts: list[UnitLayout]) -> Values:
@@ -316,16 +322,6 @@ def _settings(strategy: Strategy) -> Iterator[str]:
         section = line if line.startswith("[") else section
         if line and line != section:
             yield f"strategy {section} {line}" if section else f"strategy {line}"
-
-
-def _environment(groups: Groups, check_every: int) -> list[str]:
-    return [
-        # Ranks with another version may lay out other transfers. Ranks with other process groups would wait forever.
-        f"towpath {__version__}, torch {torch.__version__}",
-        f"values compared every {check_every} steps",
-        f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}",
-        f"process groups that were made so far: {groups.describe_made()}",
-    ]
 
 
 @contextmanager

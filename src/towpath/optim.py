@@ -11,7 +11,7 @@ the optimizer states. The owner gathers the matrix, lets the wrapped optimizer s
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
-from towpath.engine.parameters.dtensors import replacement_of
+from towpath.engine.optimizer_steps import OptimizerSettings, coupling, options_of
 from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
 from towpath.engine.parameters.shard_tensor import ShardTensor, engine_with
-from towpath.engine.trial_steps import Common, call_with, coupling, options_of
 from towpath.errors import ShardError, StepError
 from towpath.topology.together import together
 
@@ -129,7 +128,7 @@ class OwnerSteppedOptimizer(Optimizer):
             )
         self._has_stepped = True
         loss = _loss_of(closure)
-        self._call("step", Common.of(self.inner))
+        self._call("step", OptimizerSettings.of(self.inner))
         return loss
 
     def train(self) -> None:
@@ -150,21 +149,21 @@ class OwnerSteppedOptimizer(Optimizer):
             return
         # Trainers call train() before each batch. A first call without any parameters finds out whether that changes
         # the optimizer. If not, the optimizer is in this mode already on every rank, and nothing has to be sent.
-        before = Common.of(self.inner)
-        after = call_with(self.inner, mode, before, {}, {})
+        before = OptimizerSettings.of(self.inner)
+        after = self._call_inner(mode, before, {}, {})
         if before.attributes != after.attributes or before.difference(after, tensors=False):
             self._call(mode, before)
 
-    def _call(self, method: str, before: Common) -> None:
+    def _call(self, method: str, before: OptimizerSettings) -> None:
         """Call a method of the wrapped optimizer on each owner for the parameters that it owns, round by round."""
-        after: list[Common] = []
+        after: list[OptimizerSettings] = []
         for part in self.parts:
             part.run(
                 lambda wholes, part=part: after.append(self._iterate(part, wholes, method, before)),
                 gradients=method == "step",
             )
         if not after:  # this rank owns no parameters, and calls the method for counters such as the number of steps
-            after.append(call_with(self.inner, method, before, {}, {}))
+            after.append(self._call_inner(method, before, {}, {}))
         # The values that an optimizer writes to its groups, such as numbers of steps, must be equal after each call.
         for group, options in zip(self.param_groups, after[-1].options, strict=True):
             group.update(options)
@@ -176,7 +175,9 @@ class OwnerSteppedOptimizer(Optimizer):
                     f"so this step is not that of one process. Go back to the last checkpoint, and {_INSTEAD}."
                 )
 
-    def _iterate(self, part: MatrixSteps, wholes: Sequence[Whole], method: str, before: Common) -> Common:
+    def _iterate(
+        self, part: MatrixSteps, wholes: Sequence[Whole], method: str, before: OptimizerSettings
+    ) -> OptimizerSettings:
         """Call the wrapped optimizer for matrices that this rank owns. Return its options and attributes afterwards."""
         parameters = [part.parameters[whole.name] for whole in wholes]
         stand_ins: dict[int, nn.Parameter] = {}
@@ -185,7 +186,7 @@ class OwnerSteppedOptimizer(Optimizer):
             stand_in.data, stand_in.grad = whole.weight, whole.gradient
             stand_ins[id(parameter)] = stand_in
         states = {stand_ins[id(p)]: self.state[p] for p in parameters}
-        found = call_with(self.inner, method, before, stand_ins, states)
+        found = self._call_inner(method, before, stand_ins, states)
         for whole, parameter in zip(wholes, parameters, strict=True):
             stand_in = stand_ins[id(parameter)]
             if stand_in.data_ptr() != whole.weight.data_ptr():  # the optimizer assigned .data instead of writing to it
@@ -193,6 +194,33 @@ class OwnerSteppedOptimizer(Optimizer):
             stand_in.grad = None
             self.state[parameter] = _kept(states[stand_in], [whole.weight, whole.gradient])
         return found
+
+    def _call_inner(
+        self,
+        method: str,
+        before: OptimizerSettings,
+        stand_ins: Mapping[int, nn.Parameter],
+        states: dict[nn.Parameter, dict[str, Any]],
+    ) -> OptimizerSettings:
+        """Call a method of the inner optimizer on some parameters, with the settings of `before`. Return the new ones.
+
+        `stand_ins`: The parameters to step, by the id of the parameter that each replaces. All others are left out.
+        `states`: Their states, updated in place. The optimizer keeps its own groups and states.
+        """
+        inner: Any = self.inner
+        groups, state = inner.param_groups, inner.state
+        inner.param_groups = [
+            {**options, "params": [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins]}
+            for options, group in zip(before.options, groups, strict=True)
+        ]
+        inner.state = defaultdict(dict, states)
+        vars(inner).update(before.attributes)
+        try:
+            getattr(inner, method)()
+            states.update({p: inner.state[p] for p in states.keys() & inner.state.keys()})
+            return OptimizerSettings.of(inner)
+        finally:
+            inner.param_groups, inner.state = groups, state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise `ShardError`: add groups to the optimizer before it is wrapped.
@@ -378,8 +406,8 @@ def whole_of(optimizer: Optimizer) -> list[OwnerSteppedOptimizer]:
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return an optimizer's parameters as `shard` has left them, or an empty list for any other object."""
-    return [replacement_of(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    """Return an optimizer's parameters, or an empty list for any other object."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def _kept(state: dict[str, Any], lent: Sequence[torch.Tensor | None]) -> dict[str, Any]:

@@ -5,15 +5,19 @@ They are methods because frameworks call them, or FSDP2 has them. All other call
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Self
+from functools import partial, update_wrapper
+from typing import Any, Self, final
 
 import torch
 from torch import nn
 
 from towpath.engine.executor import Engine
-from towpath.engine.hooks import HookedModule, register_known_methods
-from towpath.engine.module_class import add_mixin
+from towpath.engine.hooks import HookedModule, add_mixin
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.errors import ShardError
 
@@ -184,3 +188,85 @@ def attach_api(model: nn.Module, engine: Engine) -> None:
     add_mixin(model, PretrainedModule if hasattr(type(model), "save_pretrained") else ShardedModule)
     object.__setattr__(model, "towpath_engine", engine)
     register_known_methods(model)
+
+
+def register_forward_method(module: nn.Module, method: str) -> None:
+    """Let `module.method(...)` compute with unsharded parameters, as `module(...)` does.
+
+    Like a forward, the method gathers parameters, so every rank must call it identically. The parameters stay
+    unsharded until it returns. Registering a method again has no effect.
+
+    Args:
+        module: A model that `shard()` returned, a module inside its root unit, or a unit's module.
+        method: The name of the method.
+
+    Raises:
+        ShardError: `module` is none of these, or the method does not exist, or it is a generator or a coroutine.
+    """
+    kind = type(module).__name__
+    if not isinstance(module, HookedModule):
+        raise ShardError(
+            f"register_forward_method: expected a model that towpath.shard() returned, a module of its root, or a "
+            f"unit's module; got a {kind}, which is none of these. If it is inside a unit, register a method of that "
+            "unit's module, or leave the unit to the root: pass the others as units= to shard()."
+        )
+    found = getattr(module, method, None)
+    if not callable(found):
+        known = [name for name in dir(type(module)) if callable(getattr(type(module), name, None))]
+        close = difflib.get_close_matches(method, known, n=3, cutoff=0.5)
+        meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ShardError(f"register_forward_method: {kind} has no method {method!r}.{meant}")
+    if _goes_on(found):
+        raise ShardError(
+            f"register_forward_method: {method!r} of {kind} is a generator or a coroutine, and goes on after its call "
+            "has returned. Register what it calls, or use `with towpath.full_parameters(model):`."
+        )
+    if not isinstance(found, _ForwardMethod):
+        object.__setattr__(module, method, _ForwardMethod(module, found))
+
+
+# Methods that libraries call: Hugging Face, PEFT, Diffusers, sentence-transformers and Lightning.
+KNOWN_METHODS = (
+    "generate",
+    "encode",
+    "decode",
+    "get_text_features",
+    "get_image_features",
+    "get_audio_features",
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+)
+
+
+def register_known_methods(model: nn.Module) -> None:
+    """Register those of `KNOWN_METHODS` that the model has. Skip generators, and modules of such a name."""
+    for method in KNOWN_METHODS:
+        found = getattr(model, method, None)
+        if inspect.ismethod(found) and not _goes_on(found):
+            register_forward_method(model, method)
+
+
+def _goes_on(method: Callable[..., Any]) -> bool:
+    """Return whether `method` continues after its call has returned: it is a generator or a coroutine."""
+    plain = inspect.unwrap(method)
+    return inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain)
+
+
+@final
+class _ForwardMethod:
+    """A registered method of a module. Its call unshards the module's unit."""
+
+    def __init__(self, module: nn.Module, found: Callable[..., Any]) -> None:
+        # A weak reference: a module that referred to itself would keep its buffers until the garbage collector runs.
+        self._module = weakref.ref(module)
+        self._bound = getattr(found, "__self__", None) is module
+        self._function: Callable[..., Any] = getattr(found, "__func__", found) if self._bound else found
+        update_wrapper(self, found)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert isinstance(module, HookedModule)
+        call = partial(self._function, module) if self._bound else self._function
+        return module.towpath_forward.run_unless_inside(call, args, kwargs)

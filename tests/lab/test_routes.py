@@ -11,12 +11,12 @@ from lab import Lab
 from tests.lab.test_bytes import ABOVE, BELOW, counters_at_rest
 from tests.workspace import workspace
 from towpath.collectives.select import group_rank, select
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Form, Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,8 @@ from towpath.checkpoint import State, load, save
 from towpath.codecs import exact as exact_codecs
 from towpath.codecs.exact import specification
 from towpath.collectives.collective import Workspace
-from towpath.core import lossless
 from towpath.core.routes import Form
-from towpath.core.step_state import ParamVersion, Task, Wait
+from towpath.core.step_state import ParamVersion, Submit, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.engine import saved_activations
 from towpath.engine.executor import Engine
@@ -240,7 +239,7 @@ EXACT = tuple(f"{name} exact=1" for name in ("zero1", "paro-iig", "paro-iig offl
 def test_exact_transports_keep_their_order(label: str, form: Form) -> None:
     """In plain torch, because the checker does not see what C++ reads and writes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lossless, "SMALLEST_BYTES", 1)
+        patch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
         patch.setattr(exact_codecs, "_host", lambda device_type: specification)
         _train_and_drop(label, form)
 
@@ -441,37 +440,35 @@ WAITS = {
 @on_ranks(4)
 def test_without_an_edge_there_is_a_race(edge: str) -> None:
     label, build, dropped = EDGES[edge]
-    submit = Engine._submit
 
-    def without(self: Engine, task: Task) -> Any:
-        task.after = tuple(t for t in task.after if not dropped(task, t))
-        return submit(self, task)
+    def without(self: Engine, actions: Iterable[Any]) -> None:
+        actions = list(actions)
+        for task in (action.task for action in actions if isinstance(action, Submit)):
+            task.after = tuple(t for t in task.after if not dropped(task, t))
+        _EXECUTE(self, actions)
 
-    assert "in no order" in _told(label, build, "_submit", without)
+    assert "in no order" in _told(label, build, "execute", without)
 
 
 @in_turn(list(WAITS), 1, "wait")
 @on_ranks(4)
 def test_without_a_wait_there_is_a_race(wait: str) -> None:
     label, build, kind = WAITS[wait]
-    execute = Engine._execute
 
-    def without(self: Engine, action: Any) -> None:
-        if not (isinstance(action, Wait) and action.task.kind is kind):
-            execute(self, action)
+    def without(self: Engine, actions: Iterable[Any]) -> None:
+        _EXECUTE(self, [a for a in actions if not (isinstance(a, Wait) and a.task.kind is kind)])
 
-    assert "in no order" in _told(label, build, "_execute", without)
+    assert "in no order" in _told(label, build, "execute", without)
 
 
-def _gradients_on_host(self: Engine, action: Any) -> None:
-    if isinstance(action, Wait) and action.task.kind is TransferKind.GRAD_SYNC:
-        action = Wait(action.task)
-    _EXECUTE(self, action)
+def _gradients_on_host(self: Engine, actions: Iterable[Any]) -> None:
+    syncs = (TransferKind.GRAD_SYNC,)
+    _EXECUTE(self, [Wait(a.task) if isinstance(a, Wait) and a.task.kind in syncs else a for a in actions])
 
 
-_EXECUTE = Engine._execute
+_EXECUTE = Engine.execute
 HOST_WAITS: dict[str, tuple[type, str, Any]] = {
-    "before it reads the mean gradients": (Engine, "_execute", _gradients_on_host),
+    "before it reads the mean gradients": (Engine, "execute", _gradients_on_host),
     "before it writes over what is on its way": (ParamVersion, "before_write", lambda _: None),
 }
 

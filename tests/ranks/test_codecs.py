@@ -24,12 +24,12 @@ from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Collective, GroupRank
 from towpath.collectives.select import select
 from towpath.core.formats import Codec
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op, hops_of
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import FEEDBACK, Transport
+from towpath.core.units import Range
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(2, 3), Topology(3, 1), Topology(4, 2)]

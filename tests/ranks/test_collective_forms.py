@@ -18,7 +18,7 @@ from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_parity import TOLERANCE, Case, Distance
 from tests.ranks.test_schedule_is_executed import Mixed, _backend_calls, _train
 from towpath.core import routes
-from towpath.core.route_costs import phases
+from towpath.core.costs import phases
 from towpath.core.routes import Form, Order, order_of
 from towpath.core.strategy import TransferKind
 

@@ -29,8 +29,8 @@ from tests.ranks.strategies import in_turn
 from tests.ranks.test_every_model import WIDTH, Block, _loss
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
-from towpath.engine.hooks import KNOWN_METHODS
 from towpath.errors import ShardError, StepError, TowpathError
+from towpath.sharded_module import KNOWN_METHODS
 
 SHAPE = towpath.Topology(2, 1)
 # Parameters spread over both ranks, and whole on each.

@@ -17,7 +17,6 @@ from tests.forms import in_form
 from tests.ranks.models import DEVICE, LOUDNESS, MODELS
 from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom, strategy_of
-from towpath.core import lossless
 from towpath.core.routes import Form
 from towpath.core.strategy import GRADIENTS, TransferKind
 
@@ -58,7 +57,7 @@ def _check_same(
     """Compare training with exact transports, which have sent encoded messages, with `plainly`."""
     exactly = strategy.with_exact_transports()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lossless, "SMALLEST_BYTES", 1)
+        patch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
         plain, _ = _trained(plainly, precision, micro_steps, steps)
         found, model = _trained(exactly, precision, micro_steps, steps)
         assert plain.keys() == found.keys()
@@ -159,7 +158,7 @@ def test_a_program_that_goes_on_gets_the_error_again_until_it_loads(world: World
 
 def _go_on(form: Form) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, in_form(form):
-        patch.setattr(lossless, "SMALLEST_BYTES", 1)
+        patch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
         return _outcomes_of_diverged()
 
 
@@ -191,7 +190,7 @@ def _outcome(call: Callable[[], object]) -> str:
 
 def _diverge(form: Form, trains: bool) -> str:
     with pytest.MonkeyPatch.context() as patch, in_form(form):
-        patch.setattr(lossless, "SMALLEST_BYTES", 1)
+        patch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
         return _error_of_diverged(trains)
 
 

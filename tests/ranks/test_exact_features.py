@@ -31,7 +31,6 @@ from tests.ranks.test_exact import PRECISIONS, _bits, _by_messages
 from tests.ranks.test_pipeline import BATCH, WIDTH, Block, Plain
 from towpath import Strategy, Topology, checkpoint
 from towpath.collectives import exact as exact_collectives
-from towpath.core import lossless
 from towpath.core.routes import Form
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
@@ -230,7 +229,7 @@ def test_training_is_the_same_to_the_bit(
 def _compare(form: Form, name: str, label: str, precision: str, steps: int) -> None:
     plain, found = runs = [Training(exactly, form, label, precision, steps) for exactly in (False, True)]
     with pytest.MonkeyPatch.context() as patch, in_form(form):
-        patch.setattr(lossless, "SMALLEST_BYTES", 1)
+        patch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
         syncs = _note_syncs(patch)
         for run in runs:
             CASES[name](run)
@@ -295,7 +294,7 @@ def test_a_load_repairs_replicas_that_have_diverged(precision: str, form: Form, 
     folder = tmp_path
     run = Training(True, form, "zero1", precision, 0)
     with pytest.MonkeyPatch.context() as patch, in_form(form):
-        patch.setattr(lossless, "SMALLEST_BYTES", 1)
+        patch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
         model, optimizer = run.gpt(run.strategy(HALF))
         run.train(model, optimizer, [0, 1])
         values = checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -23,7 +23,6 @@ from tests.ranks.models import DEVICE, MODELS
 from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn, seldom
 from towpath import Precision, Topology, checkpoint
-from towpath.core import lossless
 from towpath.core.routes import Form
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError, MismatchError
@@ -73,7 +72,7 @@ def test_memory_is_what_the_schedule_says_of_device_and_host(form: Form, precisi
     cases += [("paro-igg exact=True", "params"), ("zero1", "optimizer+params")]
     for label, offload in cases:
         with in_form(form), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lossless, "SMALLEST_BYTES", 1)
+            patch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
             _compare_memory_of(Run.of(label, SHAPE, precision=precision, offload=offload), offload, precision)
 
 

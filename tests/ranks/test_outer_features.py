@@ -35,7 +35,6 @@ from tests.ranks.test_outer import STREAMING, TOLERANCE, adamw, sync
 from tests.ranks.test_owner_stepped import Iterated, _matrices, _others
 from tests.ranks.twin import Loss, _build, distance, loss_on
 from towpath import Outer, Precision, Topology, checkpoint
-from towpath.core import lossless
 from towpath.core.routes import Form
 from towpath.errors import CheckpointError
 from towpath.observe.stats import totals
@@ -403,7 +402,7 @@ class Scaled:
 def _resume(root: Path, label: str, topology: Topology, outer: Outer) -> None:
     """Saved after four steps, when the second exchange of a fragment is under way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lossless, "SMALLEST_BYTES", 1)
+        patch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
         run, resumed = (Scaled.of(label, topology, outer) for _ in range(2))
     torch.manual_seed(dist.get_rank() // 2)
     run.train(0, 4)

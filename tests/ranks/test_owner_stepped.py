@@ -25,8 +25,8 @@ from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin
 from towpath import checkpoint
 from towpath.collectives import point_to_point as messages
-from towpath.core.payloads import Matrices, owner_messages, piece_bytes
 from towpath.core.strategy import TransferKind
+from towpath.core.units import Matrices, owner_messages, piece_bytes
 from towpath.errors import CheckpointError, ConfigError, MismatchError, ShardError, StepError
 from towpath.optim import chain, owner_stepped
 

@@ -18,7 +18,7 @@ from tests.ranks.models import MODELS, noise
 from tests.ranks.server import World, on_ranks
 from tests.ranks.strategies import in_turn, labels, seldom, strategy_of
 from tests.ranks.twin import error_of
-from towpath.core.scopes import LoggedCall, scopes
+from towpath.core.queues import LoggedCall, scopes
 from towpath.errors import MismatchError, ShardError
 
 SHAPE = towpath.Topology(2, 1)

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from towpath import daemons
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES
 from towpath.core.routes import Group as Ranks
@@ -24,6 +23,7 @@ from towpath.core.routes import Op
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 from towpath.engine.agree.neighbor import Neighbor
 from towpath.engine.agree.status import RankStatus
 from towpath.engine.agree.watchdog import Watchdog, _report

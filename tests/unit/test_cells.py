@@ -18,12 +18,11 @@ import towpath
 from towpath.codecs import packing
 from towpath.codecs.kernels import Kernels
 from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
-from towpath.collectives import flat
+from towpath.collectives import backend
 from towpath.collectives.all_to_all import AllToAllReduceScatter
+from towpath.collectives.backend import EncodedAllGather, of_bytes
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
-from towpath.collectives.flat import EncodedAllGather, of_bytes
 from towpath.core.formats import Codec, cell_alignment
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.presets import strategies
 from towpath.core.routes import Group, Op, SlicePart, encoded_slice, piece_bounds
@@ -31,7 +30,7 @@ from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
-from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.units import BucketSpec, Range, UnitSpec
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 
@@ -121,7 +120,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("_largest_kernel", "_encode_kernel", "_decode_kernel"):
         monkeypatch.setattr(module, name, _Kernel(name, counted))
     kernels = Kernels(module)
-    for user in (packing, flat):
+    for user in (packing, backend):
         monkeypatch.setattr(user, "kernels_for", lambda device: kernels)
     return counted
 

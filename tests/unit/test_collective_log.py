@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import towpath
-from towpath.core.scopes import LoggedCall, Scope, log_bytes, scopes
+from towpath.core.queues import LoggedCall, Scope, log_bytes, scopes
 from towpath.core.strategy import TransferKind
 from towpath.engine.agree.digest import KEPT, CollectiveLog, StepLog, difference
 from towpath.errors import StepError

@@ -9,10 +9,17 @@ import pytest
 import towpath
 from towpath import Extent, Topology
 from towpath.core.formats import Precision
-from towpath.core.queues import COMMUNICATOR_BYTES, PEER_BYTES, Communicator, Lanes, communicator_bytes, shared_lanes
+from towpath.core.queues import (
+    COMMUNICATOR_BYTES,
+    PEER_BYTES,
+    Communicator,
+    Lanes,
+    communicator_bytes,
+    log_bytes,
+    shared_lanes,
+)
 from towpath.core.routes import Form
 from towpath.core.schedule import schedule
-from towpath.core.scopes import log_bytes
 from towpath.core.strategy import WITH_TRANSPORT
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec

@@ -9,7 +9,7 @@ import pytest
 
 from tests.profiles import made_profile
 from tests.unit.test_planner import SMALL, priced_of, small_cluster
-from towpath.core.lossless import DIFFERENCES
+from towpath.core.formats import DIFFERENCES
 from towpath.core.strategy import GRADIENTS, Strategy
 from towpath.plan import tables
 from towpath.plan.hardware import Cluster

@@ -13,15 +13,15 @@ from torch import nn
 import towpath
 from benchmarks.harness.fake_world import CALLS, CODECS, MESSAGES, OTHERS, TOGETHER, Launches, fake_world
 from tests.ranks.strategies import seldom
-from towpath.core import lossless, routes
-from towpath.core.launches import Launches as Counted
-from towpath.core.launches import launches_of
-from towpath.core.payloads import Range
+from towpath.core import routes
+from towpath.core.costs import Launches as Counted
+from towpath.core.costs import launches_of
 from towpath.core.presets import parse_strategy
 from towpath.core.routes import Op
-from towpath.core.steady_step import Compute, settled, steady_step
+from towpath.core.schedule import Compute, settled, steady_step
 from towpath.core.step_state import Submit, Wait
 from towpath.core.strategy import TransferKind
+from towpath.core.units import Range
 from towpath.engine.comm import MAX_CTAS
 
 SHAPES = ((2, 2), (2, 8), (8, 8))
@@ -98,7 +98,7 @@ def test_presets_launch_few_collectives_and_kernels(shape: tuple[int, int]) -> N
 
 def test_exact_parameter_syncs_agree_once_and_gather_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """All units are encoded by one job, and each is gathered by as many calls as without."""
-    monkeypatch.setattr(lossless, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
     calls: list[list[int]] = []
     for encoded in (False, True):
         with fake_world(2, 8) as (topology, launches):

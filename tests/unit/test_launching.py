@@ -9,9 +9,8 @@ import pytest
 from tests.profiles import made_profile
 from tests.unit.test_planner import TABLE
 from towpath import planning
-from towpath.core import lossless
+from towpath.core.costs import Launches
 from towpath.core.formats import Precision
-from towpath.core.launches import Launches
 from towpath.core.passes import plain_walk
 from towpath.core.presets import strategy
 from towpath.core.routes import Form
@@ -81,7 +80,7 @@ def test_launching_bounds_a_step_of_short_computation(name: str) -> None:
 
 def test_the_thread_waits_for_agreed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device encodes first, and the parameter syncs come after the agreement."""
-    monkeypatch.setattr(lossless, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr("towpath.core.transport.SMALLEST_BYTES", 1)
     plain, exactly = (replayed("paro-iig", COSTS, 0.1, exact=encoded) for encoded in (False, True))
     agreed = {e.kind: e for e in exactly.events if e.kind is not None}
     first = min(e.start for e in exactly.events if e.kind is TransferKind.PARAM_SYNC)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import towpath
 from towpath.api import blocks_of
-from towpath.core.schedule import buffer_bytes
-from towpath.core.steady_step import steady_tasks
+from towpath.core.schedule import buffer_bytes, steady_tasks
 from towpath.core.strategy import TransferKind
 from towpath.core.units import LARGE_LEAF
 from towpath.engine.layout import lay_out

@@ -19,7 +19,7 @@ from towpath.plan.catalog import load_cluster
 from towpath.plan.choice import describe_measured, line_through
 from towpath.plan.hardware import Cluster
 from towpath.plan.model import LinearSeconds, Model, compute_seconds
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.models import GPT, Shape
 
 CPU = torch.device("cpu")
 LENGTH = 16
@@ -84,7 +84,7 @@ def test_the_root_runs_without_the_units(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_model_without_memory_is_measured_and_can_be_sharded_afterwards() -> None:
     """`shard` refuses parameters that something refers to weakly."""
     with torch.device("meta"):
-        model = GPT(Shape(vocabulary=64, width=16, depth=2, heads=2, kv_heads=2, hidden=32, tied=True))
+        model = GPT(Shape(vocabulary=64, width=16, depth=2, heads=2, hidden=32, tied=True))
 
     found = measured(model, [1], Precision("bfloat16"))
 

@@ -11,14 +11,14 @@ from tests.profiles import made_profile
 from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
 from towpath.core.routes import ROUTES, Form, Grid, Op
-from towpath.core.strategy import WITH_TRANSPORT, MoveShape, Strategy, move_shapes
+from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.plan.cluster_probe import planned_collectives
 from towpath.plan.hardware import GroupMesh, Hardware, interpolated
 from towpath.plan.profile import Point, Profile, collective_name, collective_of
-from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
+from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
 SIZES = (1 << 16, 1 << 20)

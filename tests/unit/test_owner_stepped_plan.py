@@ -18,13 +18,12 @@ from towpath.core.owner_stepped import (
     plan_matrices,
     step_actions,
 )
-from towpath.core.payloads import Matrices, owner_messages, piece_bytes
 from towpath.core.placement import legal_placements
 from towpath.core.step_state import Submit, Wait
 from towpath.core.strategy import Strategy
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
-from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.units import BucketSpec, Matrices, UnitSpec, owner_messages, piece_bytes
 
 # As a GPT's: in each block four matrices and two vectors; the shapes are odd, so that slices cut across rows.
 SHAPES = ((33, 7), (7,), (9, 11), (5, 40), (40,), (40, 5))

@@ -13,7 +13,6 @@ from tests.unit.test_route_bytes import bytes_of_message, drawn, messages_of
 from tests.unit.test_sim import UNITS, hardware
 from towpath.core.formats import Codec
 from towpath.core.owner_stepped import OwnedParameter
-from towpath.core.payloads import Activation, Matrices, Range, owner_messages, piece_bytes
 from towpath.core.placement import GroupCollective, send
 from towpath.core.presets import strategy
 from towpath.core.routes import ROUTES, Form, Group, Op
@@ -21,6 +20,7 @@ from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Activation, Matrices, Range, owner_messages, piece_bytes
 from towpath.errors import ConfigError
 from towpath.plan.catalog import load_cluster
 from towpath.plan.hardware import CABLE, SPINE, Racks, StageLocation

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from towpath.collectives.collective import WireBuffers, Workspace
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
-from towpath.engine.timing import Mark, Timer
-from towpath.observe.record import Record, Trace, TransferWait
+from towpath.core.units import Range
+from towpath.observe.record import Mark, Record, Timer, Trace, TransferWait
 from towpath.topology.cluster import Topology
 
 PAIR = GroupCollective(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))

@@ -10,7 +10,6 @@ import pytest
 from tests.unit.test_routes import group_of
 from towpath.core.buffers import coalesced_bytes, wire_needs
 from towpath.core.formats import Codec, item_bytes
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import (
     COLLECTIVES,
@@ -29,6 +28,7 @@ from towpath.core.routes import (
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 from towpath.topology.cluster import Topology
 
 MOST = 64

@@ -7,10 +7,11 @@ from itertools import product
 
 import pytest
 
+from towpath.core.costs import phases
 from towpath.core.placement import GroupCollective, Placement, everyone, legal_extents, transitions
-from towpath.core.route_costs import phases
 from towpath.core.routes import COLLECTIVES, ROUTES, Form, Grid, Group, Op, effective_route, sends
-from towpath.core.strategy import TransferKind, move_shapes
+from towpath.core.strategy import TransferKind
+from towpath.plan.transfer_costs import move_shapes
 from towpath.topology.cluster import Topology
 
 MOST = 36

@@ -9,7 +9,6 @@ import pytest
 
 from tests.cases import each
 from towpath.core.buffers import wire_elements
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import (
     COLLECTIVES,
@@ -27,6 +26,7 @@ from towpath.core.routes import (
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(*shape) for shape in ((1, 1), (1, 4), (3, 1), (2, 2), (2, 3), (3, 3), (4, 2), (2, 4), (2, 6))]

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from tests.cases import each
 from towpath.core.buffers import kept_elements, wire_needs
-from towpath.core.payloads import Activation
 from towpath.core.placement import send
 from towpath.core.presets import strategy
 from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import LowRank, Transport, matrix_of
-from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.units import Activation, BucketSpec, UnitSpec
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 

@@ -11,16 +11,15 @@ from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES, Grid, Op
-from towpath.core.schedule import schedule
-from towpath.core.steady_step import steady_tasks
-from towpath.core.strategy import GRADIENTS, MoveShape, Strategy, TransferKind, move_shapes
+from towpath.core.schedule import schedule, steady_tasks
+from towpath.core.strategy import GRADIENTS, Strategy, TransferKind
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.plan.bandwidth import BandwidthModel, Demand, Timeline
 from towpath.plan.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
 from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
-from towpath.plan.transfer_costs import TransferShape, phase_costs
+from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(4, 2), Topology(3, 1), Topology(1, 4), Topology(4, 8)]

@@ -14,7 +14,7 @@ import torch
 
 from tests.workspace import workspace
 from towpath.collectives.collective import Workspace
-from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
+from towpath.core.queues import MAX_IN_FLIGHT, QUEUES
 from towpath.core.strategy import BETWEEN_HOSTS, TransferKind
 from towpath.engine import comm
 from towpath.engine.comm import make_stream

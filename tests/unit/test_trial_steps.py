@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from towpath.engine.trial_steps import coupling, small_copy
+from towpath.engine.optimizer_steps import coupling, small_copy
 
 
 def _parameters() -> list[nn.Parameter]:

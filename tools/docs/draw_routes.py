@@ -17,11 +17,11 @@ import towpath
 from towpath import Topology, Transport
 from towpath.cli.plots import light_and_dark
 from towpath.core.buffers import wire_elements
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Transfer
+from towpath.core.units import Range
 
 FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 SHAPE, SMALL = Topology(2, 4), Topology(2, 2)

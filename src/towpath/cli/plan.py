@@ -300,7 +300,7 @@ def _strategy(text: str, solver: Solver) -> Strategy:
     """Return the strategy that a preset's name or a file describes, with all of its codecs in use."""
     topology, offload = solver.cluster.topology, solver.request.offload
     if not text.endswith(".toml"):
-        return presets.parse_strategy(text, topology, offload)
+        return presets.parse_strategy(text, topology, offload=offload)
     made = _from_file(text)
     if made.job != topology:
         raise ConfigError(

@@ -36,7 +36,7 @@ from towpath.codecs.packing import EncodedPacking, Packing, PlainPacking, Roundi
 from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import PeerMessage, Posted, post
 from towpath.core.buffers import AllToAll, exchanged_cells, kept_elements
-from towpath.core.lossless import message_cell
+from towpath.core.formats import message_cell
 from towpath.core.routes import SlicePart, hops_of, piece_bounds
 from towpath.core.transfer import Transfer
 
@@ -91,7 +91,7 @@ class AllToAllReduceScatter(Collective):
         # What is in flight, by stage and hop.
         self._posted: dict[tuple[int, int], Posted | dist.Work] = {}
 
-    def _make_packing(self, device: torch.device) -> Packing[Any]:
+    def _make_packing(self, device: torch.device) -> Packing:
         buffers, codec = self._buffers, self._transfer.transport.encoding
         if codec is None:
             return PlainPacking(getattr(torch, self._transfer.dtype), buffers.sum_elements)

@@ -20,17 +20,23 @@ from typing import final
 
 import torch
 
-from towpath.codecs.exact import decode, decode_slices, encode, is_difference, message_bytes, raise_failed
-from towpath.codecs.exact.message import MessageError, Problem
+from towpath.codecs.exact import (
+    MessageError,
+    Problem,
+    decode,
+    decode_slices,
+    encode,
+    is_difference,
+    message_bytes,
+    raise_failed,
+)
+from towpath.collectives.backend import grouped
 from towpath.collectives.collective import Collective, GroupRank, Workspace
-from towpath.collectives.columns_and_rows import grouped
 from towpath.collectives.point_to_point import PointToPoint
-from towpath.core.formats import CELL_ALIGNMENT
-from towpath.core.lossless import message_cell
-from towpath.core.payloads import Range
+from towpath.core.formats import CELL_ALIGNMENT, message_cell
 from towpath.core.routes import Op, SlicePart, cell_elements, piece_bounds
 from towpath.core.transfer import Transfer
-from towpath.core.units import round_up
+from towpath.core.units import Range, round_up
 
 
 class ExactSync(Collective):

@@ -13,23 +13,25 @@ import torch
 import torch.distributed as dist
 
 from towpath.collectives.all_to_all import AllToAllReduceScatter
-from towpath.collectives.collective import Collective, GroupRank, Workspace
-from towpath.collectives.columns_and_rows import ColumnRowAllGather, grouped, is_direct
-from towpath.collectives.exact import AgreedAllGather, ExactAllGather
-from towpath.collectives.flat import (
+from towpath.collectives.backend import (
+    ColumnRowAllGather,
     EncodedAllGather,
     FlatAllGather,
     FlatAllReduce,
     ReduceThenGather,
+    grouped,
+    is_direct,
     launched_together,
     of_bytes,
     reduce_scatter_single,
 )
+from towpath.collectives.collective import Collective, GroupRank, Workspace
+from towpath.collectives.exact import AgreedAllGather, ExactAllGather
 from towpath.collectives.point_to_point import PointToPoint
-from towpath.core.payloads import Range
 from towpath.core.routes import Form, Op, hops_of
 from towpath.core.strategy import BY_MAXIMUM, TransferKind
 from towpath.core.transfer import Ranks, Transfer
+from towpath.core.units import Range
 from towpath.errors import ConfigError, StepError
 
 

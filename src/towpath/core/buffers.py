@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from towpath.core.formats import NARROW, Codec
-from towpath.core.lossless import message_cell
-from towpath.core.payloads import Activation, Matrices, piece_bytes
+from towpath.core.formats import NARROW, Codec, message_cell
 from towpath.core.routes import (
     Form,
     Grid,
@@ -32,6 +30,7 @@ from towpath.core.routes import (
 )
 from towpath.core.strategy import BETWEEN_HOSTS
 from towpath.core.transfer import Transfer
+from towpath.core.units import Activation, Matrices, piece_bytes
 
 # How many elements of memory something needs, by dtype.
 Needs = dict[str, int]

@@ -13,10 +13,10 @@ A message of a block codec contains its scales (float32, one per block) and then
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from towpath.errors import ConfigError
 
@@ -87,7 +87,7 @@ ROTATED = 32  # number of elements that a rotation mixes
 
 
 def add_format(name: str, bits: int) -> None:
-    """Add `name` to the codecs of blocks. `codecs/kernels/registered.py` registers the functions that compute it."""
+    """Add `name` to the codecs of blocks. `codecs/kernels/plain.py` registers the functions that compute it."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in (*CODECS, "none"):
         raise ConfigError(
             f"codec {name!r}: expected a name of small letters, digits and underscores that is not one of "
@@ -355,3 +355,60 @@ def _kept_name(module: Any) -> str:
     if not isinstance(module, str):
         raise ConfigError(f"Precision(keep=({module!r},)): expected module classes, their names, or names of modules.")
     return module
+
+
+# Exact transport: values in fewer bytes, and the same bits. A parameter sync sends differences to the values that its
+# receivers hold. Reductions send exponents relative to the largest of their block. Both are lossless: a strategy with
+# exact transports trains as the same strategy without them, to the bit. `codecs/exact/` encodes and decodes.
+
+# The dtypes that can be encoded exactly. Others are sent as they are.
+EXACT = ("bfloat16", "float16", "float32")
+
+# A message has a header, and a table with an entry for each block.
+HEADER_BYTES, BLOCK, ENTRY_BYTES = 40, 512, 4
+
+# The names of the two exact codecs. A parameter sync sends differences, and reductions send values.
+DIFFERENCES, VALUES = "exact differences", "exact values"
+
+# The expected bits of an element: about those of a GPT that trained on text (benchmarks/LOG.md). Those of float16 and
+# float32 are estimates.
+_EXPECTED_BITS = {
+    DIFFERENCES: {"bfloat16": 5.0, "float16": 7.0, "float32": 18.0},
+    VALUES: {"bfloat16": 11.5, "float16": 14.0, "float32": 27.4},
+}
+
+
+class Coding(NamedTuple):
+    """An encoding whose messages are as long as their values need: the exact codec, and the dtype of the values."""
+
+    codec: str
+    dtype: str
+
+    @property
+    def share(self) -> float:
+        """The expected bytes of its messages, as a share of their values."""
+        return _EXPECTED_BITS[self.codec][self.dtype] / (8 * item_bytes(self.dtype))
+
+
+# The names of measured shares in the metrics of a run, such as "exact_values_bfloat16", with their codings.
+METRICS = {f"{codec.replace(' ', '_')}_{dtype}": Coding(codec, dtype) for codec in _EXPECTED_BITS for dtype in EXACT}
+
+
+def in_bits(shares: Mapping[tuple[str, str], float]) -> str:
+    """Return shares as text: 'differences of bfloat16 take 5 of 16 bits'."""
+    found: list[str] = []
+    for (codec, dtype), share in sorted(shares.items()):
+        bits = 8 * item_bytes(dtype)
+        found.append(f"{codec.removeprefix('exact ')} of {dtype} take {share * bits:.3g} of {bits} bits")
+    return ", ".join(found)
+
+
+def message_bound(elements: int, dtype: str) -> int:
+    """Return the bytes of the longest message that `elements` elements can become, a multiple of 8."""
+    longest = HEADER_BYTES + ENTRY_BYTES * ceil(elements / BLOCK) + elements * item_bytes(dtype)
+    return ceil(longest / 8) * 8
+
+
+def message_cell(elements: int, dtype: str) -> int:
+    """Return the bytes of a cell of the wire buffer for a message of `elements` elements."""
+    return ceil(message_bound(elements, dtype) / CELL_ALIGNMENT) * CELL_ALIGNMENT

@@ -21,14 +21,13 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from towpath.core.formats import ENCODED, item_bytes
-from towpath.core.payloads import Matrices, OwnedMatrix
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Op
 from towpath.core.step_state import Submit, Task, Wait
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
-from towpath.core.units import overlap
+from towpath.core.units import Matrices, OwnedMatrix, overlap
 from towpath.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,10 +15,15 @@ from enum import StrEnum
 from math import ceil
 from typing import Any
 
+from towpath.core.formats import ENCODED, FLOATING
+from towpath.core.placement import send
 from towpath.core.routes import Op
-from towpath.core.strategy import GRADIENTS, Strategy
+from towpath.core.strategy import GRADIENTS, Strategy, TransferKind
+from towpath.core.transfer import Transfer
 from towpath.core.transport import LOW_RANK, LowRank, Transport
+from towpath.core.units import Activation
 from towpath.errors import ConfigError
+from towpath.topology.cluster import Topology
 
 # Schedules of `torch.distributed.pipelining`, by name, and how many stages each rank holds in them.
 SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2}
@@ -383,3 +388,38 @@ def compression(name: str, **options: Any) -> Compression:
             f"compression {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known)}."
         )
     return replace(COMPRESSIONS[name], **options)
+
+
+Shape = tuple[tuple[int, ...], str]  # the shape and dtype of a tensor
+
+
+def message_transfers(
+    message: Message,
+    pairs: Sequence[tuple[int, int]],
+    outputs: Sequence[Shape],
+    topology: Topology,
+    compression: Compression,
+) -> Iterator[Transfer]:
+    """Yield the transfers of one message, one for each tensor.
+
+    Args:
+        pairs: The sending and the receiving rank of each copy of the pipeline. All of them send at once.
+        outputs: The outputs of the stage `message.output_of`.
+    """
+    move = send(pairs)
+    kind = TransferKind.ACTIVATION_GRADIENT if message.backward else TransferKind.ACTIVATION
+    for shape, dtype in outputs:
+        payload, transport = Activation(message.source, shape, dtype), transport_for(dtype, compression.of(message))
+        yield Transfer(kind, payload, move, transport, topology, message.micro_batch)
+
+
+def transport_for(dtype: str, transport: Transport) -> Transport:
+    """Return the transport of a tensor that stages exchange. Tensors that are not floats use no codec."""
+    if dtype not in FLOATING:
+        return Transport()
+    if transport.encoding is not None and dtype not in ENCODED:
+        raise ConfigError(
+            f"stages exchange {dtype}, and the codec {transport.encoding} takes {', '.join(ENCODED)}. Take a "
+            "precision, or leave the codec out."
+        )
+    return transport

@@ -1,47 +1,35 @@
 """A strategy: a topology, a placement on it, and a transport for each kind of transfer.
 
 A strategy is immutable data. The unit plan, the step machine and the schedule are derived from it. This file also
-writes and reads strategies as TOML, and describes the collectives of a placement without naming their ranks.
+writes and reads strategies as TOML.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import re
 import tomllib
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
 from towpath.core.placement import LABELS, Placement, PlacementCollectives, check_extent, transitions
-from towpath.core.routes import Grid, Op
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError
 from towpath.outer.settings import Outer
 from towpath.topology.cluster import Extent, Topology, counted
 
-# TOML escapes what JSON escapes, and DEL. It has no surrogate pairs, so all other characters are written unescaped.
-_ESCAPED = re.compile('[\x00-\x1f\x7f"\\\\]')
 
-
-def written(value: str | bool | int | float | Iterable[Any]) -> str:
-    """Return a scalar, or an array of scalars, in TOML syntax."""
-    if isinstance(value, str):
-        value.encode()  # raises UnicodeEncodeError, a ValueError, for lone surrogates
-        return f'"{_ESCAPED.sub(_escape, value)}"'
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    return f"[{', '.join(map(written, value))}]"
-
-
-def _escape(found: re.Match[str]) -> str:
-    character = found[0]
-    return f"\\{character}" if character in '"\\' else f"\\u{ord(character):04x}"
+def written(value: str | bool | int | float | Sequence[Any]) -> str:
+    """Return a scalar, or an array of scalars, in TOML syntax. Raise ValueError for text that is not Unicode."""
+    if isinstance(value, float):
+        return repr(value)  # unlike JSON, TOML has `inf` and `nan`
+    text = json.dumps(value, ensure_ascii=False)
+    text.encode()
+    return text.replace("\x7f", "\\u007f")  # JSON leaves DEL as it is
 
 
 class TransferKind(StrEnum):
@@ -332,25 +320,26 @@ class Strategy:
 
     def to_toml(self) -> str:
         """Return the strategy as TOML text, which `from_toml` reads. Raise ConfigError if the name is not Unicode."""
+        frozen, codec = self.frozen, self.frozen_codec
+        top = {
+            "name": self.name,
+            "frozen": [frozen.local, frozen.nodes] if isinstance(frozen, Extent) else frozen,
+            "frozen_codec": None if codec == "none" else str(codec),
+            "offload": self.offload,
+        }
+        tables = {
+            "topology": asdict(self.topology),
+            "placement": {name: [extent.local, extent.nodes] for name, extent in self.placement.extents()},
+            **{kind.value: _transport_table(self.transport(kind)) for kind in WITH_TRANSPORT},
+        }
+        if self.outer is not None:
+            tables |= {"outer": self.outer.to_table(), "outer.transport": _transport_table(self.outer.transport)}
         try:
-            lines = [f"name = {written(self.name)}"]
+            lines = _toml_lines(top)
         except ValueError as error:
             raise ConfigError(f"the name {self.name!r} cannot be written: {error}. Expected Unicode text.") from None
-        if self.frozen is not None:
-            extent = self.frozen
-            lines.append(f"frozen = {written((extent.local, extent.nodes) if isinstance(extent, Extent) else extent)}")
-        if self.frozen_codec != "none":
-            lines.append(f"frozen_codec = {written(str(self.frozen_codec))}")
-        lines += [] if self.offload is None else [f"offload = {written(self.offload)}"]
-        lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
-        lines += [] if self.topology.nodes_per_rack is None else [f"nodes_per_rack = {self.topology.nodes_per_rack}"]
-        lines += ["[placement]"]
-        lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
-        for kind in WITH_TRANSPORT:
-            lines += [f"[{kind.value}]", *_transport_lines(self.transport(kind))]
-        if self.outer is not None:
-            lines += ["[outer]", *(f"{name} = {written(value)}" for name, value in self.outer.to_table().items())]
-            lines += ["[outer.transport]", *_transport_lines(self.outer.transport)]
+        for name, table in tables.items():
+            lines += [f"[{name}]", *_toml_lines(table)]
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -381,13 +370,16 @@ class Strategy:
             raise ConfigError(f"not a strategy: {error}. Expected what Strategy.to_toml() writes.") from error
 
 
-def _transport_lines(transport: Transport) -> list[str]:
-    """Return the fields of a transport in TOML syntax, one in each line."""
+def _transport_table(transport: Transport) -> dict[str, Any]:
     values = {each.name: getattr(transport, each.name) for each in fields(Transport)}
     told = {name: v if isinstance(v, (int, float)) else str(v) for name, v in values.items() if v is not None}
     if not transport.exact:  # the default
         del told["exact"]
-    return [f"{name} = {written(value)}" for name, value in told.items()]
+    return told
+
+
+def _toml_lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{name} = {written(value)}" for name, value in table.items() if value is not None]
 
 
 @lru_cache(maxsize=256)
@@ -405,51 +397,3 @@ def _of_frozen(strategy: Strategy) -> Strategy:
     plain: dict[str, Any] = {kind.value: Transport() for kind in (*GRADIENTS, TransferKind.PARAM_SYNC)}
     plain |= {"gather": gather, "backward_gather": backward}
     return replace(strategy, placement=placement, **plain)
-
-
-# These functions describe the collectives of a placement without naming ranks. They give the operation, the shape of
-# the groups, and how far apart a group's nodes are.
-#
-# `transitions` lists every rank of every group. That is slow for thousands of ranks, and the planner does not need it
-# to estimate the cost of a transfer. A test checks that both agree.
-
-
-_ONE = Extent(1)
-
-
-@dataclass(frozen=True, slots=True)
-class MoveShape:
-    """The shape of one collective that several groups run at the same time."""
-
-    op: Op
-    # How many regions the flat buffer is divided into. Each group works on one of them.
-    regions: int
-    grid: Grid  # the members of each group
-    # The distance between the nodes of a group. It is 1 if the group has one node.
-    stride: int
-
-    @property
-    def members(self) -> int:
-        return self.grid.nodes * self.grid.width
-
-
-@lru_cache(maxsize=4096)
-def move_shapes(placement: Placement, topology: Topology) -> dict[TransferKind, tuple[MoveShape, ...]]:
-    """Return the shapes of the collectives of each kind, in the order in which they run."""
-    params, grads, optimizer = placement.params, placement.grads, placement.optimizer
-    backward = placement.backward_params or params
-    return {
-        TransferKind.GATHER: _collectives_between(Op.ALL_GATHER, _ONE, params),
-        TransferKind.BACKWARD_GATHER: _collectives_between(Op.ALL_GATHER, _ONE, backward),
-        TransferKind.REDUCE: _collectives_between(Op.REDUCE_SCATTER, _ONE, grads),
-        TransferKind.GRAD_SYNC: _collectives_between(Op.REDUCE_SCATTER, grads, optimizer)
-        + _collectives_between(Op.ALL_REDUCE, optimizer, topology.whole),
-        TransferKind.PARAM_SYNC: _collectives_between(Op.ALL_GATHER, params, optimizer),
-        TransferKind.UNUSED_PARAMS: _collectives_between(Op.ALL_REDUCE, _ONE, topology.whole),
-    }
-
-
-def _collectives_between(op: Op, coarse: Extent, fine: Extent) -> tuple[MoveShape, ...]:
-    """Return the collective among the ranks of one fine copy that share a coarse slice, if these are several."""
-    grid = Grid(fine.nodes // coarse.nodes, fine.local // coarse.local)
-    return () if coarse == fine else (MoveShape(op, coarse.size, grid, coarse.nodes if grid.nodes > 1 else 1),)

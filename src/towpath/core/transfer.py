@@ -4,8 +4,8 @@ A *transfer* is one collective, run by all its groups at the same time, or one m
 what moves (the payload), among which ranks, by which transport (route and codec), and for which
 purpose (`TransferKind`). The schedule, the simulator and the engine all read the same transfers.
 
-`core/route_costs.py` counts the bytes that a transfer sends, `core/buffers.py` the memory that it needs, and
-`core/launches.py` what a rank launches for it.
+`core/costs.py` counts the bytes that a transfer sends and what a rank launches for it, and `core/buffers.py` the memory
+that it needs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from towpath.core.formats import item_bytes
-from towpath.core.lossless import Coding
-from towpath.core.payloads import Activation, Matrices, Payload, Range
+from towpath.core.costs import traffic
+from towpath.core.formats import Coding, item_bytes
 from towpath.core.placement import GroupCollective
-from towpath.core.route_costs import traffic
 from towpath.core.routes import COLLECTIVES, Form, Grid, Op, bounds, byte_grain, parts_of, slice_bytes
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
+from towpath.core.units import Activation, Matrices, Payload, Range
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, get_args
 
-from towpath.core.formats import Codec, item_bytes
-from towpath.core.lossless import Coding, coding_of
+from towpath.core.formats import DIFFERENCES, EXACT, VALUES, Codec, Coding, item_bytes
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Form, Grid, Op, Route, effective_route
 from towpath.core.units import BucketSpec
 from towpath.errors import ConfigError
@@ -27,6 +26,9 @@ from towpath.errors import ConfigError
 
 
 LOW_RANK = "low-rank"
+
+# An exact transport sends smaller regions as they are: the time of their messages is mostly latency.
+SMALLEST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ class Transport:
         plain_route: The route of these steps. None means `route`. Reductions can be encoded on few routes, and another
             one may be faster without a codec.
         served: True if the codec is not in use in this step. Parameters stay aligned to its blocks.
-        exact: Send what no codec encodes in fewer bytes, without losing a bit (`core/lossless.py`). Only for
+        exact: Send what no codec encodes in fewer bytes, without losing a bit (`codecs/exact`). Only for
             gradients and the parameter sync.
     """
 
@@ -220,8 +222,14 @@ class Transport:
 
     def coding(self, op: Op, grid: Grid, elements: int, dtype: str, form: Form) -> Coding | None:
         """Return how a collective on a region of `elements` encodes what crosses nodes without loss, or None."""
-        plain = self.encoding is None and self.low_rank is None
-        return coding_of(op, grid, elements, dtype, form) if self.exact and plain else None
+        is_large = elements * item_bytes(dtype) >= SMALLEST_BYTES
+        if not self.exact or self.encoding or self.low_rank or grid.nodes == 1 or dtype not in EXACT or not is_large:
+            return None
+        # Collectives of the backend add values, so they can only gather encoded ones.
+        if form is Form.COLLECTIVES and (op is not Op.ALL_GATHER or elements % (grid.nodes * grid.width)):
+            return None
+        # The only all-gather that can be exact is a parameter sync.
+        return Coding(DIFFERENCES if op is Op.ALL_GATHER else VALUES, dtype)
 
     def message_bytes(self, shape: Sequence[int], dtype: str) -> int:
         """Return the bytes of a message between two ranks with a tensor of `shape`, after encoding."""

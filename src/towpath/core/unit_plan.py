@@ -11,15 +11,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from towpath.core.buffers import Needs, coalesced_bytes, feedback_bytes, largest, wire_needs
-from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
-from towpath.core.lossless import message_cell
-from towpath.core.payloads import Range
+from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, message_cell, wide
 from towpath.core.placement import GroupCollective, Partition, everyone
 from towpath.core.routes import Form, Op
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Factored, Transport
-from towpath.core.units import BucketSpec, UnitSpec, round_up
+from towpath.core.units import BucketSpec, Range, UnitSpec, round_up
 from towpath.errors import ConfigError
 
 # A transfer up to this size takes longer to start than to run. Those of one unit are sent as one (MiCS, section 4).

@@ -16,18 +16,17 @@ from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
 from towpath.core.formats import Precision
-from towpath.core.lossless import SMALLEST_BYTES
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import EXACT_KINDS, Strategy, TransferKind
-from towpath.core.transport import LowRank
+from towpath.core.transport import SMALLEST_BYTES, LowRank
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.aliases import check_memory, find_kept
 from towpath.engine.comm import CommContext
 from towpath.engine.executor import Engine
 from towpath.engine.layout import UnitLayout, device_of, is_saved
-from towpath.engine.optimizer_hooks import watch_optimizers
+from towpath.engine.optimizer_steps import watch_optimizers
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.dtensors import TensorParallelMesh, mesh_of
 from towpath.engine.parameters.initialise import (
@@ -154,7 +153,7 @@ def build(
     # Ranks compare logs by this number, so it counts alike on all of them.
     number: int = next(groups.shared("models made", count))
     log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict), first=groups.first)
-    comm = CommContext(groups, device_of(layouts, groups), log, job)
+    comm = CommContext(groups, device_of(model.parameters(), groups), log, job)
     places = [place for layout in layouts for place in layout.places]
     mesh = mesh_of([place.parallel for place in places if place.parallel is not None])
     if mesh.groups and (

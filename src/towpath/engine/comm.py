@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.collectives.collective import Collective, GroupRank
-from towpath.collectives.owners import OwnersExchange
+from towpath.collectives.point_to_point import OwnersExchange
 from towpath.collectives.select import CoalescedAllGather, CoalescedReduceScatter, form_for, group_rank, select
 from towpath.core.queues import MAX_IN_FLIGHT, QUEUES, Lanes, shared_lanes
 from towpath.core.routes import WITH_OWNERS
@@ -29,10 +29,9 @@ from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.program import Program
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.engine.threads import ThreadStream
-from towpath.engine.timing import timer_for
 from towpath.engine.transfer_queues import CudaStream, Queues, RankTransfer, Stream
 from towpath.logs import logger
-from towpath.observe.record import Record
+from towpath.observe.record import DeviceTimer, Record, Timer
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -138,7 +137,8 @@ class CommContext:
         self.log = log
         self._backend = groups.backend(device)
         self.watchdog = Watchdog.of(groups)
-        self.record = Record(self.watchdog, timer_for(device), self.job.world // groups.world)
+        timer = DeviceTimer(device) if device.type == "cuda" else Timer()
+        self.record = Record(self.watchdog, timer, self.job.world // groups.world)
         self._everyone = Watchdog.of(self.job)
         self._everyone.oversee(self.watchdog)
         if device.type == "cuda":

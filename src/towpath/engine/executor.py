@@ -10,17 +10,21 @@ import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial, wraps
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from towpath.core.formats import Precision
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.core.step import StepMachine
 from towpath.core.step_state import (
     Action,
@@ -42,6 +46,7 @@ from towpath.core.step_state import (
 )
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
+from towpath.engine import eager
 from towpath.engine.agree.boundary import UnusedParams
 from towpath.engine.agree.program import EndOfBackward, FailedPasses
 from towpath.engine.backward_inputs import expect_gradients
@@ -52,14 +57,26 @@ from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.param_syncs import ParamSyncs
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.registrations import registrations
-from towpath.engine.timing import eager, on_host
-from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun, Work
+from towpath.engine.transfer_queues import Handle, RankTransfer, Work
 from towpath.errors import ShardError, StepError
 from towpath.outer.sync import OuterSync
 
 if TYPE_CHECKING:
     from towpath.engine.parameters.matrix_steps import MatrixSteps
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _on_host(method: _Method) -> _Method:
+    """Count the seconds of a method of `Engine`, which runs on the training thread, as the engine's own."""
+
+    @wraps(method)
+    def counted(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        with self.host:
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, counted)
 
 
 class Engine:
@@ -109,8 +126,8 @@ class Engine:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
         # Those of optimizers that need unsharded matrices.
         self.matrix_steps: weakref.WeakSet[MatrixSteps] = weakref.WeakSet()
-        registrations.count()
-        self._registrations = registrations.made  # the count at the last search of the model
+        self._registrations = _registrations()
+        self._searched_at = self._registrations[0]  # their number at the last search of the model
         for parameter in (p for unit in units for p in unit.parameters):
             assert isinstance(parameter, ShardTensor)
             parameter.shard_spec.replica.engine = weakref.ref(self)
@@ -140,87 +157,85 @@ class Engine:
 
     def execute(self, actions: Iterable[Action]) -> None:
         """Execute actions in order. If one raises, still execute later ones that change only this rank's memory."""
-        # The step machine has already counted them as done.
         left = iter(actions)
         try:
             for action in left:
-                self._execute(action)
+                match action:
+                    case Submit(task):
+                        match task.kind:
+                            case TransferKind.PARAM_SYNC:
+                                handle = self._param_sync(task)
+                            case TransferKind.REDUCE:
+                                handle = self._reduce(task)
+                            case TransferKind.GRAD_SYNC:
+                                handle = self._grad_sync(task)
+                            case TransferKind.OUTER:
+                                assert self.outer is not None
+                                handle = self.outer.submit(task)
+                            case _:
+                                handle = self._gather(task)
+                        # The tasks before it are dropped, because each would otherwise keep all earlier ones alive.
+                        task.handle, task.after = handle, ()
+                    case Wait(task, on_host):
+                        # A task without a handle had nothing to send. On a GPU only the current stream waits, unless
+                        # `on_host`.
+                        if task.handle is not None:
+                            cast(Handle, task.handle).wait(on_host)
+                    case SwapParameters(index, whole):
+                        self.units[index].shown.swap(whole)
+                        # Modules of the root may read a leaf's parameter, as in F.linear(h, head.weight).
+                        for leaf in self.leaves if index == self.root.index else ():
+                            leaf.shown.show_leaf(whole)
+                    case InvalidateViews(index, invalid):
+                        self.units[index].shown.invalidate_views(invalid)
+                    case AssignSlot(index, slot):
+                        self.units[index].assign_slot(self.weights.of(slot))
+                    case SaveBackwardCopy(index):
+                        for bucket in self.units[index].gathered:
+                            bucket.save_backward_copy()
+                    case OpenGradients(index, slot):
+                        self.units[index].open_gradients(None if slot is None else self.gradients.of(slot))
+                    case AgreeOnSizes(units):
+                        self.param_syncs.agree(units)
+                    case ApplyOuter():
+                        assert self.outer is not None
+                        self.outer.apply(action)
+                    case CheckRanks():
+                        self.param_syncs.note_problems()
+                        if self.outer is not None:
+                            self.outer.note_problems()
+                        self._used = self._unused_params.compare(self.step)
+                    case SetGrads():
+                        self._set_grads()
         except BaseException:
-            for action in left:
-                if isinstance(action, (SwapParameters, InvalidateViews, AssignSlot, OpenGradients)):
-                    self._execute(action)
+            # The step machine has already counted them as done.
+            local = (SwapParameters, InvalidateViews, AssignSlot, OpenGradients)
+            self.execute([action for action in left if isinstance(action, local)])
             raise
 
-    def _execute(self, action: Action) -> None:
-        match action:
-            case Submit(task):
-                # The tasks before it are dropped, because each would otherwise keep all earlier ones alive.
-                task.handle, task.after = self._submit(task), ()
-            case Wait(task, on_host):
-                # A task without a handle had nothing to send. On a GPU only the current stream waits, unless `on_host`.
-                if task.handle is not None:
-                    cast(Handle, task.handle).wait(on_host)
-            case SwapParameters(index, whole):
-                self.units[index].shown.swap(whole)
-                # Modules of the root may read a leaf's parameter, as in F.linear(h, head.weight).
-                for leaf in self.leaves if index == self.root.index else ():
-                    leaf.shown.show_leaf(whole)
-            case InvalidateViews(index, invalid):
-                self.units[index].shown.invalidate_views(invalid)
-            case AssignSlot(index, slot):
-                self.units[index].assign_slot(self.weights.of(slot))
-            case SaveBackwardCopy(index):
-                for bucket in self.units[index].gathered:
-                    bucket.save_backward_copy()
-            case OpenGradients(index, slot):
-                self.units[index].open_gradients(None if slot is None else self.gradients.of(slot))
-            case AgreeOnSizes(units):
-                self.param_syncs.agree(units)
-            case ApplyOuter():
-                assert self.outer is not None
-                self.outer.apply(action)
-            case CheckRanks():
-                self.param_syncs.note_problems()
-                if self.outer is not None:
-                    self.outer.note_problems()
-                self._used = self._unused_params.compare(self.step)
-            case SetGrads():
-                self._set_grads()
+    # Each of the next four submits a task to its queue: the transfers, with the memory that they read and write.
 
-    def _submit(self, task: Task) -> Handle | None:
-        """Submit the transfers of a task to their queue, each with the memory that it reads and writes."""
-        if task.kind is TransferKind.OUTER:
-            assert self.outer is not None
-            return self.outer.submit(task)
-        unit = self.units[task.unit]
-        after = [cast(Handle, t.handle) for t in task.after if t.handle is not None]
-        # Gradients are held until another unit's arrive. What is reduced now must be in the slot first.
-        if unit is self._arriving and task.kind in (TransferKind.REDUCE, TransferKind.GRAD_SYNC):
-            self._gradients_arrive_for(None)
-        match task.kind:
-            case TransferKind.PARAM_SYNC:
-                return self._param_sync(unit)
-            case TransferKind.REDUCE:
-                return self._reduce(unit)
-            case TransferKind.GRAD_SYNC:
-                return self._grad_sync(unit, after)
-            case _:
-                return self._gather(unit, task, after)
-
-    def _gather(self, unit: Unit, task: Task, after: Sequence[Handle]) -> Handle:
+    def _gather(self, task: Task) -> Handle:
         """Submit the all-gathers of a unit's weights: each reads a shard, and writes the unsharded weights."""
-        kind, buckets = task.kind, unit.gathered
+        kind, unit = task.kind, self.units[task.unit]
+        buckets = unit.gathered
         runs = _runs(unit, kind, [(b, b.full, b.source(kind)) for b in buckets])
         before = [work for b in buckets if (work := b.before_gather(kind)) is not None]
         copies = [b.save_backward_copy for b in buckets if b.copy is not None] if task.save_copy else []
         # The first messages of a gather wait for nobody, so they may leave while the gather before it still shares out
         # inside the nodes. They cannot if something must be computed first.
-        begin = runs[0].begin if runs and not before and kind not in unit.coalesced else None
-        return self.comm.queues.submit(kind, _bound(buckets, kind), [*before, *runs, *copies], after, begin)
+        begin = None
+        if runs and not before and kind not in unit.coalesced:
+            transfer, region, shard = runs[0]
+            begin = partial(transfer.begin, region, shard)
+        works = [*before, *_works(runs), *copies]
+        return self.comm.queues.submit(kind, _bound(buckets, kind), works, _handles(task.after), begin)
 
-    def _reduce(self, unit: Unit) -> Handle:
+    def _reduce(self, task: Task) -> Handle:
         """Submit the reductions of this micro-step's gradients, whose results are added to the G shards."""
-        kind, reduced = TransferKind.REDUCE, unit.reduced
+        kind, unit = task.kind, self.units[task.unit]
+        self._store_gradients(unit)
+        reduced = unit.reduced
         gradients = [each for _, each in reduced]
         # A parameter that this rank did not use adds zero to the sum. All ranks send the same bytes.
         # All copies and sums are enqueued before the reduction, which follows them on its own stream.
@@ -228,29 +243,31 @@ class Engine:
             each.fill_missing()
         works: list[Work] = [
             *(each.divide for each in gradients if each.divides),
-            *_runs(unit, kind, [(bucket, each.region, each.shard) for bucket, each in reduced]),
+            *_works(_runs(unit, kind, [(bucket, each.region, each.shard) for bucket, each in reduced])),
             *(each.accumulate for each in gradients),
         ]
         return self.comm.queues.submit(kind, _bound((bucket for bucket, _ in reduced), kind), works)
 
-    def _param_sync(self, unit: Unit) -> Handle | None:
+    def _param_sync(self, task: Task) -> Handle | None:
         """Submit the parameter sync of the buckets written since the last one. Return None if nothing is sent."""
-        kind, dirty = TransferKind.PARAM_SYNC, [b for b in unit.buckets if b.dirty]
+        dirty = [b for b in self.units[task.unit].buckets if b.dirty]
         # Counted as sent before it is: a write from now on belongs to the next sync.
         for bucket in dirty:
             bucket.synced_count = bucket.version.count
         sending = [b for b in dirty if b.plan.has_param_sync]
         if not sending:
             return None
-        handle = self.comm.queues.submit(kind, _bound(sending, kind), [b.param_sync for b in sending])
+        handle = self.comm.queues.submit(task.kind, _bound(sending, task.kind), [b.param_sync for b in sending])
         for bucket in sending:
             # The host must not write to the master while the device copies it.
             if bucket.plan.optimizer_on_host:
                 bucket.version.read_until(partial(handle.wait, on_host=True))
         return handle
 
-    def _grad_sync(self, unit: Unit, after: Sequence[Handle]) -> Handle | None:
+    def _grad_sync(self, task: Task) -> Handle | None:
         """Submit the sync that turns sums into means, in the last micro-step. Return None if there is nothing to do."""
+        unit = self.units[task.unit]
+        self._store_gradients(unit)
         # Gradients that are not reduced in each micro-step were added to the sums as they came. Those that did not come
         # on this rank add zero, because other ranks may have them.
         for bucket in unit.trainable:
@@ -260,28 +277,26 @@ class Engine:
         if not sums:
             return None
         works = [partial(b.gradients.grad_sync, self._terms) for b in sums]
-        return self.comm.queues.submit(TransferKind.GRAD_SYNC, _bound(sums, TransferKind.GRAD_SYNC), works, after)
+        return self.comm.queues.submit(task.kind, _bound(sums, task.kind), works, _handles(task.after))
+
+    def _store_gradients(self, unit: Unit) -> None:
+        """Store held gradients of `unit`, which a reduction reads from the slot."""
+        if unit is self._arriving:
+            self._gradients_arrive_for(None)
 
     # Forward --------------------------------------------------------------------------------------------------------
 
-    def call_begins(self) -> None:
-        """Note that a call into the model or one of its units begins. Calls may be nested."""
+    @eager
+    @_on_host
+    def before_forward(self, unit: Unit, comes_back: bool) -> ForwardPass | None:
+        """Unshard `unit` for a call into it. Calls may be nested.
+
+        `comes_back`: Whether a backward pass may follow. Returns the pass that the hooks of a graph will name.
+        """
         if not self._calls:
             self._before_call = self.comm.record.so_far()
         self._calls += 1
-
-    def call_ends(self, graph_follows: bool) -> None:
-        """Note that a call into the model has returned. Forget its gathers if no backward pass follows."""
-        # Such calls, as in inference, belong to no step. There may be any number of them.
-        self._calls -= 1
-        if not (self._calls or graph_follows or in_backward()):
-            self.comm.record.forget_gathers(self._before_call)
-            # Inference has no boundary at which all ranks would learn of the problem.
-            self.param_syncs.raise_problems()
-
-    @on_host
-    def before_forward(self, unit: Unit, comes_back: bool) -> None:
-        """Unshard `unit` before its forward. `comes_back`: whether a backward pass may follow."""
+        self.machine.entered(unit.index)
         # Activation checkpointing runs forwards inside a backward pass.
         recomputing = in_backward()
         unit.shown.check()
@@ -291,9 +306,11 @@ class Engine:
             # Evaluation must not decide when islands synchronize.
             if torch.is_grad_enabled():
                 self.sync_islands()
-        actions = self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing)
-        self.execute(actions)
+        self.execute(self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing))
         self.comm.record.begins("recompute" if recomputing else "forward", unit.name)
+        # A recomputation inside the unit's own backward belongs to the forward pass that it repeats.
+        makes_graph = torch.is_grad_enabled() and not self.machine.runs_backward(unit.index)
+        return self.machine.graph_made(unit.index) if makes_graph else None
 
     def check_forward(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
         """Raise if the forward wrote to its parameters, returns their memory, or added parameters to the model."""
@@ -307,9 +324,9 @@ class Engine:
 
     def _check_registrations(self) -> None:
         """Raise if the model has a parameter that it did not have at `shard()`."""
-        if self._registrations == registrations.made:
+        if self._searched_at == self._registrations[0]:
             return
-        made = registrations.made
+        made = self._registrations[0]
         for unit in self.units:
             unit.shown.check()
         (model,) = self.root.modules
@@ -321,15 +338,21 @@ class Engine:
                     "gradient would be this rank's own. Change the model first and shard it then. For new values use "
                     "load_state_dict(), or copy_() to each parameter."
                 )
-        self._registrations = made
+        self._searched_at = made
 
     @eager
-    @on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         """Give the unit's modules their ShardTensors back. `graph_follows`: whether the outputs have a graph."""
         recomputing = in_backward()
-        self.comm.record.ends("recompute" if recomputing else "forward", unit.name)
-        self.execute(self.machine.forward_ends(unit.index, graph_follows=graph_follows, recomputing=recomputing))
+        with self.host:
+            self.comm.record.ends("recompute" if recomputing else "forward", unit.name)
+            self.execute(self.machine.forward_ends(unit.index, graph_follows=graph_follows, recomputing=recomputing))
+        # A call without a backward pass, as in inference, belongs to no step. There may be any number of them.
+        self._calls -= 1
+        if not (self._calls or graph_follows or recomputing):
+            self.comm.record.forget_gathers(self._before_call)
+            # Inference has no boundary at which all ranks would learn of the problem.
+            self.param_syncs.raise_problems()
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
         """Note that a forward raised `error`, if forwards involve other ranks, because they gather parameters.
@@ -343,7 +366,7 @@ class Engine:
     # Backward -------------------------------------------------------------------------------------------------------
 
     @eager
-    @on_host
+    @_on_host
     def output_gradient_arrives(self, passed: ForwardPass, inputs: Sequence[Node], _: torch.Tensor) -> None:
         """Unshard the unit when the first gradient reaches one of its outputs. The gradients of others do nothing."""
         if passed.running:
@@ -351,13 +374,11 @@ class Engine:
         passed.inputs_done = 0
         self._gradients_arrive_for(self.units[passed.unit])
         expect_gradients(self.units[passed.unit], passed, inputs)
-        with self._maybe_first_of_a_backward_pass():
-            actions = self.machine.backward_begins(passed, graph=torch.is_grad_enabled())
-        self.execute(actions)
+        self._backward_event(partial(self.machine.backward_begins, passed, graph=torch.is_grad_enabled()))
         self.comm.record.begins("backward", self.units[passed.unit].name)
 
     @eager
-    @on_host
+    @_on_host
     def input_gradient_done(self, passed: ForwardPass, _: torch.Tensor) -> None:
         """Count the input gradients of a unit. After the last one, nothing is left to compute in its backward."""
         passed.inputs_done += 1
@@ -373,11 +394,16 @@ class Engine:
         machine, gradients = self.machine, bucket.gradients
         if unit is not self._arriving:
             self._gradients_arrive_for(unit)
-        if not machine.is_collecting(unit.index):
-            self._first_gradient(unit, bucket, index, grad)
+        is_first = not machine.is_collecting(unit.index)
+        if is_first:
+            with self.host:
+                self._backward_event(partial(machine.gradient_arrives, unit.index))
         began = perf_counter()
-        if grad.requires_grad or not (bucket.always_whole or machine.is_whole(unit.index)):
-            self._check_gradient(unit, bucket, index, grad)
+        is_whole = bucket.always_whole or machine.is_whole(unit.index)
+        # Later gradients of a unit can only be wrong in these two ways. This saves a check of each.
+        if is_first or grad.requires_grad or not is_whole:
+            place, was_reduced = bucket.layout.places[index], machine.is_reduced(unit.index)
+            check_gradient(place, grad, unit.name, is_whole or unit.plan.leaf, was_reduced)
         arrives = perf_counter()
         # A muted rank counts arrivals, too: the transfers that follow must be the same on every rank.
         gradients.arrive(index, None if self.muted else grad)
@@ -395,31 +421,20 @@ class Engine:
             self.host.take_off(perf_counter() - began)
         self._arriving = unit
 
-    @on_host
-    def _first_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        with self._maybe_first_of_a_backward_pass():
-            actions = self.machine.gradient_arrives(unit.index)
-        self.execute(actions)
-        self._check_gradient(unit, bucket, index, grad)
-
-    def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        is_whole = bucket.always_whole or unit.plan.leaf or self.machine.is_whole(unit.index)
-        check_gradient(bucket.layout.places[index], grad, unit.name, is_whole, self.machine.is_reduced(unit.index))
-
-    @contextmanager
-    def _maybe_first_of_a_backward_pass(self) -> Generator[None]:
-        """Run an event that may begin a backward pass. If it does, register a callback for the end of the pass."""
+    def _backward_event(self, event: Callable[[], list[Action]]) -> None:
+        """Execute what the step machine answers to an event that may begin a backward pass."""
         before = self.machine.in_backward
         try:
-            yield
+            actions = event()
         finally:
             if self.machine.in_backward and not before:
                 # Autograd calls this at the end of the backward pass, before backward() returns.
                 end = EndOfBackward(weakref.WeakMethod(self._end_backward), weakref.WeakMethod(self._backward_failed))
                 torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportPrivateUsage]
+        self.execute(actions)
 
     @eager
-    @on_host
+    @_on_host
     def _end_backward(self) -> None:
         self.comm.record.ends("backward", None)
         with torch.no_grad():
@@ -462,7 +477,7 @@ class Engine:
         self.begin()
         self.execute(self.machine.param_sync())
 
-    @on_host
+    @_on_host
     def end_boundary(self) -> None:
         """Wait for the gradient syncs and set every `.grad`, once a pipeline has sent what other stages wait for."""
         with torch.no_grad():
@@ -562,19 +577,42 @@ def _bound(buckets: Iterable[Bucket], kind: TransferKind) -> list[RankTransfer]:
     return [bound for bucket in buckets for bound in bucket.transfers[kind]]
 
 
-def _runs(
-    unit: Unit, kind: TransferKind, memory: Sequence[tuple[Bucket, torch.Tensor, torch.Tensor]]
-) -> list[TransferRun]:
+def _handles(tasks: Iterable[Task]) -> list[Handle]:
+    return [cast(Handle, task.handle) for task in tasks if task.handle is not None]
+
+
+_Run = tuple[RankTransfer, Any, Any]  # a transfer with its region and its shard, or a coalesced one with lists of them
+
+
+def _runs(unit: Unit, kind: TransferKind, memory: Sequence[tuple[Bucket, torch.Tensor, torch.Tensor]]) -> list[_Run]:
     """Return the transfers of a unit with their memory: bucket, region and shard. Small ones come first, as one."""
-    runs: list[TransferRun] = []
+    runs: list[_Run] = []
     together, transfer = unit.coalesced.get(kind, ((), None))
     if transfer is not None:
         small = [(region, shard) for bucket, region, shard in memory if bucket in together]
-        runs.append(TransferRun(transfer, [region for region, _ in small], [shard for _, shard in small]))
+        runs.append((transfer, [region for region, _ in small], [shard for _, shard in small]))
     for bucket, region, shard in memory:
         if bucket not in together:
-            runs += [TransferRun(bound, region, shard) for bound in bucket.transfers[kind]]
+            runs += [(bound, region, shard) for bound in bucket.transfers[kind]]
     return runs
+
+
+def _works(runs: Iterable[_Run]) -> list[Work]:
+    return [partial(transfer.run, region, shard) for transfer, region, shard in runs]
+
+
+@cache
+def _registrations() -> list[int]:
+    """Return the number of parameters and submodules that modules have registered in this process, in a list of one."""
+    # PyTorch's hooks are global, and each further one would count every registration again.
+    made = [0]
+
+    def count(*_: object) -> None:
+        made[0] += 1
+
+    register_module_module_registration_hook(count)
+    register_module_parameter_registration_hook(count)
+    return made
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -6,28 +6,26 @@ parameter.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial, update_wrapper
+from functools import cache, partial
 from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_map_only
 
 from towpath.core.step_state import ForwardPass
+from towpath.engine import eager
 from towpath.engine.backward_inputs import let_backward_take_parameters
 from towpath.engine.executor import Engine
 from towpath.engine.from_fsdp import COUNTERPARTS, NoMethodError
 from towpath.engine.layout import has_forward, kept_modules, torch_dtype
-from towpath.engine.module_class import add_mixin, keep_dtype
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.module_parameters import is_transformed
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.timing import eager
 from towpath.errors import ShardError, StepError
 
 
@@ -84,6 +82,47 @@ def _parts(engine: Engine) -> list[nn.Module]:
     return list(found.values())
 
 
+def add_mixin(module: nn.Module, role: type[Any]) -> None:
+    """Add `role` to the module's class. The class keeps its name, because libraries look at it."""
+    module.__class__ = _with_role(type(module), role)
+
+
+@cache
+def _with_role(cls: type[nn.Module], role: type[Any]) -> type[Any]:
+    """Return the subclass of `role` and `cls`, which is made once."""
+    # torch.compile makes a graph for each class, and gives up after eight. So all blocks of a model share one class.
+    return type(cls.__name__, (role, cls), {"__module__": cls.__module__})
+
+
+def keep_dtype(module: nn.Module) -> None:
+    """Let a module compute in its own dtype. Inputs are cast to it, and outputs are cast back."""
+    own = next((t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.float32)
+    add_mixin(module, OwnDtypeModule)
+    # Past nn.Module.__setattr__, which a user's class may override.
+    object.__setattr__(module, "towpath_dtype", own)
+
+
+class OwnDtypeModule(nn.Module):
+    """A module that `Precision(keep=)` names. It computes in `towpath_dtype`."""
+
+    towpath_dtype: torch.dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        met: list[torch.dtype] = []  # of the inputs; the outputs get the first one
+
+        def enter(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            met.append(tensor.dtype)
+            return tensor.to(self.towpath_dtype)
+
+        args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
+        output = super().__call__(*args, **kwargs)
+        if not met:
+            return output
+        return tree_map_only(torch.Tensor, lambda t: t.to(met[0]) if t.is_floating_point() else t, output)
+
+
 class HookedModule(nn.Module):
     """A module whose call runs the engine before and after the forward.
 
@@ -121,88 +160,6 @@ class RootSubmodule(HookedModule):
         return self.towpath_forward.run_unless_inside(super().__call__, args, kwargs)
 
 
-def register_forward_method(module: nn.Module, method: str) -> None:
-    """Let `module.method(...)` compute with unsharded parameters, as `module(...)` does.
-
-    Like a forward, the method gathers parameters, so every rank must call it identically. The parameters stay
-    unsharded until it returns. Registering a method again has no effect.
-
-    Args:
-        module: A model that `shard()` returned, a module inside its root unit, or a unit's module.
-        method: The name of the method.
-
-    Raises:
-        ShardError: `module` is none of these, or the method does not exist, or it is a generator or a coroutine.
-    """
-    kind = type(module).__name__
-    if not isinstance(module, HookedModule):
-        raise ShardError(
-            f"register_forward_method: expected a model that towpath.shard() returned, a module of its root, or a "
-            f"unit's module; got a {kind}, which is none of these. If it is inside a unit, register a method of that "
-            "unit's module, or leave the unit to the root: pass the others as units= to shard()."
-        )
-    found = getattr(module, method, None)
-    if not callable(found):
-        known = [name for name in dir(type(module)) if callable(getattr(type(module), name, None))]
-        close = difflib.get_close_matches(method, known, n=3, cutoff=0.5)
-        meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise ShardError(f"register_forward_method: {kind} has no method {method!r}.{meant}")
-    if _goes_on(found):
-        raise ShardError(
-            f"register_forward_method: {method!r} of {kind} is a generator or a coroutine, and goes on after its call "
-            "has returned. Register what it calls, or use `with towpath.full_parameters(model):`."
-        )
-    if not isinstance(found, _ForwardMethod):
-        object.__setattr__(module, method, _ForwardMethod(module, found))
-
-
-# Methods that libraries call: Hugging Face, PEFT, Diffusers, sentence-transformers and Lightning.
-KNOWN_METHODS = (
-    "generate",
-    "encode",
-    "decode",
-    "get_text_features",
-    "get_image_features",
-    "get_audio_features",
-    "training_step",
-    "validation_step",
-    "test_step",
-    "predict_step",
-)
-
-
-def register_known_methods(model: nn.Module) -> None:
-    """Register those of `KNOWN_METHODS` that the model has. Skip generators, and modules of such a name."""
-    for method in KNOWN_METHODS:
-        found = getattr(model, method, None)
-        if inspect.ismethod(found) and not _goes_on(found):
-            register_forward_method(model, method)
-
-
-def _goes_on(method: Callable[..., Any]) -> bool:
-    """Return whether `method` continues after its call has returned: it is a generator or a coroutine."""
-    plain = inspect.unwrap(method)
-    return inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain)
-
-
-@final
-class _ForwardMethod:
-    """A registered method of a module. Its call unshards the module's unit."""
-
-    def __init__(self, module: nn.Module, found: Callable[..., Any]) -> None:
-        # A weak reference: a module that referred to itself would keep its buffers until the garbage collector runs.
-        self._module = weakref.ref(module)
-        self._bound = getattr(found, "__self__", None) is module
-        self._function: Callable[..., Any] = getattr(found, "__func__", found) if self._bound else found
-        update_wrapper(self, found)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert isinstance(module, HookedModule)
-        call = partial(self._function, module) if self._bound else self._function
-        return module.towpath_forward.run_unless_inside(call, args, kwargs)
-
-
 @final
 class _Forward:
     """The engine's work around the forward of one module. The module holds it as `towpath_forward`."""
@@ -226,11 +183,12 @@ class _Forward:
         """Run `call` with the unit unsharded, and watch its inputs and outputs for gradients."""
         # torch.compile skips this method, and still compiles `call`. In a compiled model the graph around it ends here,
         # and `call` gets a graph of its own.
-        graph_follows = False
-        self._engine.call_begins()
-        self._engine.machine.entered(self.unit.index)
+        graph_follows, module = False, self._module()
+        # A backward pass may follow a forward without a graph: a reentrant checkpoint runs its forward so.
+        comes_back = torch.is_grad_enabled() or (module is not None and module.training)
         try:
-            passed, entries, args, kwargs = self._before(args, kwargs)
+            passed = self._engine.before_forward(self.unit, comes_back)
+            entries, args, kwargs = self._enter(passed, args, kwargs)
             output = call(*args, **kwargs)
             graph_follows = self._after(passed, entries, output)
             return output
@@ -239,61 +197,29 @@ class _Forward:
             raise
         finally:  # after an exception, too, the modules must get their ShardTensors back
             self._engine.after_forward(self.unit, graph_follows)
-            self._engine.call_ends(graph_follows)
 
     @eager
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ForwardPass | None, list[Node], Any, Any]:
-        """Unshard the unit, and hook the inputs. Return the pass that a backward will name, and the inputs to use."""
-        # A backward pass may follow a forward without a graph: a reentrant checkpoint runs its forward so.
-        module = self._module()
-        comes_back = torch.is_grad_enabled() or (module is not None and module.training)
-        self._engine.before_forward(self.unit, comes_back)
-        # A recomputation inside the unit's own backward belongs to the forward pass that it repeats.
-        machine, index = self._engine.machine, self.unit.index
-        makes_graph = torch.is_grad_enabled() and not machine.runs_backward(index)
-        passed = machine.graph_made(index) if makes_graph else None
-        with self._engine.host:
-            return passed, *self._enter(passed, args, kwargs)
-
-    @eager
-    def _after(self, passed: ForwardPass | None, entries: Sequence[Node], output: Any) -> bool:
-        """Register hooks for the gradients of the outputs, and return whether any output can get one."""
-        with self._engine.host:
-            self._engine.check_forward(self.unit, _tensors(output))
-            if passed is None:
-                return False
-            # A leaf, such as a parameter that is returned, would keep the hook for all later passes. An output that
-            # was an input does not begin the unit's backward.
-            made = [t for t in _tensors(output) if t.requires_grad and not t.is_leaf]
-            outputs = [t for t in made if id(t) not in passed.entered]
-            passed.entered.clear()
-            # Plain tensor hooks: those of register_multi_grad_hook keep a graph alive that no backward pass walks.
-            for tensor in outputs:
-                tensor.register_hook(partial(self._engine.output_gradient_arrives, passed, entries))
-            if not outputs:
-                self._engine.machine.graph_dropped(passed)
-            return bool(outputs)
-
     def _enter(self, passed: ForwardPass | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
         """Cast the inputs, and register hooks for their gradients if the forward makes a graph.
 
         Return the graph nodes that compute these gradients, then the arguments.
         """
-        # `passed` must not keep the nodes. Hooks of these nodes hold `passed`, and such a cycle would never be freed.
-        watched: list[torch.Tensor] = []
-        inside: list[torch.Tensor] = []
-
-        args = self._entered(args, passed, watched, inside)
-        kwargs = {name: self._entered(value, passed, watched, inside) for name, value in kwargs.items()}
-        if passed is not None:
-            passed.entered = [id(t) for t in (*watched, *inside)]
-            watched = watched or inside
-            passed.inputs = len(watched)
-            # The gradient of an input is complete once the backward of everything in the unit that uses the input has
-            # run. So after the last of these hooks, the weights are no longer read, and their slot is free.
-            for tensor in watched:
-                tensor.register_hook(partial(self._engine.input_gradient_done, passed))
-        return [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in watched], args, kwargs
+        with self._engine.host:
+            # `passed` must not keep the nodes. Hooks of these nodes hold `passed`, and such a cycle would never be
+            # freed.
+            watched: list[torch.Tensor] = []
+            inside: list[torch.Tensor] = []
+            args = self._entered(args, passed, watched, inside)
+            kwargs = {name: self._entered(value, passed, watched, inside) for name, value in kwargs.items()}
+            if passed is not None:
+                passed.entered = [id(t) for t in (*watched, *inside)]
+                watched = watched or inside
+                passed.inputs = len(watched)
+                # The gradient of an input is complete once the backward of everything in the unit that uses the input
+                # has run. So after the last of these hooks, the weights are no longer read, and their slot is free.
+                for tensor in watched:
+                    tensor.register_hook(partial(self._engine.input_gradient_done, passed))
+            return [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in watched], args, kwargs
 
     def _entered(
         self, value: Any, passed: ForwardPass | None, watched: list[torch.Tensor], inside: list[torch.Tensor]
@@ -320,6 +246,25 @@ class _Forward:
         # A view of its own. Its hook runs when this unit has finished, before the unit that made the tensor begins.
         watched.append(tensor.view_as(tensor))
         return watched[-1]
+
+    @eager
+    def _after(self, passed: ForwardPass | None, entries: Sequence[Node], output: Any) -> bool:
+        """Register hooks for the gradients of the outputs, and return whether any output can get one."""
+        with self._engine.host:
+            self._engine.check_forward(self.unit, _tensors(output))
+            if passed is None:
+                return False
+            # A leaf, such as a parameter that is returned, would keep the hook for all later passes. An output that
+            # was an input does not begin the unit's backward.
+            made = [t for t in _tensors(output) if t.requires_grad and not t.is_leaf]
+            outputs = [t for t in made if id(t) not in passed.entered]
+            passed.entered.clear()
+            # Plain tensor hooks: those of register_multi_grad_hook keep a graph alive that no backward pass walks.
+            for tensor in outputs:
+                tensor.register_hook(partial(self._engine.output_gradient_arrives, passed, entries))
+            if not outputs:
+                self._engine.machine.graph_dropped(passed)
+            return bool(outputs)
 
 
 def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:

@@ -387,9 +387,11 @@ def trainable_places(layouts: Iterable[UnitLayout]) -> Iterator[tuple[OwnedParam
                 yield OwnedParameter(place.names[0], tuple(place.shape), unit, number, index), place
 
 
-def describe(model: nn.Module, layouts: list[UnitLayout], groups: Groups) -> Iterator[str]:
-    """Yield one line for every parameter and buffer. Ranks with the same model get the same lines."""
-    home = device_of(layouts, groups)
+def describe(model: nn.Module, layouts: list[UnitLayout], home: torch.device, moves: bool) -> Iterator[str]:
+    """Yield one line for every parameter and buffer. Ranks with the same model get the same lines.
+
+    `home`: The device that the model trains on. `moves`: Whether buffers move there.
+    """
     for unit in layouts:
         for place in unit.places:
             shape = shape_text(place.shape)
@@ -399,7 +401,7 @@ def describe(model: nn.Module, layouts: list[UnitLayout], groups: Groups) -> Ite
             yield f"{place.names[0]}: {shape} {dtype} {state}, in unit {unit.name or 'root'!r}"
     for name, buffer in model.named_buffers():
         # A meta buffer will be made on the parameters' device. So a rank with meta buffers matches one with real ones.
-        device = home if buffer.device.type == "meta" or groups.chosen else buffer.device
+        device = home if buffer.device.type == "meta" or moves else buffer.device
         kept = "buffer" if is_saved(model, name) else "buffer that is not saved"
         yield f"{name}: {shape_text(buffer.shape)} {buffer.dtype} {kept} on {device.type}"
 
@@ -410,37 +412,28 @@ def is_saved(model: nn.Module, buffer: str) -> bool:
     return attribute not in model.get_submodule(path)._non_persistent_buffers_set  # pyright: ignore
 
 
-def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.device:
-    parameters = [place.parameter for unit in layouts for place in unit.places]
-    if not parameters:
-        raise ShardError("the model has no parameters; there is nothing to shard.")
-    return device_of_parameters(parameters, groups or Groups())
-
-
-def device_of_parameters(parameters: Iterable[nn.Parameter], groups: Groups) -> torch.device:
+def device_of(parameters: Iterable[nn.Parameter], groups: Groups | None = None) -> torch.device:
     """Return the chosen device, or else that of `parameters`. If all are on the meta device, return this rank's."""
+    groups = groups or Groups()
     return groups.chosen or next((p.device for p in parameters if p.device.type != "meta"), groups.device)
 
 
 _MEMINFO, _BOOT = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
 
 
-def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
+def least_free_bytes(model: nn.Module, device: torch.device, groups: Groups) -> int | None:
     """Return the free bytes of the rank with the least memory. Every rank must call it.
 
     Returns:
         The bytes, or None if no rank knows them. Only CUDA devices and Linux hosts report free memory.
     """
     # The memory of the model's own parameters there counts as free, because sharding releases it.
-    device = device_of(layouts, groups)
-    parameters = (place.parameter for unit in layouts for place in unit.places)
-    own = [local_part(parameter) for parameter in parameters if parameter.device.type == device.type]
-    returned = sum(values.numel() * values.element_size() for values in own)
+    own = {id(p): local_part(p) for _, p in own_parameters(model) if p.device.type == device.type}
+    returned = sum(values.nbytes for values in own.values())
     mine = available_bytes() if device.type == "cpu" else None
     if device.type == "cuda":
         mine = torch.cuda.mem_get_info(device)[0]
-    # All containers of a machine share this identifier.
-    # Host names may repeat, and ranks in containers of one machine share its memory.
+    # All containers of a machine share this identifier, and its memory. Host names may repeat.
     machine = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
     told: list[tuple[str, int | None, int]] = groups.gather_objects((machine, mine, returned))
     hosts = [host for host, _, _ in told]

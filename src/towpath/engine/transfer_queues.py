@@ -2,7 +2,7 @@
 
 The executor submits a job as data: the transfers, and the memory that each of them reads and writes. A stream runs the
 jobs of a queue in their order, concurrently with the computation. `CudaStream` does so on a GPU, and `ThreadStream`
-(`threads.py`) on a CPU. For what runs, it makes no difference: `RankTransfer.run` checks, records and explains.
+(`threads.py`) on a CPU. For what runs, it makes no difference: `RankTransfer.run` records it, and explains its errors.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import Any, final
 
 import torch
 
-from towpath.codecs.exact.message import MessageError
+from towpath.codecs.exact import MessageError
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.core.buffers import Needs, largest
-from towpath.core.payloads import Range
 from towpath.core.queues import QUEUES
-from towpath.core.routes import Op
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
@@ -50,15 +48,12 @@ class RankTransfer:
         self.transfers, self.transfer = tuple(transfers), transfers[0]
         self.members, self.collective = members, collective
         self._record, self._describe_ranks = record, describe_ranks
-        self._expected = [_expected(transfer, members) for transfer in transfers]
 
     def run(self, region: Any, shard: Any, workspace: Workspace) -> None:
         """Execute the transfer in the order of the current stream. On a CPU, complete it before returning.
 
         Coalesced transfers take a list of regions and one of shards. `OwnersExchange` has its own memory.
         """
-        # Before anything is sent: a message of another size would be read as part of the next one.
-        self.check_fit(region, shard)
         values, messages = workspace.encoded_bytes
         with self._record.running(self.transfers, workspace.micro_step), self.explained():
             self.collective.run(region, shard, workspace)
@@ -69,21 +64,8 @@ class RankTransfer:
 
     def begin(self, region: Any, shard: Any, workspace: Workspace) -> None:
         """Start the non-blocking first phase, before this transfer's turn in the queue."""
-        self.check_fit(region, shard)
         with self.explained():
             self.collective.begin(region, shard, workspace)
-
-    def check_fit(self, region: Any, shard: Any) -> None:
-        """Raise `StepError` if the memory is not what the transfer was made for."""
-        each = [(region, shard)] if len(self.transfers) == 1 else zip(region, shard, strict=True)
-        for transfer, expected, tensors in zip(self.transfers, self._expected, each, strict=True):
-            for name, tensor, (elements, dtype) in zip(("region", "shard"), tensors, expected, strict=False):
-                if tensor.numel() != elements or tensor.dtype != dtype or not tensor.is_contiguous():
-                    raise StepError(
-                        f"rank {self.members.number}: {transfer} by {transfer.route}: got a {name} of "
-                        f"{tensor.numel()} elements of {tensor.dtype}, expected {elements} of {dtype}, contiguous. A "
-                        "collective carries what it was made for; make another for other tensors."
-                    )
 
     @contextmanager
     def explained(self) -> Generator[None]:
@@ -103,38 +85,8 @@ class RankTransfer:
             ) from error
 
 
-def _expected(transfer: Transfer, members: GroupRank) -> list[tuple[int, torch.dtype]]:
-    """Return length and dtype of the region, and of the shard unless the operation has none."""
-    if not isinstance(transfer.payload, Range):
-        # The exchange of matrices checks its own memory.
-        return []
-    region = transfer.elements, getattr(torch, transfer.dtype)
-    if transfer.move.op is Op.ALL_REDUCE:
-        return [region]
-    start, end = transfer.bounds(members.slot)
-    codec = transfer.transport.encoding
-    if codec is not None and transfer.payload.encoded:
-        return [region, (codec.encoded_bytes(end - start), torch.uint8)]
-    return [region, (end - start, region[1])]
-
-
 # What a job computes before, between and after its transfers: casts, copies, sums. It runs in the order of the queue.
 Work = Callable[[Workspace], object]
-
-
-@dataclass(frozen=True, slots=True)
-class TransferRun:
-    """A transfer with the memory that it reads and writes in one job."""
-
-    transfer: RankTransfer
-    region: Any
-    shard: Any
-
-    def __call__(self, workspace: Workspace) -> None:
-        self.transfer.run(self.region, self.shard, workspace)
-
-    def begin(self, workspace: Workspace) -> None:
-        self.transfer.begin(self.region, self.shard, workspace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,99 @@ from towpath.core.formats import Codec
 from towpath.core.strategy import BETWEEN_HOSTS, OUTER_KINDS, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.agree.watchdog import Watchdog
-from towpath.engine.timing import HostClock, Mark, Timer
 from towpath.observe.totals import Totals, TransferStats
 from towpath.observe.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Args, Interval
+
+# The host's own work is timed by its clock on GPUs, too. The time of an event is read only after the device has reached
+# it, so that timing never waits for the device. Events cost the host some microseconds each, so transfers on a GPU are
+# timed only while someone reads their seconds.
+Mark = float | torch.cuda.Event
+
+
+class Timer:
+    """A timer that reads the host's clock. It makes marks, and returns the seconds between them."""
+
+    is_free = True  # whether marks cost next to nothing, so that everything may be timed
+
+    def mark(self) -> Mark:
+        """Return a mark of the current time: on a GPU, the time at which the current stream reaches this point."""
+        return time.perf_counter()
+
+    def is_known(self, mark: Mark) -> bool:
+        """Return whether the time of `mark` can be read without a wait."""
+        return True
+
+    def seconds(self, began: Mark, ended: Mark) -> float:
+        """Return the seconds between two marks whose times are known."""
+        assert isinstance(began, float) and isinstance(ended, float)
+        return ended - began
+
+    def host_seconds(self, began: Mark, ended: Mark) -> float:
+        """Return how long the calling thread was blocked between two marks that it made."""
+        return self.seconds(began, ended)
+
+    def settle(self) -> None:
+        """Return once all marks are known."""
+
+
+@final
+class DeviceTimer(Timer):
+    """A timer that records CUDA events in the current stream."""
+
+    is_free = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def is_known(self, mark: Mark) -> bool:
+        return not isinstance(mark, torch.cuda.Event) or mark.query()
+
+    def seconds(self, began: Mark, ended: Mark) -> float:
+        if not isinstance(began, torch.cuda.Event):
+            assert not isinstance(ended, torch.cuda.Event)
+            return ended - began
+        assert isinstance(ended, torch.cuda.Event)
+        return began.elapsed_time(ended) / 1e3
+
+    def host_seconds(self, began: Mark, ended: Mark) -> float:
+        """Return 0 between two events, which block their stream only and not the host."""
+        return 0.0 if isinstance(began, torch.cuda.Event) else self.seconds(began, ended)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class HostClock:
+    """The seconds that the training thread spends on the engine's own bookkeeping.
+
+    The engine does its work inside `with clock:`. Two things are taken off again: waits for transfers, which count as
+    exposed, and work on tensors, which belongs to the computation.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._running = False
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._running = True
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+        self._running = False
+
+    def take_off(self, seconds: float) -> None:
+        """Subtract seconds that were no bookkeeping, if the clock runs."""
+        # If the clock stands, the seconds were never added.
+        if self._running:
+            self.seconds -= seconds
+
 
 # Named ranges for `torch.profiler`.
 #

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from towpath.core.lossless import in_bits
+from towpath.core.formats import in_bits
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from towpath.core.buffers import Needs, feedback_bytes, largest, wire_needs
 from towpath.core.formats import ENCODED, item_bytes, wide
-from towpath.core.payloads import Range
 from towpath.core.placement import GroupCollective, Partition, over_islands, subdivided
 from towpath.core.queues import QUEUES, outer_communicator_bytes
 from towpath.core.routes import Form, Op
@@ -20,7 +19,7 @@ from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan
-from towpath.core.units import round_up
+from towpath.core.units import Range, round_up
 from towpath.errors import ConfigError
 from towpath.observe.totals import SentBytes
 from towpath.outer.settings import Outer

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from towpath.core.steady_step import settled, steady_step, write_all
+from towpath.core.schedule import settled, steady_step, write_all
 from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.outer.exchanges import OuterPlan, plan_outer
 from towpath.outer.steps import OuterSteps

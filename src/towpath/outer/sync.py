@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from towpath.collectives.collective import Workspace
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.core.step_state import ApplyOuter, Task
 from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.engine.agree.boundary import checksum

@@ -21,12 +21,12 @@ from towpath.api import shard
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.passes import StagePass
-from towpath.core.schedule import StageSchedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import TransferKind
 from towpath.engine.executor import engine_of
 from towpath.engine.parameters.initialise import Values
 from towpath.errors import ShardError
+from towpath.pipeline.schedules import StageSchedule
 from towpath.pipeline.stage import schedule_of
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, align_group_counts, new_group

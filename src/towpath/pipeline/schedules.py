@@ -1,8 +1,9 @@
-"""The schedules of `torch.distributed.pipelining` as data: the rank of each stage, and the order of passes."""
+"""The schedules of `torch.distributed.pipelining` as data: the order of passes, and the transfers of a whole job."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,18 +12,26 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from towpath.core.passes import (
     SCHEDULES,
     Await,
+    Compression,
     Messages,
     Operation,
     Order,
     PassKind,
     Post,
     RunPass,
+    Shape,
     StagePass,
     Walk,
     asked_of_micro_batches,
+    message_transfers,
+    messages,
     plain_walk,
 )
+from towpath.core.schedule import Schedule
+from towpath.core.transfer import Transfer
 from towpath.errors import ShardError
+from towpath.observe.totals import SentBytes
+from towpath.topology.cluster import Topology
 
 
 def schedule_class(name: str) -> Any:
@@ -115,3 +124,55 @@ def owners_of(kind: Any, stages: int, ranks: int, name: str) -> list[int]:
     if stages % ranks:
         raise ShardError(f"Pipeline: {stages} stages do not divide among {ranks} ranks.")
     return [index % ranks for index in range(stages)]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSchedule:
+    """One stage of a pipeline job, with its ranks, its own schedule and its outputs.
+
+    `ranks` are numbered as in the job, in the order of the stage's data-parallel group. `outputs` has the shape and
+    dtype of each tensor that the stage sends to the next one. The last stage has none.
+    """
+
+    ranks: tuple[int, ...]
+    schedule: Schedule
+    outputs: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobSchedule(SentBytes):
+    """Every transfer of one optimizer step of a pipeline job.
+
+    For each pipeline, the transfers of its stages come first, then the messages between them, rank by rank.
+    """
+
+    topology: Topology
+    transfers: tuple[Transfer, ...]
+
+    def __str__(self) -> str:
+        return f"bytes sent by all ranks together\n{self.by_kind()}"
+
+
+def job_schedule(
+    topology: Topology,
+    pipelines: Iterable[Sequence[StageSchedule]],
+    order: Order,
+    compression: Compression,
+    walks: int = 1,
+) -> JobSchedule:
+    """Return the schedule of a job with pipeline stages.
+
+    Args:
+        pipelines: One entry for each tensor-parallel rank: the stages of its pipeline in order. Parts of the model that
+            are sharded by themselves over the ranks of several stages, such as tied embeddings, follow the stages.
+        walks: How many times a step runs the whole order, with gradient accumulation. Default: 1.
+    """
+    found: list[Transfer] = []
+    for stages in pipelines:
+        for stage in stages:
+            found += [transfer.over(stage.ranks, topology) for transfer in stage.schedule.transfers]
+        for message in list(messages(order)) * walks:
+            pairs = list(zip(stages[message.source].ranks, stages[message.target].ranks, strict=True))
+            outputs = stages[message.output_of].outputs
+            found += message_transfers(message, pairs, outputs, topology, compression)
+    return JobSchedule(topology, tuple(found))

@@ -21,20 +21,18 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.exact import decode, encode
-from towpath.codecs.exact.message import message_bound
+from towpath.codecs.exact import decode, encode, message_bound
 from towpath.codecs.kernels import kernels_for
+from towpath.collectives.backend import all_gather_single
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
-from towpath.collectives.flat import all_gather_single
 from towpath.collectives.select import form_for, group_rank, select
-from towpath.core.formats import Codec, dtype_name, registered_formats
-from towpath.core.lossless import DIFFERENCES, VALUES
-from towpath.core.payloads import Range
+from towpath.core.formats import DIFFERENCES, VALUES, Codec, dtype_name, registered_formats
 from towpath.core.placement import GroupCollective, legal_placements, transitions
 from towpath.core.routes import ROUTES, Form, Op, Route
-from towpath.core.strategy import WITH_TRANSPORT, TransferKind, move_shapes
+from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Range
 from towpath.errors import ConfigError
 from towpath.plan.hardware import GroupMesh
 from towpath.plan.profile import (
@@ -46,6 +44,7 @@ from towpath.plan.profile import (
     Profile,
     collective_name,
 )
+from towpath.plan.transfer_costs import move_shapes
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
-from towpath.core.launches import Launches
-from towpath.core.lossless import DIFFERENCES, VALUES
+from towpath.core.costs import Launches
+from towpath.core.formats import DIFFERENCES, VALUES
 from towpath.core.routes import Form, Grid, Op
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology

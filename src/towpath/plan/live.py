@@ -127,8 +127,7 @@ def trace(
     """
     precision = precision or Precision()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    found = device_of(list(layouts)) if any(layout.buckets for layout in layouts) else torch.device("cpu")
-    where = device or found
+    where = device or device_of(model.parameters())
 
     def faked(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not _is_index(value):

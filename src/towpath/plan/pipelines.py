@@ -28,7 +28,7 @@ from towpath.core.passes import (
 from towpath.core.passes import compression as named_compression
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import MoveShape, Strategy, TransferKind
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
@@ -48,7 +48,7 @@ from towpath.plan.model import (
 from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
 from towpath.plan.request import Batching, Prediction, Request
 from towpath.plan.solver import Candidate, Solver, plans_of
-from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
+from towpath.plan.transfer_costs import MoveShape, TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
 # For each batching, so many strategies of the copies of a stage are simulated: those of the least bounds that fit.

@@ -17,14 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from towpath.core.formats import FLOATING, codec_names
-from towpath.core.lossless import DIFFERENCES, VALUES
+from towpath.core.formats import DIFFERENCES, FLOATING, VALUES, codec_names
 from towpath.core.routes import Form, Grid, Op, Route
-from towpath.core.strategy import MoveShape
 from towpath.core.transport import Transport
 from towpath.errors import ConfigError, PlanError
 from towpath.plan.hardware import Cluster, CodecSpeed, GroupMesh, Hardware, Launching, Link, MeasuredCollectives, Ratio
-from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
+from towpath.plan.transfer_costs import MoveShape, TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
 
 VERSION = 2

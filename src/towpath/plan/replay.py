@@ -13,10 +13,9 @@ from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
-from towpath.core.launches import Launches, launches_of
-from towpath.core.passes import Await, Compression, Message, Post, RunPass, StagePass, Walk
-from towpath.core.schedule import Shape, message_transfers
-from towpath.core.steady_step import Compute, PassPart, settled, settled_stage, steady_step
+from towpath.core.costs import Launches, launches_of
+from towpath.core.passes import Await, Compression, Message, Post, RunPass, Shape, StagePass, Walk, message_transfers
+from towpath.core.schedule import Compute, PassPart, settled, settled_stage, steady_step
 from towpath.core.step_state import Action
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer

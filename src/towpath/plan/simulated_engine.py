@@ -16,11 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from towpath.core.costs import MESSAGE_ENCODING, Launches, launches_of
 from towpath.core.formats import item_bytes
-from towpath.core.launches import MESSAGE_ENCODING, Launches, launches_of
-from towpath.core.queues import QUEUES, Communicator, Lanes, shared_lanes
+from towpath.core.queues import QUEUES, Communicator, Lanes, log_bytes, shared_lanes
 from towpath.core.schedule import message_sizes_transfers, unused_params_transfers
-from towpath.core.scopes import log_bytes
 from towpath.core.step_state import (
     Action,
     AgreeOnSizes,

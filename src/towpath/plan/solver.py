@@ -19,18 +19,15 @@ from towpath.core.formats import Precision
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.presets import name_of
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Form, Op, Route
-from towpath.core.schedule import depends_on_memory
-from towpath.core.steady_step import Compute, PassPart
+from towpath.core.schedule import Compute, PassPart, depends_on_memory
 from towpath.core.strategy import (
     AS_TRAINED,
     EXACT_KINDS,
     GRADIENTS,
     WEIGHTS,
     WITH_TRANSPORT,
-    MoveShape,
     Strategy,
     TransferKind,
-    move_shapes,
     offloads,
 )
 from towpath.core.transport import Transport
@@ -51,7 +48,7 @@ from towpath.plan.model import (
 from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.request import Batching, Infeasible, Prediction, Ranking, Request
 from towpath.plan.simulated_engine import KERNELS_OF_A_PARAMETER
-from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
+from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs, seconds_alone
 from towpath.topology.cluster import Extent
 
 _ALONE = "alone"  # the key of a transfer's seconds while nothing else runs

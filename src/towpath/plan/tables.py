@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, get_args
 
-from towpath.core.lossless import SMALLEST_BYTES, in_bits
-from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind, move_shapes
+from towpath.core.formats import in_bits
+from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
+from towpath.core.transport import SMALLEST_BYTES
 from towpath.plan.hardware import GIB
 from towpath.plan.pipelines import PipelinePrediction
 from towpath.plan.request import Prediction
 from towpath.plan.solver import Solver
+from towpath.plan.transfer_costs import move_shapes
 
 BASELINE = "zero3"  # the strategy that a choice is compared with
 # What JSON calls as a prediction does.

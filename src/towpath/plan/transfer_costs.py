@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, log2
 
-from towpath.core.formats import Codec, item_bytes
-from towpath.core.lossless import Coding
-from towpath.core.payloads import Activation, Range
+from towpath.core.costs import Phase, phases
+from towpath.core.formats import Codec, Coding, item_bytes
+from towpath.core.placement import Placement
 from towpath.core.queues import Communicator
-from towpath.core.route_costs import Phase, phases, share_leaving_racks
-from towpath.core.routes import Form, Grid, Op, effective_route, hops_of, parts_of, slice_bytes
-from towpath.core.strategy import MoveShape
+from towpath.core.routes import ALL_TO_ALL, Form, Grid, Op, effective_route, hops_of, parts_of, slice_bytes
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import Activation, Range
 from towpath.plan.hardware import CABLE, INSIDE, PROCESSOR, SPINE, GroupMesh, Hardware, StageLocation
+from towpath.topology.cluster import Extent, Topology
 
 # The low-rank codec builds and multiplies its thin factors as fast as memory is read and written. Each of its two
 # messages reads the matrices about five times. That costs as much as this many copies of them.
@@ -260,3 +262,71 @@ def _coding_costs(shape: TransferShape, codec: Codec, hardware: Hardware) -> Ite
         carried /= size
     if shape.op is Op.ALL_REDUCE:
         yield cost(0, elements)  # the result of the gather that follows
+
+
+# These functions describe the collectives of a placement without naming ranks. They give the operation, the shape of
+# the groups, and how far apart a group's nodes are.
+#
+# `transitions` lists every rank of every group. That is slow for thousands of ranks, and the planner does not need it
+# to estimate the cost of a transfer. A test checks that both agree.
+
+
+_ONE = Extent(1)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveShape:
+    """The shape of one collective that several groups run at the same time."""
+
+    op: Op
+    # How many regions the flat buffer is divided into. Each group works on one of them.
+    regions: int
+    grid: Grid  # the members of each group
+    # The distance between the nodes of a group. It is 1 if the group has one node.
+    stride: int
+
+    @property
+    def members(self) -> int:
+        return self.grid.nodes * self.grid.width
+
+
+@lru_cache(maxsize=4096)
+def move_shapes(placement: Placement, topology: Topology) -> dict[TransferKind, tuple[MoveShape, ...]]:
+    """Return the shapes of the collectives of each kind, in the order in which they run."""
+    params, grads, optimizer = placement.params, placement.grads, placement.optimizer
+    backward = placement.backward_params or params
+    return {
+        TransferKind.GATHER: _collectives_between(Op.ALL_GATHER, _ONE, params),
+        TransferKind.BACKWARD_GATHER: _collectives_between(Op.ALL_GATHER, _ONE, backward),
+        TransferKind.REDUCE: _collectives_between(Op.REDUCE_SCATTER, _ONE, grads),
+        TransferKind.GRAD_SYNC: _collectives_between(Op.REDUCE_SCATTER, grads, optimizer)
+        + _collectives_between(Op.ALL_REDUCE, optimizer, topology.whole),
+        TransferKind.PARAM_SYNC: _collectives_between(Op.ALL_GATHER, params, optimizer),
+        TransferKind.UNUSED_PARAMS: _collectives_between(Op.ALL_REDUCE, _ONE, topology.whole),
+    }
+
+
+def _collectives_between(op: Op, coarse: Extent, fine: Extent) -> tuple[MoveShape, ...]:
+    """Return the collective among the ranks of one fine copy that share a coarse slice, if these are several."""
+    grid = Grid(fine.nodes // coarse.nodes, fine.local // coarse.local)
+    return () if coarse == fine else (MoveShape(op, coarse.size, grid, coarse.nodes if grid.nodes > 1 else 1),)
+
+
+@lru_cache(maxsize=4096)
+def share_leaving_racks(route: str, nodes: int, stride: int, topology: Topology) -> float:
+    """Return how many times what one node sends leaves the rack that sends most.
+
+    All groups of `nodes` nodes run the same collective at the same time, and all nodes send equally much.
+
+    Args:
+        nodes: The number of nodes of each group.
+        stride: The distance between the nodes of a group.
+    """
+    leaving = [0.0] * topology.racks
+    for node in range(topology.nodes):
+        place, first = node // stride % nodes, node - node // stride % nodes * stride
+        others = (place + 1,) if route not in ALL_TO_ALL else (other for other in range(nodes) if other != place)
+        targets = [topology.rack_of(first + other % nodes * stride) for other in others] if nodes > 1 else []
+        rack = topology.rack_of(node)
+        leaving[rack] += sum(target != rack for target in targets) / max(1, len(targets))
+    return max(leaving)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from towpath.core.lossless import METRICS
+from towpath.core.formats import METRICS
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError
 from towpath.observe.stats import Stats, stats, totals, trace, traced

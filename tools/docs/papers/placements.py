@@ -11,12 +11,12 @@ from tools.docs.papers.settings import BLOCKS, MATRICES, cluster, model_of
 from tools.docs.papers.speedups import LINS, MEASURED_BY_PARO, lins_setting
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Form, Grid, Op, Route
-from towpath.core.strategy import MoveShape, TransferKind, move_shapes
+from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.plan.hardware import GIB, Cluster, Hardware
 from towpath.plan.model import activation_bytes
 from towpath.plan.request import BF16
-from towpath.plan.transfer_costs import TransferShape, phase_costs, seconds_alone
+from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs, seconds_alone
 
 # Of a GPU's memory, what communication and passing values take (D_tmp). The paper gives no figure.
 TEMPORARY_GIB, OTHERS_GIB = 12, (0, 4, 8, 16)

@@ -11,8 +11,8 @@ from typing import final
 import torch
 
 from towpath.collectives.collective import Workspace
+from towpath.core.queues import LoggedCall
 from towpath.core.schedule import unused_params_transfers
-from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.comm import CommContext
 from towpath.engine.parameters.bucket import Bucket

@@ -2,7 +2,7 @@
 
 Collectives match by their order alone. If two ranks gather different experts of the same size, each computes with a
 mixture of both, and nothing fails. A rank that steps its optimizer with another learning rate drifts away as silently.
-At every boundary, the ranks of each group that must agree (`core/scopes.py`) therefore compare one digest of all that
+At every boundary, the ranks of each group that must agree (`core/queues.py`) therefore compare one digest of all that
 they noted. The digests are sent with the bits of unused parameters, which all ranks combine by maximum. Each group has
 a slot there, with its digest and the complement of the digest. If all members agree, each byte and its complement add
 up to 255. If two differ, some add up to more. Then all ranks gather the logs themselves, to name the difference.
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from towpath.core.queues import SharedLane
-from towpath.core.scopes import DIGEST_BYTES, SLOT_BYTES, LoggedCall, Scope, log_bytes, scopes
+from towpath.core.queues import DIGEST_BYTES, SLOT_BYTES, LoggedCall, Scope, SharedLane, log_bytes, scopes
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import StepError
 

@@ -1,7 +1,7 @@
 """Notes of what a user's program does with one model, where every rank must do the same; and its failed passes.
 
 A rank that steps another optimizer, or the same one with another learning rate, drifts away from its peers without any
-error. `engine/optimizer_hooks.py` notes every optimizer step in the model's log. The ranks compare their logs at the
+error. `engine/optimizer_steps.py` notes every optimizer step in the model's log. The ranks compare their logs at the
 boundary (`engine/agree/digest.py`). Norms and full tensors are noted, too. They are collectives that the program
 starts, and a rank that starts one alone gets an error while it waits.
 
@@ -21,7 +21,7 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.engine.agree.digest import CollectiveLog
 from towpath.engine.agree.watchdog import Watchdog
 from towpath.errors import StepError

@@ -20,7 +20,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, final
 
-from towpath.core.scopes import LoggedCall, Scope
+from towpath.core.queues import LoggedCall, Scope
 from towpath.daemons import start_daemon
 from towpath.engine.agree.digest import CollectiveLog, StepLog, difference, divergence_message
 from towpath.engine.agree.neighbor import Neighbor

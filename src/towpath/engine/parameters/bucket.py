@@ -32,7 +32,7 @@ from towpath.core.unit_plan import BucketPlan
 from towpath.engine.aliases import exchanged
 from towpath.engine.comm import CommContext
 from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype
-from towpath.engine.parameters.dtensors import TensorParallelMesh, lead_to
+from towpath.engine.parameters.dtensors import TensorParallelMesh
 from towpath.engine.parameters.gradients import (
     OptimizerMemory,
     gradients_of,
@@ -195,9 +195,8 @@ class Bucket:
 
     def _exchange(self, place: ParameterPlace, replica: Replica, mesh: TensorParallelMesh) -> None:
         """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working."""
-        # A DTensor cannot be changed in place, because its class has slots. The modules then get another object, to
-        # which the DTensor leads. Optimizers that have the DTensor follow it at their next step
-        # (`engine/optimizer_hooks.py`).
+        # A DTensor cannot be changed in place, because its class has slots. The modules then get another object, and
+        # optimizers that have the DTensor are refused at their next step (`engine/optimizer_steps.py`).
         parameter, cut = place.parameter, self.plan.optimizer
         where = ShardSpec(
             place.shape,
@@ -227,7 +226,7 @@ class Bucket:
                 module._parameters[attribute] = shard  # pyright: ignore[reportPrivateUsage]
             for holder, key in place.kept:
                 holder[key] = exchanged(holder[key], parameter, shard)
-            lead_to(parameter, shard)
+            parameter.towpath_replaced = place.names[0]  # pyright: ignore[reportAttributeAccessIssue]
         vars(place.parameter).update(attributes)
 
     # Weights ------------------------------------------------------------------------------------------------------

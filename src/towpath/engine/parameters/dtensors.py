@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -266,64 +265,3 @@ def mesh_of(parameters: list[Parallel]) -> TensorParallelMesh:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds no DTensor on it"
     return TensorParallelMesh(tuple(mesh.get_all_groups()), tuple(coordinate))
-
-
-# `shard` replaces a parameter that is a DTensor. An optimizer that was made before still has the DTensor, until `adopt`
-# exchanges it at the optimizer's next step (`engine/optimizer_hooks.py`).
-
-
-def _of_replacement(name: str) -> property:
-    return property(
-        lambda self: getattr(self.towpath_replacement, name),
-        lambda self, value: setattr(self.towpath_replacement, name, value),
-    )
-
-
-@cache
-def _replaced() -> type[DTensor]:
-    from torch.distributed.tensor import DTensor
-
-    class Replaced(DTensor):
-        """A DTensor parameter that `shard` has replaced by `towpath_replacement`. It has no elements any more.
-
-        Its gradient is that of the replacement. So clipping, unscaling and zero_grad() work before the first step.
-        Operations on it raise: a write would be lost, and a norm would be zero.
-        """
-
-        __slots__ = ()
-        towpath_replacement: nn.Parameter
-
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # pyright: ignore
-            raise ShardError(
-                f"{func}: got a DTensor parameter from before shard(), which has replaced it. Take the parameters from "
-                "model.parameters() again."
-            )
-
-        def to_local(self, **_: Any) -> NoReturn:
-            self.__torch_dispatch__("to_local()", ())
-
-        def full_tensor(self, **_: Any) -> NoReturn:
-            self.__torch_dispatch__("full_tensor()", ())
-
-        requires_grad: Any = _of_replacement("requires_grad")
-        grad: Any = _of_replacement("grad")
-
-        def requires_grad_(self, mode: bool = True) -> Any:
-            self.requires_grad = mode
-            return self
-
-    return Replaced
-
-
-def lead_to(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
-    """Let a DTensor parameter, from which `shard` has taken the values, lead to its replacement. Free its memory."""
-    replaced: Any = parameter
-    # The optimizer keeps this object, and would keep the unsharded values with it.
-    replaced.towpath_replacement, replaced._local_tensor = replacement, replaced._local_tensor.new_empty(0)
-    replaced.__class__ = _replaced()
-
-
-def replacement_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter that has replaced `parameter`, which is `parameter` itself in most cases."""
-    return getattr(parameter, "towpath_replacement", parameter)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.engine.agree.boundary import checksum
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.unit import Unit

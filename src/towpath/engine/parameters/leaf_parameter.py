@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from towpath.engine import eager
 from towpath.engine.parameters.shard_tensor import in_backward
-from towpath.engine.timing import eager
 from towpath.errors import ShardError
 
 _PROPERTIES = (

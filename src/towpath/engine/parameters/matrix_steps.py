@@ -10,21 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, Round, plan_matrices, step_actions
-from towpath.core.payloads import OwnedMatrix
 from towpath.core.step_state import Submit, Task, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.transport import Transport
+from towpath.core.units import OwnedMatrix
 from towpath.engine.executor import Engine
 from towpath.engine.layout import torch_dtype, trainable_places
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.engine.transfer_queues import Handle, RankTransfer, TransferRun
+from towpath.engine.transfer_queues import Handle, RankTransfer, Work
 from towpath.errors import CheckpointError, StepError
 
 
@@ -196,13 +197,13 @@ class MatrixSteps:
     def _submit(self, task: Task, each: Round) -> Handle:
         gathered = self._gathered(each, task.unit % ROUNDS_IN_FLIGHT)
         bound = [self._bind(transfer) for transfer in task.transfers]
-        runs: list[TransferRun] = []
+        runs: list[Work] = []
         for transfer in bound:
             has_gradients = transfer.transfer.kind is TransferKind.MATRIX_GRADIENTS
             pieces = [(self._gradient if has_gradients else self._weight)(matrix) for matrix in each.matrices]
             place = 0 if has_gradients else 1
             wholes = {n: gathered[m.name][place] for n, m in enumerate(each.matrices) if m.name in gathered}
-            runs.append(TransferRun(transfer, wholes, pieces))
+            runs.append(partial(transfer.run, wholes, pieces))
         after = [cast(Handle, before.handle) for before in task.after]
         return self._comm.queues.submit(task.kind, bound, runs, after)
 

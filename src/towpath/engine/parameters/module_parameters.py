@@ -35,7 +35,7 @@ class ModuleParameters:
         self._frozen = {id(view) for bucket in buckets if not bucket.trainable for view in bucket.views}
         self._is_gathered = any(not bucket.always_whole for bucket in buckets)
         self._entries = [
-            # Written past nn.Module.__setattr__, which would call the registration hooks for each (`registrations.py`).
+            # Written past nn.Module.__setattr__, which would call the registration hooks for each (`executor.py`).
             (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
             for place, view in pairs
             for module, attribute in place.owners

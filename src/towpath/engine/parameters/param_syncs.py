@@ -14,8 +14,8 @@ from typing import final
 import torch
 
 from towpath.collectives.collective import Workspace
+from towpath.core.queues import LoggedCall
 from towpath.core.schedule import message_sizes_transfers
-from towpath.core.scopes import LoggedCall
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.comm import CommContext
 from towpath.engine.parameters.unit import Unit

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.errors import ShardError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from towpath.codecs.kernels import kernels_for
-from towpath.collectives.flat import all_gather_single
+from towpath.collectives.backend import all_gather_single
 from towpath.core.formats import SCALE_BYTES, Codec
 from towpath.core.units import overlap
 from towpath.engine.parameters.dtensors import Parallel

@@ -17,7 +17,7 @@ from torch.optim.optimizer import _foreach_supported_types as known_to_optimizer
 from torch.utils._foreach_utils import _foreach_supported_types as known_to_clipping  # pyright: ignore
 
 from towpath.core.formats import Codec
-from towpath.core.scopes import LoggedCall
+from towpath.core.queues import LoggedCall
 from towpath.core.step_state import ParamVersion
 from towpath.engine.parameters.dtensors import Box, SentShard, box_at, boxes_in_whole, chunks_of, write_items
 from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, WHOLE, Partial, written_by
@@ -37,7 +37,7 @@ aten = torch.ops.aten
 class RunningStep:
     """The optimizer whose step is running, and the remedy if it cannot step slices, for error messages.
 
-    Hooks set both around each step (`engine/optimizer_hooks.py`).
+    Hooks set both around each step (`engine/optimizer_steps.py`).
     """
 
     optimizer: str = ""
