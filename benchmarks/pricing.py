@@ -79,8 +79,7 @@ def predicted(line: results.Line, measured_collectives: bool) -> dict[str, float
     named = [name for name in line["measured_seconds"] if name not in chosen]
     strategies = {name: CandidateSpec.parse(name).strategy(workload.topology) for name in named} | chosen
     model = _model(workload, line["computing_seconds"] / workload.micro_steps)
-    shares = tuple(line.get("exact_shares", {}).items())
-    plan = Plan(profile, model, workload, measured_collectives, shares)
+    plan = Plan(profile, model, workload, measured_collectives)
     return {name: plan.seconds(strategy) for name, strategy in strategies.items()}
 
 

@@ -390,9 +390,6 @@ class Coding(NamedTuple):
         return _EXPECTED_BITS[self.codec][self.dtype] / (8 * item_bytes(self.dtype))
 
 
-# The bytes of encoded messages as a share of their values.
-Shares = tuple[tuple[tuple[str, str], float], ...]
-
 # The names of measured shares in the metrics of a run, such as "exact_values_bfloat16", with their codings.
 METRICS = {f"{codec.replace(' ', '_')}_{dtype}": Coding(codec, dtype) for codec in _EXPECTED_BITS for dtype in EXACT}
 

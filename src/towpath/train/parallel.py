@@ -150,8 +150,7 @@ def choose_strategy(config: Config, job: Job, bundle: ModelBundle) -> tuple[Trai
         )
         return train, presets.strategy("ddp", topology, offload=offload)
     # Imported only here, because they import what traces a model.
-    from towpath.plan.choice import choose
-    from towpath.plan.measure import describe_measured
+    from towpath.plan.choice import choose, describe_measured
 
     weights, gradients = codecs_for_both(options.allow)
     share = max(1, train.batch // topology.world)
