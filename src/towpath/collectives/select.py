@@ -32,7 +32,7 @@ from towpath.core.routes import Form, Op, hops_of
 from towpath.core.strategy import BY_MAXIMUM, TransferKind
 from towpath.core.transfer import Ranks, Transfer
 from towpath.core.units import Range
-from towpath.errors import ConfigError, StepError
+from towpath.errors import ConfigError
 
 
 def form_for(backend: str) -> Form:
@@ -116,14 +116,7 @@ class CoalescedAllGather(Collective):
 
     def __init__(self, gathers: Sequence[Transfer], members: GroupRank, device: torch.device) -> None:
         first, count = gathers[0], len(members.group.ranks)
-        for each in gathers:
-            op = each.move.op
-            if op is not Op.ALL_GATHER or each.route != first.route or each.elements % count:
-                raise StepError(
-                    f"rank {members.number}: {each}: got {op.value} by {each.route} of {each.elements} elements, "
-                    f"expected an all-gather by {first.route} of equal slices for {count} ranks, as the others that it "
-                    "is coalesced with. Run it by itself."
-                )
+        assert all(g.route == first.route and g.elements % count == 0 for g in gathers), "not alike, or slices uneven"
         self._members = members
         self._bytes = sum(each.region_bytes for each in gathers)
         packed = replace(first, payload=Range("", "", self._bytes, "uint8"))
