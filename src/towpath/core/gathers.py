@@ -67,7 +67,7 @@ class Gathers:
         if not unit.kept_unsharded:
             unit.weights_become(WeightState.IN_USE)
         self.gather(unit, kind, save_copy)
-        if unit.plan.root and kind is TransferKind.BACKWARD_GATHER:
+        if unit.plan.spec.root and kind is TransferKind.BACKWARD_GATHER:
             # The root always counts as the first unit of a backward pass. If it computes nothing after its last unit,
             # the gradient of that unit may arrive before the root's.
             following = self.successors.of(kind, unit.index)

@@ -180,8 +180,8 @@ def schedule(
     if type(micro_steps) is not int or micro_steps < 1:
         raise ConfigError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
     plans = tuple(plan_unit(strategy, unit, precision or Precision(), form) for unit in units)
-    root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
-    run = (*root, *(p for p in plans if not p.spec.kept))
+    root = [p for p in plans if p.spec.root] or [UnitPlan(UnitSpec("", (), root=True), ())]
+    run = (*root, *(p for p in plans if not p.spec.root))
     tasks = list(steady_tasks(run, micro_steps, passes))
     laid_out = tuple(_laid_out(strategy, run, micro_steps, tasks))
     copied: Counter[TransferKind] = Counter()
@@ -410,7 +410,7 @@ def _forward(machine: StepMachine, plans: Sequence[UnitPlan], passes: list[Forwa
         machine.entered(index)
         yield from machine.forward_begins(index, comes_back=True)
         passes.append(machine.graph_made(index))
-        passes[-1].inputs = 0 if plans[index].lookup else 1
+        passes[-1].inputs = 0 if plans[index].spec.lookup else 1
         yield Compute(index, PassPart.FORWARD)
         if index != root:
             yield from machine.forward_ends(index, graph_follows=True)

@@ -241,10 +241,6 @@ class UnitPlan:
 
     spec: UnitSpec
     buckets: tuple[BucketPlan, ...]
-    name: str = field(init=False, compare=False)
-    root: bool = field(init=False, compare=False)
-    leaf: bool = field(init=False, compare=False)
-    lookup: bool = field(init=False, compare=False)
     gathers: bool = field(init=False, compare=False)
     copies: bool = field(init=False, compare=False)
     trains: bool = field(init=False, compare=False)
@@ -255,10 +251,6 @@ class UnitPlan:
 
     def __post_init__(self) -> None:
         for name, value in (
-            ("name", self.spec.name),
-            ("root", self.spec.kept),
-            ("leaf", self.spec.leaf),
-            ("lookup", self.spec.lookup),
             ("gathers", bool(self.weight_needs)),
             ("copies", any(b.backward_copy for b in self.buckets)),
             ("trains", any(b.spec.trainable for b in self.buckets)),
@@ -365,7 +357,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     numel = spec.padded(slices)
     # The root and its leaves stay unsharded from forward to backward, or need no weights there: a copy would go unused.
     copies = moves.backward_params.count < moves.params.count
-    worth = copies and not unit.kept and not unit.leaf
+    worth = copies and not unit.root and not unit.leaf
     # Without a copy, the backward gather repeats the gather of the forward pass, and must bring the same weights.
     backward_moves = moves.backward_gather if worth else moves.gather
     backward_transport = strategy.backward_gather if worth or not copies else strategy.gather

@@ -109,7 +109,7 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """The buckets of one unit. A `kept` unit (the root) stays unsharded from the forward to the end of backward.
+    """The buckets of one unit. The `root` stays unsharded from the forward to the end of backward.
 
     A `leaf` is one large layer of the root, an embedding or an output layer. A `lookup` is a leaf whose backward pass
     does not read the weights: an embedding.
@@ -117,7 +117,7 @@ class UnitSpec:
 
     name: str
     buckets: tuple[BucketSpec, ...]
-    kept: bool = False
+    root: bool = False
     leaf: bool = False
     lookup: bool = False
 
@@ -154,8 +154,8 @@ def units_from_numels(numels: Sequence[int] | Mapping[str, int], dtype: str = "f
         numels: The number of elements of each unit, in forward order. In a mapping, the name "" is the root.
     """
     named = numels if isinstance(numels, Mapping) else {str(i): n for i, n in enumerate(numels)}
-    units = [UnitSpec(name, (BucketSpec((n,), dtype),), kept=name == "") for name, n in named.items()]
-    return tuple(sorted(units, key=lambda u: not u.kept))
+    units = [UnitSpec(name, (BucketSpec((n,), dtype),), root=name == "") for name, n in named.items()]
+    return tuple(sorted(units, key=lambda u: not u.root))
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Engine:
     ) -> None:
         self.strategy, self.precision, self.units, self.comm = strategy, precision, units, comm
         self.host, self._writes = comm.record.host, writes
-        self.root, self.leaves = units[0], [u for u in units if u.plan.leaf]
+        self.root, self.leaves = units[0], [u for u in units if u.plan.spec.leaf]
         self._terms = strategy.topology.world  # how many gradients each mean gradient averages
         self.machine = StepMachine([u.plan for u in units], [u.version for u in units], [len(u.modules) for u in units])
         self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], comm.device)
@@ -403,7 +403,7 @@ class Engine:
         self._check_gradient(unit, bucket, index, grad)
 
     def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        is_whole = bucket.always_whole or unit.plan.leaf or self.machine.is_whole(unit.index)
+        is_whole = bucket.always_whole or unit.plan.spec.leaf or self.machine.is_whole(unit.index)
         check_gradient(bucket.layout.places[index], grad, unit.name, is_whole, self.machine.is_reduced(unit.index))
 
     @contextmanager
