@@ -247,10 +247,8 @@ class PointToPoint(Collective):
         under_way: Iterable[tuple[_Batch, Posted]],
         before: int | None = None,
     ) -> list[tuple[_Batch, Posted]]:
-        """Wait for the messages that are due by step `before`, or for all of them with None, and add what arrived.
-
-        Return the batches that are still in flight.
-        """
+        """Wait for the messages that are due by step `before`, or for all of them with None, and add what arrived."""
+        # It returns the batches that are still in flight.
         remaining: list[tuple[_Batch, Posted]] = []
         for batch, posted in under_way:
             if before is not None and batch.until > before:
@@ -290,11 +288,9 @@ class OwnersExchange(Collective):
         ]
 
     def run(self, region: Mapping[int, torch.Tensor], shard: Sequence[torch.Tensor], workspace: Workspace) -> None:
-        """Execute the transfer. To the owners, each piece is copied into its place in the region; from them, back.
-
-        `region` has the full matrices that this rank owns, by index of the matrix, and `shard` this rank's piece of
-        each matrix. All are 1-D.
-        """
+        """Execute the transfer. To the owners, each piece is copied into its place in the region; from them, back."""
+        # `region` has the full matrices that this rank owns, by index of the matrix, and `shard` this rank's piece of
+        # each matrix. All are 1-D.
         self._check(shard, region)
         codec, kernels = self._codec, None if self._kernels is None else self._kernels.watched(workspace.watch)
         sizes = [piece_bytes(self._matrices[m.matrix].pieces[m.slot], self._item, codec) for m in self._mine]

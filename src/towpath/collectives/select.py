@@ -41,10 +41,8 @@ def form_for(backend: str) -> Form:
 
 
 def select(transfer: Transfer, members: GroupRank, device: torch.device, start: int = 0) -> Collective:
-    """Return the collective that executes `transfer` on this rank.
-
-    `start`: The elements of the wire buffer that the caller uses itself.
-    """
+    """Return the collective that executes `transfer` on this rank."""
+    # `start`: The elements of the wire buffer that the caller uses itself.
     # Bitmaps and sizes. Their maximum is the union, or the largest.
     if transfer.kind in BY_MAXIMUM:
         return FlatAllReduce(members, dist.ReduceOp.MAX)
@@ -82,11 +80,9 @@ def select(transfer: Transfer, members: GroupRank, device: torch.device, start: 
 def group_rank(
     transfer: Transfer, rank: int, group_of: Callable[[Ranks, str], dist.ProcessGroup], first: int = 0
 ) -> GroupRank:
-    """Return the group of `transfer` that `rank` belongs to, with the process groups that execute the transfer.
-
-    `group_of`: A function that returns this rank's process group of some sets of ranks, which have every rank once. Its
-    second argument says which part of the transfer's groups they are: '', ' in nodes' or ' between nodes'.
-    """
+    """Return the group of `transfer` that `rank` belongs to, with the process groups that execute the transfer."""
+    # `group_of`: A function that returns this rank's process group of some sets of ranks, which have every rank once.
+    # Its second argument says which part of the transfer's groups they are: '', ' in nodes' or ' between nodes'.
     group = transfer.move.group_of(rank)
     nodes = tuple(map(transfer.topology.node_of, group.ranks))
     position = group.ranks.index(rank)

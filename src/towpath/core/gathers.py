@@ -44,10 +44,8 @@ class Gathers:
                 unit.slot = self.slots.shared(unit.index)
 
     def param_sync(self, on_host: bool = True) -> None:
-        """Submit parameter syncs of written units. Without `on_host`, those that step there wait for `gather`.
-
-        Units that agree on sizes are always among them, because one wait of the host then serves all of them.
-        """
+        """Submit parameter syncs of written units. Without `on_host`, those that step there wait for `gather`."""
+        # Units that agree on sizes are always among them, because one wait of the host then serves all of them.
         if self._synced_count == self._writes.count and not on_host:
             return
         self._synced_count = self._writes.count

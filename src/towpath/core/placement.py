@@ -79,11 +79,8 @@ def legal_extents(topology: Topology) -> list[Extent]:
 
 
 def legal_placements(topology: Topology, *, copies: bool = False) -> list[Placement]:
-    """Return every legal placement: P divides G, and G divides OS (Lins, section IV-B).
-
-    Args:
-        copies: Also return variants with a backward copy that is spread over fewer ranks than P.
-    """
+    """Return every legal placement: P divides G, and G divides OS (Lins, section IV-B)."""
+    # `copies`: Also return variants with a backward copy that is spread over fewer ranks than P.
     legal = legal_extents(topology)
     found: list[Placement] = []
     for o in legal:
@@ -221,11 +218,9 @@ def _levels(placement: Placement) -> tuple[Extent, Extent, Extent]:
 
 
 def _is_nested(placement: Placement) -> bool:
-    """Return whether slices are ordered local-major: a node-local extent nests inside one that spans nodes.
-
-    Every collective then works on contiguous memory, among ranks of one column of the grid. Otherwise slices are in
-    rank order, so that the backends' collectives need no reordering.
-    """
+    """Return whether slices are ordered local-major: a node-local extent nests inside one that spans nodes."""
+    # Every collective then works on contiguous memory, among ranks of one column of the grid. Otherwise slices are in
+    # rank order, so that the backends' collectives need no reordering.
     return any(e.nodes == 1 and e.size > 1 for e in _levels(placement)[:2]) and placement.optimizer.nodes > 1
 
 
@@ -286,10 +281,8 @@ def replicas(extent: Extent, topology: Topology) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _collectives_between(op: Op, coarse: Partition, fine: Partition, topology: Topology) -> tuple[GroupCollective, ...]:
-    """Return the collective among the ranks of one fine copy that share a coarse slice.
-
-    Return an empty tuple if both partitions are equal.
-    """
+    """Return the collective among the ranks of one fine copy that share a coarse slice."""
+    # It is empty if both partitions are equal.
     ratio = fine.count // coarse.count
     if ratio == 1:
         return ()

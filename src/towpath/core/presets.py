@@ -218,11 +218,9 @@ class NamedStrategy:
         return replace(made, **self._transports(made)).with_exact_transports(options.get("exact", False))
 
     def _transports(self, made: Strategy) -> dict[str, Transport]:
-        """Return the transport of each kind.
-
-        By default, a kind with groups of several nodes and several members in each takes the best route. The plain
-        presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
-        """
+        """Return the transport of each kind."""
+        # By default, a kind with groups of several nodes and several members in each takes the best route. The plain
+        # presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
         named, encoded = self.options.get("route"), self._encoded()
         chosen: dict[str, Transport] = {}
         for kind in WITH_TRANSPORT:
@@ -338,10 +336,8 @@ _ELSEWHERE: dict[str, Preset] = {
 
 
 def closest(name: object) -> str:
-    """Return the preset that `name` most likely stands for.
-
-    It may be PyTorch's name for the same placement, or a misspelled preset.
-    """
+    """Return the preset that `name` most likely stands for."""
+    # It may be PyTorch's name for the same placement, or a misspelled preset.
     text = str(getattr(name, "name", name)).strip().lower()  # a member of FSDP's ShardingStrategy has a `name`
     elsewhere = _ELSEWHERE.get(text.lstrip("_").replace("-", "_"))
     return elsewhere or difflib.get_close_matches(text, _PLACERS, n=1, cutoff=0.0)[0]

@@ -34,23 +34,17 @@ from towpath.topology.cluster import Extent
 
 
 def unused_params_transfers(strategy: Strategy, parameters: int, log: int) -> tuple[Transfer, ...]:
-    """Return the all-reduce with which the ranks compare their step at the boundary.
-
-    It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
-    Then follow digests of what each rank has submitted (`engine/agree/digest.py`).
-
-    Args:
-        parameters: The number of trainable parameters. Without any, nothing is compared.
-        log: The bytes of the digests, as `log_bytes` returns them.
-    """
+    """Return the all-reduce with which the ranks compare their step at the boundary."""
+    # It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
+    # Then follow digests of what each rank has submitted (`engine/agree/digest.py`).
+    # `parameters`: The number of trainable parameters. Without any, nothing is compared.
+    # `log`: The bytes of the digests, as `log_bytes` returns them.
     return _over_all_ranks(strategy, TransferKind.UNUSED_PARAMS, parameters and parameters + log, "uint8")
 
 
 def message_sizes_transfers(strategy: Strategy, plans: Iterable[UnitPlan]) -> tuple[Transfer, ...]:
-    """Return the all-reduce with which the ranks agree on sizes before parameter syncs, if any unit needs that.
-
-    It has the size of one message for each transfer whose sizes the ranks agree on.
-    """
+    """Return the all-reduce with which the ranks agree on sizes before parameter syncs, if any unit needs that."""
+    # It has the size of one message for each transfer whose sizes the ranks agree on.
     agreeing = sum(t.agrees_on_sizes for plan in plans for t in plan.transfers(TransferKind.PARAM_SYNC))
     return _over_all_ranks(strategy, TransferKind.MESSAGE_SIZES, agreeing, "int64")
 
@@ -234,15 +228,10 @@ def decided(
     memory: int | None,
     form: Form = Form.MESSAGES,
 ) -> tuple[Strategy, str]:
-    """Decide the placement of frozen parameters. Ranks with equal arguments decide the same.
-
-    Args:
-        memory: The bytes that a rank has for the engine and everything else. None means enough.
-
-    Returns:
-        The strategy with `frozen` decided, and the reason in one line, empty if nothing had to be decided. `frozen`
-        stays None if the model has no frozen parameters, or if every copy of the parameters is inside a node.
-    """
+    """Decide the placement of frozen parameters. Ranks with equal arguments decide the same."""
+    # `memory`: The bytes that a rank has for the engine and everything else. None means enough.
+    # Returned: The strategy with `frozen` decided, and the reason in one line, empty if nothing had to be decided.
+    # `frozen` stays None if the model has no frozen parameters, or if every copy of the parameters is inside a node.
     frozen, trains = _kinds(units)
     # The setting would widen the groups of ranks that compare their gathers. Without frozen parameters, it must not.
     if not frozen:
@@ -310,10 +299,8 @@ class Compute:
 def steady_tasks(
     plans: Sequence[UnitPlan], micro_steps: int, passes: Sequence[StagePass] = ()
 ) -> Iterator[tuple[int, Task]]:
-    """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step.
-
-    A pipeline stage computes `passes` in every step. The number of its micro-step rises when a backward pass ends.
-    """
+    """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step."""
+    # A pipeline stage computes `passes` in every step. The number of its micro-step rises when a backward pass ends.
     steps = settled_stage(plans, passes).step() if passes else steady_step(settled(plans), plans, micro_steps)
     for micro_step, action in steps:
         if isinstance(action, (Submit, AgreeOnSizes)):

@@ -262,10 +262,8 @@ class StepMachine:
         return self._answer()
 
     def gradients_complete(self, index: int) -> list[Action]:
-        """Let other units take the slot, as all parameters have gradients. Without input gradients no event follows.
-
-        A leaf has finished then. Otherwise an embedding between two rows of blocks would hold up the first row.
-        """
+        """Let other units take the slot, as all parameters have gradients. Without input gradients no event follows."""
+        # A leaf has finished then. Otherwise an embedding between two rows of blocks would hold up the first row.
         unit = self._units[index]
         unit.gradients_become(GradientState.COMPLETE)
         ended = [p for p in unit.passes if unit.plan.spec.leaf and p.running and not p.inputs]

@@ -170,10 +170,8 @@ Unit = TypeVar("Unit")
 
 
 def in_backward_order(units: Sequence[Unit]) -> Sequence[Unit]:
-    """Return one item per unit (the root's first) in the order in which a backward pass finishes the units.
-
-    The root comes last: its backward begins before all others, and ends after them.
-    """
+    """Return one item per unit (the root's first) in the order in which a backward pass finishes the units."""
+    # The root comes last: its backward begins before all others, and ends after them.
     return (*reversed(units[1:]), units[0])
 
 
@@ -408,11 +406,9 @@ UNITS_IN_FLIGHT = 2
 def slot_groups(
     units: Sequence[UnitPlan], uses: Callable[[UnitPlan], bool] = lambda unit: True
 ) -> list[tuple[list[int], int]]:
-    """Return the groups of units that take turns in slots, each with the number of its slots.
-
-    A leaf runs at the beginning or the end of a pass, and would make the slots of the blocks larger. So leaves take
-    turns in one slot of their own. Units that do not need slots are left out (`uses`).
-    """
+    """Return the groups of units that take turns in slots, each with the number of its slots."""
+    # A leaf runs at the beginning or the end of a pass, and would make the slots of the blocks larger. So leaves take
+    # turns in one slot of their own. Units that do not need slots are left out (`uses`).
     root = [i for i, unit in enumerate(units) if unit.spec.root]
     leaves = [i for i, unit in enumerate(units) if unit.spec.leaf]
     others = [i for i, unit in enumerate(units) if not unit.spec.root and not unit.spec.leaf]
