@@ -25,12 +25,12 @@ from lab.report import Outcome
 from lab.runs import as_rank
 from towpath import tracing
 from towpath.core.strategy import TransferKind
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.models import GPT, Shape
 
 TOPOLOGY = towpath.Topology(nodes=2, ranks_per_node=2)
 STRATEGIES = ("zero3", "hpz", "mics", "paro-iig", "paro-nig", "zero++", "auto")
 # The vocabulary is that of bytes.
-SHAPE = Shape(vocabulary=256, width=192, depth=6, heads=6, kv_heads=6, hidden=512, tied=False)
+SHAPE = Shape(vocabulary=256, width=192, depth=6, heads=6, hidden=512, tied=False)
 MICRO_STEPS, BATCH, LENGTH = 2, 3, 128
 LEARNING_RATE = 2e-3
 

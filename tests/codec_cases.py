@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from towpath.codecs.exact import message
+from towpath.codecs import exact
 from towpath.codecs.exact import specification as exact_reference
 from towpath.codecs.kernels import pieces as loops
 from towpath.codecs.kernels import plain
@@ -144,7 +144,7 @@ def check_pieces(
         assert same_message(codec, *wires), f"encode: {text}, {dtype}, {lengths}, turn {turn}"
         assert same(*kept), f"kept: {text}, {dtype}, {lengths}, turn {turn}"
     for run, w, k, out in zip(_runs(kernels), wires, kept, outs, strict=True):
-        run("sum_pieces", gathered, w, 99, k if feedback else None, scratch)
+        run("encode_pieces", gathered, None, w, 99, k if feedback else None, scratch)
         run("decode_pieces", gathered, w, out)
     assert same_message(codec, *wires), f"sum: {text}, {dtype}, {lengths}"
     assert same(*kept), f"kept: {text}, {dtype}, {lengths}"
@@ -215,8 +215,8 @@ def check_exact(kernels: ModuleType, dtype: torch.dtype, difference: bool, devic
     strange[512:] = True
     old, new = (torch.where(strange, bits.view(dtype), x.to(dtype)) for x, bits in zip((old, new), noise, strict=True))
     before = old if difference else None
-    expected = torch.zeros(message.message_bound(n, dtype), dtype=torch.uint8)
-    used = message.encode(exact_reference, before, new, expected)
+    expected = torch.zeros(exact.message_bound(n, dtype), dtype=torch.uint8)
+    used = exact.encode(before, new, expected, exact_reference)
 
     out = torch.full_like(expected, 77, device=device)
     kernels.encode(None if before is None else before.to(device), new.to(device), out)
@@ -225,22 +225,22 @@ def check_exact(kernels: ModuleType, dtype: torch.dtype, difference: bool, devic
     stale.view(torch.uint8)[300] ^= 1
     damaged, forged = out.clone(), out.clone()
     damaged[used - 9] ^= 4
-    forged[message.HEADER_BYTES] ^= 8
+    forged[exact.HEADER_BYTES] ^= 8
     forged[32:40] = 0
-    body = [forged[:32].cpu(), forged[message.HEADER_BYTES : used].cpu()]
+    body = [forged[:32].cpu(), forged[exact.HEADER_BYTES : used].cpu()]
     checksum = sum(exact_reference.digest(part, first) for part, first in zip(body, (0, 5), strict=True)) % 2**64
     forged[32:40] = torch.tensor(list(checksum.to_bytes(8, "little")), dtype=torch.uint8)
     for sent, held, problem in (
-        (out[: used - 8], old, message.Problem.SHORT),
-        (out, old[1:], message.Problem.OTHER),
+        (out[: used - 8], old, exact.Problem.SHORT),
+        (out, old[1:], exact.Problem.OTHER),
     ):
         values = held.clone().to(device)
         assert int(kernels.decode(sent, values, difference)) == problem and same_bits(values.cpu(), held)
     rows = [
-        (damaged, old, message.Problem.DAMAGED),
+        (damaged, old, exact.Problem.DAMAGED),
         (out, old, 0),
-        *([(out, stale, message.Problem.STALE)] if difference else []),
-        (forged, old, message.Problem.INVALID),
+        *([(out, stale, exact.Problem.STALE)] if difference else []),
+        (forged, old, exact.Problem.INVALID),
         (damaged, new, 0),  # this member's own slice, which is not decoded
     ]
     sent, held = torch.stack([row[0] for row in rows]), torch.stack([row[1] for row in rows]).to(device)

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from towpath.core.routes import Grid, Op
 from towpath.plan.hardware import GroupMesh
 from towpath.plan.profile import (
-    ALONE,
-    FEW,
-    MANY_PARAMETERS,
-    MANY_UNITS,
-    OVER_ALL,
-    PASSES,
-    PRODUCT,
     TOGETHER,
     Point,
     Profile,
     collective_name,
-    host_name,
-    pair_name,
 )
 from towpath.topology.cluster import Topology
 
@@ -28,28 +17,8 @@ def line(latency: float, rate: float, *sizes: int) -> list[tuple[int, float]]:
     return [(size, latency + size / rate) for size in sizes]
 
 
-def host_points(transfer: float) -> list[Point]:
-    """A transfer takes so many seconds of the processor. A forward pass has one for each unit, a backward pass two."""
-
-    def taken(kind: str, part: str, units: int, parameters: int) -> float:
-        sent = (2 if part == "backward" else 1) * units if kind == OVER_ALL else 0
-        return 1e-5 * units + 1e-6 * units * parameters + transfer * sent
-
-    return [
-        Point(host_name(kind, part, shape[1]), shape[0], (taken(kind, part, *shape),))
-        for kind in (ALONE, OVER_ALL)
-        for part in PASSES
-        for shape in (FEW, MANY_UNITS, MANY_PARAMETERS)
-    ]
-
-
-# What a small message of a link takes longer beside a computation.
-BUSY_LATENCY = {"inter, all": 3e-3, "intra, all": 1e-3}
-
-
-def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Point] = ()) -> Profile:
-    """Four ranks that share two cores of one host; `cable`: bytes a second of a node. `host_work`: as `host_points`
-    makes them; none: the engine takes nothing of the processor."""
+def made_profile(host: str = "here", cable: float = 2e7) -> Profile:
+    """Four ranks that share two cores of one host; `cable`: bytes a second of a node."""
 
     def points(what: str, latency: float, rate: float, busy: float = 0.0) -> list[Point]:
         return [Point(what, n, (s, s, 9 * s), busy * n) for n, s in line(latency, rate, 4096, 1 << 20)]
@@ -65,7 +34,7 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
     alone = [
         *points("copy", 0, 1e10),
         *points("add", 0, 8e9),
-        Point(PRODUCT, 100, (2e-5,)),
+        Point("matmul float32", 100, (2e-5,)),
         Point(TOGETHER, 100, (4e-5,)),
         *points("encode int8", 0, 1e9),
         *points("decode int8", 0, 2e9),
@@ -78,10 +47,5 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
             (Op.ALL_GATHER.value, "flat", 2, 1, (1 << 20) / cable),
         )
     ]
-    together = [
-        Point(pair_name(link, PRODUCT), 4096, (next(p.usual for p in links if p.what == one) + BUSY_LATENCY[link],))
-        for link, one in (("inter, all", "inter, one"), ("intra, all", "intra, one"))
-    ]
-    work = host_work or host_points(0.0)
-    points = (*links, *alone, *collectives, *together, *work)
+    points = (*links, *alone, *collectives)
     return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, points)

@@ -124,7 +124,7 @@ def _counted(kernels: Kernels, launches: Launches, work: bool) -> Kernels:
 
         return call
 
-    names = ("encode", "decode", "encode_pieces", "sum_pieces", "decode_pieces")
+    names = ("encode", "decode", "encode_pieces", "decode_pieces")
     functions = {name: counted(getattr(kernels, name)) for name in names}
     return Kernels(cast(Any, SimpleNamespace(__name__=kernels.name, **functions)))
 

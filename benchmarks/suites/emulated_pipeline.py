@@ -23,7 +23,7 @@ from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_
 from towpath.core.passes import encoded_gradients, one_forward_one_backward
 from towpath.core.transport import LowRank
 from towpath.pipeline import Compression
-from towpath.pipeline.stage import Encoding, Sender
+from towpath.pipeline.messages import Encoding, Sender
 
 
 @dataclass(frozen=True, slots=True)

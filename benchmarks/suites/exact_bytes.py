@@ -37,8 +37,7 @@ from benchmarks.harness.suite import Settings, Suite
 from benchmarks.peers import TrainStep, bits_between_nodes
 from benchmarks.workload import SQUARE, Workload
 from towpath.cli.plots import color, standalone_svg
-from towpath.codecs.exact import encode
-from towpath.codecs.exact.message import message_bound
+from towpath.codecs.exact import encode, message_bound
 
 STRATEGY = "paro-iig"
 PLAIN, EXACT = STRATEGY, f"{STRATEGY} exact=true"

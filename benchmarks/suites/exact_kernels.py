@@ -23,9 +23,10 @@ from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.figures import Check, medians
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.suites.kernels import QUICK_MEGABYTES, copying, timed, weights_or_gradients
-from towpath.codecs.exact import message, specification
-from towpath.codecs.exact.cpp import Native
+from towpath.codecs import exact
+from towpath.codecs.exact import specification
 from towpath.codecs.kernels import _native
+from towpath.codecs.kernels.cpp_codecs import ExactKernels
 
 MEGABYTES = 16
 CANDIDATES = ("copy", "encode", "decode")
@@ -109,20 +110,20 @@ def native_work(
     case: ExactCase, kind: str, old: torch.Tensor | None, new: torch.Tensor
 ) -> tuple[Callable[[], Any], int]:
     """Return the work of the exact codec, and the bytes of the message."""
-    kernels, out = Native(case.level), torch.empty(message.message_bound(new.numel(), new.dtype), dtype=torch.uint8)
-    used = message.encode(kernels, old, new, out)
+    kernels, out = ExactKernels(case.level), torch.empty(exact.message_bound(new.numel(), new.dtype), dtype=torch.uint8)
+    used = exact.encode(old, new, out, kernels)
     if kind == "encode":
-        return lambda: message.encode(kernels, old, new, out), used
+        return lambda: exact.encode(old, new, out, kernels), used
     if old is None:
         values = torch.empty_like(new)
-        return lambda: message.decode(kernels, out, values, False), used
+        return lambda: exact.decode(out, values, False, kernels), used
     # Decoding is in place. There and back again, so that each decoding is of the values that its message was made for.
     back = torch.empty_like(out)
-    message.encode(kernels, new, old, back)
+    exact.encode(new, old, back, kernels)
     values, turns = old.clone(), [out, back]
 
     def decode() -> None:
-        message.decode(kernels, turns[0], values, True)
+        exact.decode(turns[0], values, True, kernels)
         turns.reverse()
 
     return decode, used

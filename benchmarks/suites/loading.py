@@ -37,7 +37,7 @@ import towpath
 from benchmarks.harness.figures import Check
 from benchmarks.harness.suite import Settings, Suite
 from benchmarks.suites.memory import add_folder, watched
-from towpath.checkpoint.weights import Safetensors
+from towpath.checkpoint.safe_files import Safetensors
 from towpath.integrations import Sharding
 
 SHAPE = towpath.Topology(2, 1)

@@ -43,7 +43,7 @@ from benchmarks.harness.suite import Settings, Suite
 from lab.errors import LabError
 from towpath.checkpoint import get_model_state_dict
 from towpath.train.config import ModelConfig
-from towpath.train.models.bundle import ModelBundle, build_model
+from towpath.train.models import ModelBundle, build_model
 
 SHAPE = towpath.Topology(2, 2)
 MODEL = ModelConfig(width=2048, depth=19, heads=16)

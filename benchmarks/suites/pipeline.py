@@ -42,7 +42,7 @@ from towpath.core.passes import SCHEDULES, messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import LowRank, Transport
 from towpath.pipeline import Compression, Pipeline
-from towpath.pipeline.stage import Encoding, Sender
+from towpath.pipeline.messages import Encoding, Sender
 
 # Workers --------------------------------------------------------------------------------------------------------------
 

@@ -44,12 +44,12 @@ from towpath.observe.stats import totals
 from towpath.observe.totals import Totals
 from towpath.observe.trace import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.outer.period import Period
+from towpath.plan.bandwidth import Event, Timeline
 from towpath.plan.cluster_probe import probe
 from towpath.plan.measure import describe_measured
 from towpath.plan.model import Model
-from towpath.plan.prediction import Batching, Event, Ranking, Timeline
 from towpath.plan.profile import Profile
-from towpath.plan.request import Optimizer, Request, codecs_for_both
+from towpath.plan.request import Batching, Optimizer, Ranking, Request, codecs_for_both
 from towpath.plan.solver import Solver
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")

@@ -68,7 +68,7 @@ class SoakCase:
 
 CASES = (
     SoakCase("zero3", ("strategy.name=zero3",)),
-    SoakCase("zero++ feedback", ("strategy.name=zero++", "strategy.feedback=both")),
+    SoakCase("zero++ feedback", ("strategy.name=zero++ feedback=both",)),
     SoakCase("paro-iig", ("strategy.name=paro-iig",)),
 )
 
@@ -80,7 +80,7 @@ class TrainingRun:
         self.folder, self.pids = folder, folder / "pids"
         self.checkpoints, self.metrics = folder / "checkpoints", folder / "metrics.jsonl"
         self.pids.mkdir(parents=True)
-        from towpath.train.prepare import prepare
+        from towpath.train.data import prepare
 
         corpus = folder.parent / "corpus.txt"
         words = random.Random(0).choices(("lock", "barge", "weir", "horse", "towpath", "canal"), k=20_000)
@@ -93,7 +93,7 @@ class TrainingRun:
         self._options = [
             *("model.width=64", "model.depth=2", "model.heads=4", f"data.tokens={tokens}"),
             *(f"train.steps={steps}", "train.batch=8", "train.micro_batch=2", "train.length=32", "train.threads=1"),
-            *("strategy.nodes=2", "strategy.ranks_per_node=2", f"log.folder={folder}"),
+            *("strategy.nodes=2x2", f"log.folder={folder}"),
             *(f"checkpoint.every={SAVED_EVERY}", "checkpoint.keep=8", *case.train),
         ]
 

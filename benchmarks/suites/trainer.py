@@ -25,7 +25,7 @@ from towpath.checkpoint.manifest import read_manifest
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger
-from towpath.train.models.bundle import next_token_loss
+from towpath.train.models import next_token_loss
 from towpath.train.trainer import TrainingRun
 
 # towpath train --------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def gpt_on_ranks(
     config = Config(
         model=ModelConfig(width=width, depth=case.layers, heads=8),
         train=TrainConfig(steps=100_000, batch=4, micro_batch=1, length=128, threads=1),
-        strategy=StrategyConfig(name="zero3", nodes=2, ranks_per_node=2),
+        strategy=StrategyConfig(name="zero3", nodes="2x2"),
         log=LogConfig(folder=str(folder / "log")),
     )
     trainer = TrainingRun(config, stack.enter_context(init_distributed()))

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from towpath.checkpoint.weights import Safetensors
+from towpath.checkpoint.safe_files import Safetensors
 from towpath.collectives.select import form_for
 from towpath.core import presets
 from towpath.core.formats import Dtype, Precision, registered_formats

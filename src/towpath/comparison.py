@@ -31,7 +31,7 @@ from towpath.plan.cluster_probe import device_of_job
 from towpath.topology.cluster import Topology
 from towpath.topology.init import first_line
 from towpath.topology.store import StatusStore
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.models import GPT, Shape
 
 CONFIDENCE, TIMED_STEPS = 0.95, 5
 STRATEGIES = ("zero3", "mics", "paro-iig", "zero++")
@@ -124,7 +124,7 @@ def fully_shard_blocks(
 
     shape = (topology.nodes, topology.ranks_per_node) if hsdp else (topology.world,)
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, dtype)
-    for module in (*model.blocks, model):
+    for module in (*_blocks(model), model):
         fully_shard(module, mesh=_mesh(device_of_job().type, shape), mp_policy=policy, reshard_after_forward=reshard)
 
     def context(model: Any, last: bool) -> AbstractContextManager[Any]:
@@ -137,6 +137,10 @@ def fully_shard_blocks(
     return context
 
 
+def _blocks(model: torch.nn.Module) -> list[Any]:
+    return [*next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))]
+
+
 @cache
 def _mesh(device: str, shape: tuple[int, ...]) -> Any:
     """Return a mesh that all rounds share: process groups keep threads and connections until the job ends."""
@@ -147,7 +151,7 @@ def _mesh(device: str, shape: tuple[int, ...]) -> Any:
 
 def prefetch_next_block(model: Any) -> None:
     """Let FSDP2 start each block's all-gather while the block before it computes, in both directions."""
-    blocks = list(model.blocks)
+    blocks = _blocks(model)
     # On gloo, FSDP2 waits for a prefetched all-gather at once, unless it is asynchronous. On a GPU, asynchronous
     # all-gathers would be slower: their casts and copies no longer overlap. No public setter exists.
     if device_of_job().type == "cpu":
@@ -171,7 +175,7 @@ def _build(candidate: str, setup: TrainingSetup, topology: Topology) -> tuple[An
     width, depth, vocabulary = MODELS[setup.model]
     heads, hidden, dtype = width // 64, 8 * width // 3, setup.dtype
     sizes = {"width": width, "depth": depth, "vocabulary": vocabulary, "hidden": hidden, "heads": heads}
-    model: Any = GPT(Shape(**sizes, kv_heads=heads, tied=False)).to(device_of_job())
+    model: Any = GPT(Shape(**sizes, tied=False)).to(device_of_job())
     if candidate.startswith(("fsdp2", "hsdp")):
         reshard = False if "reshard=no" in candidate else None
         context = fully_shard_blocks(model, topology, dtype, candidate.startswith("hsdp"), reshard)

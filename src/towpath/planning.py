@@ -20,8 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from towpath.plan.catalog import describe_model, load_cluster
-from towpath.plan.prediction import Batching, Ranking
-from towpath.plan.request import Request
+from towpath.plan.request import Batching, Ranking, Request
 from towpath.plan.solver import Solver
 
 if TYPE_CHECKING:

@@ -80,15 +80,15 @@ def towpath_train_does_not_wait(folder: Path, offload: str | None, offload_activ
     """
     from towpath.engine import saved_activations
     from towpath.train.config import Config
+    from towpath.train.data import prepare
     from towpath.train.job import init_distributed
-    from towpath.train.prepare import prepare
     from towpath.train.trainer import TrainingRun
 
     if dist.get_rank() == 0:
         (folder / "text.txt").write_text("".join(f"the {i}th line says {i * i % 97}\n" for i in range(400)))
         prepare([str(folder / "text.txt")], folder / "tokens")
     dist.barrier()
-    strategy: dict[str, Any] = {"name": "zero3", "nodes": SHAPE.nodes, "ranks_per_node": SHAPE.ranks_per_node}
+    strategy: dict[str, Any] = {"name": "zero3", "nodes": f"{SHAPE.nodes}x{SHAPE.ranks_per_node}"}
     sections: dict[str, dict[str, Any]] = {
         "data": {"tokens": str(folder / "tokens")},
         "model": {"width": 64, "depth": 4, "heads": 2},

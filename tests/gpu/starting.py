@@ -25,7 +25,7 @@ from tests.gpu.case import BOTH, FOLDER, Case, join
 from tests.ranks.models import DEVICE
 from towpath.errors import ConfigError, StepError, TowpathError
 from towpath.pipeline import Compression, Pipeline, split
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.models import GPT, Shape
 
 ROOT = Path(__file__).parents[2]
 BATCH, LENGTH, VOCABULARY = 2, 6, 24
@@ -64,7 +64,7 @@ def pipeline_trains_as_one_process(folder: Path, schedule: str, bound: bool, cod
     # int8 moves what a stage receives by half a percent of its block's largest element, and each stage adds to that.
     most, dtype = (0.15, torch.float32) if codec else (1e-9, torch.float64)
     torch.manual_seed(5)
-    sizes = Shape(vocabulary=VOCABULARY, width=16, depth=5, heads=2, kv_heads=1, hidden=24, tied=tied)
+    sizes = Shape(vocabulary=VOCABULARY, width=16, depth=5, heads=2, hidden=24, tied=tied)
     whole = GPT(sizes).to(dtype)
     example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("pp", "dp"))

@@ -19,7 +19,6 @@ def measured(rank: int, world: int) -> Profile:
 
     # Some of it takes as long as it does, whatever the budget; and nothing of that is looked at here.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster_probe, "_WARM_STEPS", 1)
         patch.setattr(cluster_probe, "_TOGETHER_SECONDS", 0.05)
         return cluster_probe.probe(Topology(2, 2), budget_seconds=4)
 

@@ -288,19 +288,16 @@ class Checker(TorchDispatchMode):
             kernels.decode(codec, message, out)
             self.access([message], [out], "decode")
 
-        def encode_pieces(pieces: Any, values: torch.Tensor, wire: torch.Tensor, *args: Any) -> None:
+        def encode_pieces(pieces: Any, values: torch.Tensor | None, wire: torch.Tensor, *args: Any) -> None:
             kernels.encode_pieces(pieces, values, wire, *args)
-            self.access([values], _targets(pieces, wire), "encode")
-
-        def sum_pieces(pieces: Any, wire: torch.Tensor, *args: Any) -> None:
-            kernels.sum_pieces(pieces, wire, *args)
-            self.access(_sources(pieces, wire), _targets(pieces, wire), "decode+sum+encode")
+            read = _sources(pieces, wire) if values is None else [values]
+            self.access(read, _targets(pieces, wire), "decode+sum+encode" if values is None else "encode")
 
         def decode_pieces(pieces: Any, wire: torch.Tensor, out: torch.Tensor) -> None:
             kernels.decode_pieces(pieces, wire, out)
             self.access(_sources(pieces, wire), [out], "decode+sum")
 
-        functions = (encode, decode, encode_pieces, sum_pieces, decode_pieces)
+        functions = (encode, decode, encode_pieces, decode_pieces)
         return Kernels(cast(Any, SimpleNamespace(__name__=kernels.name, **{f.__name__: f for f in functions})))
 
 

@@ -26,16 +26,16 @@ from towpath.engine.executor import engine_of
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, MismatchError, PlanError, ShardError, TowpathError
 from towpath.plan import choice as auto
+from towpath.plan.cluster_probe import planned_collectives
 from towpath.plan.live import describe_by_parameters
 from towpath.plan.model import Transformer
 from towpath.plan.pipelines import Layout, Pipelines
-from towpath.plan.probed_collectives import planned_collectives
 from towpath.plan.profile import Profile, collective_of
 from towpath.plan.request import Optimizer, Request
 from towpath.plan.solver import Ranking, Solver
 from towpath.train.config import Config
+from towpath.train.data import prepare
 from towpath.train.job import init_distributed
-from towpath.train.prepare import prepare
 from towpath.train.trainer import TrainingRun
 
 SHAPE = towpath.Topology(2, 2)
@@ -262,8 +262,8 @@ def _options(folder: Path, profile: Path, *more: str) -> tuple[str, ...]:
     prepare([str(text)], tokens)
     return (
         *("model.width=32", "model.depth=4", "model.heads=2", "train.batch=8", "train.micro_batch=1"),
-        *("train.length=32", "train.steps=2", "train.threads=1", f"data.tokens={tokens}", "strategy.nodes=2"),
-        *("strategy.ranks_per_node=2", "strategy.name=auto", f"strategy.profile={profile}", f"log.folder={folder}"),
+        *("train.length=32", "train.steps=2", "train.threads=1", f"data.tokens={tokens}", "strategy.nodes=2x2"),
+        *("strategy.name=auto", f"strategy.profile={profile}", f"log.folder={folder}"),
         *more,
     )
 

@@ -320,9 +320,9 @@ def _save_with_two(root: Path) -> None:
     for outcome in (recent.wait(), best.close()):
         assert outcome is not None and outcome.ok
     assert checkpoint.save(root / "recent", 13, state).ok  # while its saver is open
-    groups = len(state.groups._made)
+    groups = len(state.local.groups._made)
     checkpoint.Saver(root / "best", state).close()
-    assert len(state.groups._made) == groups
+    assert len(state.local.groups._made) == groups
     recent.close()
 
 

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run_demo(folder: Path) -> None:
     """Train a smaller model than the demo's own, which takes a minute of two cores, on two ranks, not four."""
-    demo.SHAPE = replace(demo.SHAPE, width=32, depth=2, heads=2, kv_heads=2, hidden=64)
+    demo.SHAPE = replace(demo.SHAPE, width=32, depth=2, heads=2, hidden=64)
     demo.MICRO_STEPS, demo.BATCH, demo.LENGTH = 2, 1, 32
     demo.TOPOLOGY = towpath.Topology(2, 1)
     command.available = lambda: "a test forbids it"

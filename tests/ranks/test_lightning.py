@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,6 +19,7 @@ import towpath
 from tests.ranks.launched import assert_alike, launched
 from tests.ranks.server import Worlds, on_ranks
 from tests.ranks.strategies import in_turn
+from towpath import checkpoint
 from towpath.errors import ShardError
 from towpath.integrations import Sharding
 
@@ -171,22 +173,24 @@ def _resumed(folder: Path) -> None:
 
 
 @on_ranks(2)
-def test_what_lightning_has_saved_itself_is_resumed_and_what_we_save_in_one_file_it_loads(tmp_path: Path) -> None:
-    """Steps 0 to 4, 4 to 7 and 7 to 10: under DDP, and with ours between DDP and DDP."""
-    from towpath.integrations.lightning import TowpathStrategy
-
-    with launched():
-        ours = TowpathStrategy("hpz", single_file=True)
+def test_what_lightning_has_saved_itself_is_resumed_and_what_we_save_is_exported(tmp_path: Path) -> None:
+    """Steps 0 to 4, 4 to 7 and 7 to 10: under DDP, and under DDP, then twice with ours."""
+    with launched() as rank:
         ends = []
-        for name, strategies in (("plain", ["ddp", "ddp", "ddp"]), ("mixed", ["ddp", ours, "ddp"])):
+        for name, strategies in (("plain", ["ddp"] * 3), ("mixed", ["ddp", "towpath_hpz", "towpath"])):
             path = None
             for strategy, steps in zip(strategies, (4, 7, STEPS), strict=True):
                 trainer, module = _trainer(strategy, tmp_path, steps=steps), _module()
                 trainer.fit(module, _rows(), ckpt_path=path)
                 path = str(tmp_path / f"{name}-{steps}.ckpt")
                 trainer.save_checkpoint(path)
-            ends.append(_values(type(module).load_from_checkpoint(path)))
+            ends.append(_values(module))
         assert_alike(*ends)
+        if rank == 0:
+            saved = checkpoint.latest(tmp_path / f"mixed-{STEPS}.ckpt" / "towpath" / "0")
+            assert saved is not None
+            (file,) = checkpoint.export(saved, tmp_path / "exported")
+            assert_alike(load_file(file), ends[0])
 
 
 @on_ranks(2)

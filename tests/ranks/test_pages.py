@@ -149,11 +149,11 @@ def _for_sharded(folder: Path) -> dict[str, Any]:
 
 
 def _for_pipeline(_: Path) -> dict[str, Any]:
-    from towpath.train.models.gpt import GPT, Shape
+    from towpath.train.models import GPT, Shape
 
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     batch = torch.zeros(8, 64, dtype=torch.int64)
-    shape = Shape(vocabulary=16, width=64, depth=2, heads=2, kv_heads=2, hidden=64, tied=True)
+    shape = Shape(vocabulary=16, width=64, depth=2, heads=2, hidden=64, tied=True)
 
     def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

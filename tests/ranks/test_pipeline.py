@@ -28,7 +28,7 @@ from towpath.core.transport import Transport
 from towpath.errors import ConfigError, ShardError, StepError
 from towpath.observe.stats import intervals_of_ranks, totals
 from towpath.pipeline import Compression, Pipeline, split
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.models import GPT, Shape
 
 WIDTH, BATCH = 8, 2
 SINGLE = ("GPipe", "1F1B")
@@ -168,8 +168,9 @@ def test_a_pipeline_is_one_process(world: Worlds, sizes: tuple[int, ...], pair: 
     world(prod(sizes)).run(_exact, sizes, *pair, steps)
 
 
-def test_stages_may_have_strategies_of_their_own(world: Worlds, steps: int) -> None:
-    world(4).run(_exact, (2, 2), "1F1B", ["zero3", "ddp"], steps)
+@pytest.mark.parametrize("strategy", [["zero3", "ddp"], towpath.strategy("zero1", exact=True)], ids=["own", "named"])
+def test_stages_may_have_strategies_of_their_own_or_options(world: Worlds, strategy: Any, steps: int) -> None:
+    world(4).run(_exact, (2, 2), "1F1B", strategy, steps)
 
 
 def test_a_trace_has_every_pass_every_message_and_what_was_waited(world: Worlds) -> None:
@@ -370,7 +371,7 @@ def _evaluated(schedule: str) -> None:
 
 def _gpt(tied: bool = False) -> nn.Module:
     torch.manual_seed(5)
-    shape = Shape(vocabulary=24, width=16, depth=5, heads=2, kv_heads=1, hidden=24, tied=tied)
+    shape = Shape(vocabulary=24, width=16, depth=5, heads=2, hidden=24, tied=tied)
     return GPT(shape).double()
 
 

@@ -21,7 +21,7 @@ from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, WIDTH, _batch, _loss, _token_loss
 from towpath.errors import MismatchError, ShardError, StepError
 from towpath.pipeline import Compression, Pipeline, split
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.models import GPT, Shape
 
 MICRO_BATCHES = 4
 
@@ -107,13 +107,13 @@ def _given_others(odd: int, words: str) -> str:
 def test_models_that_are_cut_elsewhere_are_refused(world: Worlds) -> None:
     """The ranks of the last stage have a model of one block more: block 2 would run nowhere."""
     for told in world(4).run(_cut_elsewhere):
-        assert "rank 0 has 'stage 0: blocks.0 to blocks.1, zero1'" in told
-        assert "rank 2 has 'stage 0: blocks.0 to blocks.2, zero1'" in told
+        assert "rank 0 has 'stage 0: model.layers.0 to model.layers.1, zero1'" in told
+        assert "rank 2 has 'stage 0: model.layers.0 to model.layers.2, zero1'" in told
 
 
 def _cut_elsewhere() -> str:
     depth = 4 if dist.get_rank() < 2 else 5
-    model = GPT(Shape(vocabulary=24, width=16, depth=depth, heads=2, kv_heads=1, hidden=24, tied=False))
+    model = GPT(Shape(vocabulary=24, width=16, depth=depth, heads=2, hidden=24, tied=False))
     example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     with pytest.raises(MismatchError) as refused:
         _made(stages=split(model, 2, example), example=example, loss=_token_loss)

@@ -184,7 +184,7 @@ def _told(folder: str) -> None:
     assert outcome.failure is not None and "rank 3: group 0 of the optimizer has one of shape (2,)" in outcome.failure
     state = checkpoint.State(pipeline, torch.optim.AdamW(pipeline.parameters()))
     if dist.get_rank() == 1:  # the others must not wait for what it has of the optimizer
-        state.contents = replace(state.contents, named=lambda: 1 // 0)  # pyright: ignore[reportArgumentType]
+        state.local = replace(state.local, named=lambda: 1 // 0)  # pyright: ignore[reportArgumentType]
     failure = checkpoint.save(folder, 1, state).failure
     assert failure == "saving a checkpoint failed on rank 1: ZeroDivisionError: integer division or modulo by zero"
     mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]), mesh_dim_names=("pp", "dp"))

@@ -25,15 +25,14 @@ from tests.ranks.server import Worlds, run_ranks
 from tests.ranks.strategies import ROUNDING, in_turn, seldom
 from towpath import strategies
 from towpath.errors import TowpathError
+from towpath.train import models
 from towpath.train import trainer as trainer_module
 from towpath.train.checkpoints import CheckpointManager
 from towpath.train.config import Config
+from towpath.train.data import prepare
 from towpath.train.job import init_distributed
 from towpath.train.metrics import JsonLines
-from towpath.train.models import bundle
-from towpath.train.optimizers import BETAS, learning_rate
-from towpath.train.prepare import prepare
-from towpath.train.trainer import TrainingRun, run_training
+from towpath.train.trainer import BETAS, TrainingRun, learning_rate, run_training
 
 Rows = list[dict[str, Any]]
 
@@ -49,7 +48,7 @@ TINY: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-2,
         "threads": 1,
     },
-    "strategy": {"nodes": 2, "ranks_per_node": 2},
+    "strategy": {"nodes": "2x2"},
 }
 
 # Losses of about 5.5 in fp32, whose gradients are summed in another order: each differs by some roundings of 5e-7, and
@@ -82,7 +81,7 @@ def config(tokens: Path, tmp_path: Path) -> Callable[..., Config]:
 
 
 def _on(nodes: int, ranks_per_node: int) -> dict[str, Any]:
-    return {"nodes": nodes, "ranks_per_node": ranks_per_node}
+    return {"nodes": f"{nodes}x{ranks_per_node}"}
 
 
 def _with(config: Config, **sections: dict[str, Any]) -> Config:
@@ -150,7 +149,7 @@ PARO = [name for name in strategies() if name.startswith("paro-")]
 LOSSLESS: list[Any] = [
     *({"name": name} for name in strategies() if name not in (*PARO, *ROUNDING)),
     *({"name": name} for name in PARO),
-    {"name": "zero3", "route": "hierarchical"},
+    {"name": "zero3 route=hierarchical"},
 ]
 
 
@@ -185,7 +184,7 @@ def _plain_beside(config: Config) -> tuple[list[float], list[float]]:
     train = config.train
     with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
         training = TrainingRun(config, job)
-    built: Any = bundle.build_model(config.model, 256).model
+    built: Any = models.build_model(config.model, 256).model
     plain = type(built)(built.shape)
     with torch.no_grad():
         for name, values in _weights(training).items():
@@ -227,12 +226,12 @@ def test_compiled_blocks_train_alike(
 
 
 def _compiled(config: Config) -> Any:
-    asked: list[bundle.ModelBundle] = []
+    asked: list[models.ModelBundle] = []
 
-    def compile_blocks(built: bundle.ModelBundle) -> None:
+    def compile_blocks(built: models.ModelBundle) -> None:
         asked.append(built)
         # Without a compiler for the machine's own code.
-        bundle.compile_blocks(built, backend="aot_eager", fullgraph=True)
+        models.compile_blocks(built, backend="aot_eager", fullgraph=True)
 
     before, trainer_module.compile_blocks = trainer_module.compile_blocks, compile_blocks
     torch._dynamo.utils.counters.clear()
@@ -440,7 +439,7 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "batch": ({"train": {"batch": 6}}, "train.batch = 6 sequences cannot be shared out: 4 ranks"),
     "no weights": ({"model": {"weights": "nowhere"}}, "no safetensors at nowhere"),
     "no model": ({"model": {"hf": "nowhere"}}, "expected a config.json"),
-    "cluster": ({"strategy": {"nodes": 3, "ranks_per_node": 1}}, "3"),
+    "cluster": ({"strategy": {"nodes": "3x1"}}, "3"),
     "strategy file": ({"strategy": {"name": "nowhere.toml"}}, "cannot read the strategy nowhere.toml"),
     "log folder": ({"log": {"folder": "/dev/null/run"}}, "cannot write /dev/null/run/metrics.jsonl"),
 }

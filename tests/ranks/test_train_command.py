@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from towpath import checkpoint
-from towpath.train.prepare import prepare
+from towpath.train.data import prepare
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
 TINY = [

@@ -19,9 +19,9 @@ from tests.ranks.models import VOCABULARY, gpt2_config, llama_config
 from tests.ranks.server import Worlds
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath import Topology
+from towpath.train import models
 from towpath.train.config import ModelConfig
-from towpath.train.models import bundle
-from towpath.train.models.bundle import build_model
+from towpath.train.models import build_model
 
 SHAPE = Topology(2, 2)
 LENGTH, STEPS = 8, 30
@@ -90,10 +90,10 @@ def _checkpointed_alike(config: ModelConfig) -> bool:
     for checkpointed in (False, True):
         built = build_model(config, VOCABULARY)
         if checkpointed:
-            bundle.checkpoint_blocks(built)
+            models.checkpoint_blocks(built)
         torch.manual_seed(3)
         model: Any = towpath.shard(built.model, "zero3", topology=SHAPE)
-        bundle.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
+        models.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
         gradients.append([p.grad.full_tensor() for p in model.parameters()])
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -136,7 +136,7 @@ def _compare_with_files(config: ModelConfig, label: str, params: torch.dtype | N
     stored: Any = AutoModelForCausalLM.from_pretrained(config.weights, dtype=torch.float32)
     (inputs, _), computes = _batch(dist.get_rank(), 0), params or torch.float32
     with torch.no_grad():
-        found, expected = bundle.logits_of(model, inputs), stored.to(computes)(inputs).logits
+        found, expected = models.logits_of(model, inputs), stored.to(computes)(inputs).logits
     # The norms' weights are rounded alike; but the rotary table of a model that was cast as a whole is not ours.
     close = torch.equal(found, expected) if params is None else (found - expected).abs().max().item() < 0.1
     stored = AutoModelForCausalLM.from_pretrained(config.weights, dtype=torch.float32)
@@ -163,4 +163,4 @@ def _ours_against_llama(folder: str) -> float:
     theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     inputs, _ = _batch(dist.get_rank(), 0)
     with torch.no_grad():
-        return (bundle.logits_of(model, inputs) - bundle.logits_of(theirs, inputs)).abs().max().item()
+        return (models.logits_of(model, inputs) - models.logits_of(theirs, inputs)).abs().max().item()

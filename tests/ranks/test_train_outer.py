@@ -117,7 +117,7 @@ def _saved_by_the_clock(config: Config) -> list[int]:
 
 
 def test_one_rank_trains_with_outer_steps(world: Worlds, config: Callable[..., Config]) -> None:
-    alone = {"nodes": 1, "ranks_per_node": 1}
+    alone = {"nodes": "1x1"}
     mine = config(STREAMING | {"codec": "int4", "islands": 1}, train={"steps": 7}, strategy=alone)
     assert len(world(1).run(_train_to_the_end, mine)[0][0]) == 7
 

@@ -19,7 +19,7 @@ from towpath.train.config import Config
 
 __all__ = ["config", "tokens"]  # fixtures
 
-NO_NODES = {"nodes": 0, "ranks_per_node": 0}
+NO_NODES = {"nodes": ""}
 CASES = [
     {"pipeline": 2},
     {"pipeline": 4, "schedule": "GPipe"},

@@ -27,7 +27,7 @@ from towpath.observe.totals import Totals
 from towpath.train.config import Config
 from towpath.train.job import init_distributed
 from towpath.train.metrics import MetricsLogger
-from towpath.train.models.tensor_parallel import COLUMNS, EACH_HEAD, TensorPlan, plan_for, share_layers
+from towpath.train.tensor_parallel import COLUMNS, EACH_HEAD, TensorPlan, plan_for, share_layers
 from towpath.train.trainer import TrainingRun
 
 __all__ = ["config", "tokens"]  # fixtures
@@ -150,7 +150,7 @@ REFUSED = {
     "heads that do not divide": ({"model": {"heads": 1, "width": 16}}, "a divisor of the model's 1 attention heads"),
     "ranks that do not divide": ({"parallel": {"tensor": 3}}, "expected a divisor of"),
     "a node that has fewer": ({"parallel": {"tensor": 2, "pipeline": 4}}, "expected a divisor of the job's 4 ranks"),
-    "codecs": ({"strategy": {"name": "zero++", "nodes": 2, "ranks_per_node": 1}}, "is on a tensor-parallel mesh"),
+    "codecs": ({"strategy": {"name": "zero++", "nodes": "2x1"}}, "is on a tensor-parallel mesh"),
     "gpt2": ({}, "GPT2LMHeadModel does not say how ranks share its layers"),
     "mixtral": ({}, "which is not supported"),
 }

@@ -17,8 +17,8 @@ from torch import nn
 
 from towpath import checkpoint
 from towpath.checkpoint import folders
+from towpath.checkpoint.local_state import rng_state, set_rng_state
 from towpath.checkpoint.manifest import from_json, to_json
-from towpath.checkpoint.rank_contents import rng_state, set_rng_state
 from towpath.checkpoint.safe_files import write_tensors
 from towpath.engine.parameters.dtensors import Box, boxes_of, ranges_of
 

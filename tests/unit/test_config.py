@@ -35,7 +35,7 @@ def test_what_is_written_loads_as_the_same() -> None:
             "model": {"width": 64, "heads": 2, "hf": ""},
             "data": {"tokens": 'odd "name"', "held_out": 0.1},
             "train": {"steps": 7, "learning_rate": 3, "clip": float("inf")},
-            "strategy": {"name": "mics", "gradients": "int4:64", "exact": True, "outer": {"every": 32, "delay": 2}},
+            "strategy": {"name": "mics gradients=int4:64", "exact": True, "outer": {"every": 32, "delay": 2}},
             "log": {"trace": [3, 5], "wandb": "project"},
         }
     )
@@ -82,9 +82,9 @@ def test_in_bf16_micro_steps_are_summed_in_fp32() -> None:
         ({"train": {"seed": 1 << 63}}, "train.seed = .*: expected a whole number from 0 to"),
         ({"strategy": {"name": "zerro3"}}, r"expected a preset \(zero3\?\)"),
         ({"strategy": {"allow": ["int8"]}}, r"strategy.allow = \['int8'\]: expected only with strategy.name = auto"),
-        ({"strategy": {"name": "auto", "route": "ring"}}, "expected nothing: auto chooses it"),
+        ({"strategy": {"name": "auto route=ring"}}, "expected auto alone: it chooses the options"),
         ({"strategy": {"name": "auto", "allow": ["int3"]}}, "strategy.allow = 'int3': expected a codec"),
-        ({"strategy": {"nodes": 2}}, "nodes and ranks_per_node"),
+        ({"strategy": {"nodes": "2"}}, "strategy.nodes = '2': expected NODESxRANKS"),
         ({"log": {"trace": [500]}}, "expected steps up to train.steps = 200; got 500"),
     ],
 )
@@ -122,14 +122,15 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
 
 
 def test_a_strategy_section_passes_its_options_on(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"gradients": "int4:64", "feedback": "both", "exact": True, "offload": "optimizer"}
-    made = StrategyConfig(name="mics", nodes=4, ranks_per_node=1, **options).build(Topology(2, 2))
-    assert made == strategy("mics", Topology(4, 1), **options)
+    options: dict[str, Any] = {"exact": True, "offload": "optimizer"}
+    named = StrategyConfig(name="mics gradients=int4:64 feedback=both", nodes="4x1", **options)
+    made = named.build(Topology(2, 2))
+    assert made == strategy("mics", Topology(4, 1), gradients="int4:64", feedback="both", **options)
     file = tmp_path / "s.toml"
     file.write_text(made.to_toml())
     assert StrategyConfig(name=str(file)).build(Topology(4, 1)) == made
-    with pytest.raises(ConfigError, match="which says all: remove route, offload"):
-        StrategyConfig(name=str(file), route="ring", offload="params").build(Topology(4, 1))
+    with pytest.raises(ConfigError, match="which says all: remove offload, exact"):
+        StrategyConfig(name=str(file), exact=True, offload="params").build(Topology(4, 1))
     with pytest.raises(ConfigError, match=r"cannot read the strategy .*absent.toml: No such file"):
         StrategyConfig(name=str(tmp_path / "absent.toml")).build(Topology(4, 1))
 
@@ -141,7 +142,7 @@ def test_outer_steps_are_a_section_in_the_strategy(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("[strategy]\nname = 'mics'\n[strategy.outer]\nevery = 32\n")
     overrides = ["strategy.outer.codec=int4", "strategy.outer.islands=2"]
-    overrides += ["strategy.nodes=4", "strategy.ranks_per_node=2"]
+    overrides += ["strategy.nodes=4x2"]
     made = Config.load(file, overrides).strategy.build(Topology(8, 1))
     assert (made.islands, made.topology) == (2, Topology(2, 2))
     assert made.outer is not None and made.outer.every == 32

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
-from towpath.train.data import TokenWindows, open_tokens, order
-from towpath.train.prepare import prepare
+from towpath.train.data import TokenWindows, open_tokens, order, prepare
 
 LENGTH = 8
 examples = settings(max_examples=50, deadline=None)

@@ -12,10 +12,9 @@ import pytest
 
 from towpath.cli.main import _run
 from towpath.errors import ConfigError
-from towpath.train import prepare as preparing
+from towpath.train import data as preparing
 from towpath.train.config import DataConfig
-from towpath.train.data import open_tokens
-from towpath.train.prepare import FileTokenizer, prepare
+from towpath.train.data import FileTokenizer, open_tokens, prepare
 
 LINES = "".join(f"line {i} of ünïcode 文字\n" for i in range(3000))
 

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from tests.codec_cases import same_bits as same
 from towpath.codecs import exact
-from towpath.codecs.exact import message
+from towpath.codecs.exact import HEADER_BYTES, HostKernels, MessageError
 from towpath.codecs.exact import specification as spec
-from towpath.codecs.exact.message import BLOCK, HEADER_BYTES, HostKernels, MessageError
 
-native = pytest.importorskip("towpath.codecs.exact.cpp", reason="the C++ extension was not built", exc_type=ImportError)
-from towpath.codecs.kernels import _native  # noqa: E402
+native = pytest.importorskip(
+    "towpath.codecs.kernels.cpp_codecs", reason="the C++ extension was not built", exc_type=ImportError
+)
+from towpath.core.formats import BLOCK  # noqa: E402
 
-LEVELS: dict[str, HostKernels] = {level: native.Native(level) for level in _native.levels()}
-BEST: HostKernels = native.best()
+LEVELS: dict[str, HostKernels] = {level: native.ExactKernels(level) for level in native.LEVELS}
+BEST: HostKernels = native.ExactKernels(native.LEVELS[0])
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = {dtype: form.integer for dtype, form in spec.FORMATS.items()}
 
@@ -46,7 +47,7 @@ def encoded(kernels: HostKernels, old: torch.Tensor | None, new: torch.Tensor) -
     """A message. What is behind its bound stays as it was."""
     bound = exact.message_bound(new.numel(), new.dtype)
     out = torch.full((bound + 16,), 77, dtype=torch.uint8)
-    used = message.encode(kernels, old, new, out)
+    used = exact.encode(old, new, out, kernels)
     assert used <= bound and used % 8 == 0 and (out[bound:] == 77).all()
     assert exact.message_bytes([out[:bound]]) == [used]
     return out[:used]
@@ -57,7 +58,7 @@ def round_trip(kernels: HostKernels, old: torch.Tensor, new: torch.Tensor, diffe
     sent = encoded(kernels, old if difference else None, new)
     guarded = torch.cat([old[:1], old, old[:1]]) if len(old) else old
     values = guarded[1 : len(old) + 1]
-    message.decode(kernels, torch.cat([sent, sent]), values, difference)
+    exact.decode(torch.cat([sent, sent]), values, difference, kernels)
     assert same(values, new)
     assert not len(old) or (same(guarded[:1], old[:1]) and same(guarded[-1:], old[:1]))
     return sent
@@ -88,9 +89,9 @@ def test_nothing_outside_is_read_or_written(dtype: torch.dtype, difference: bool
         old, new = (before_a_guard(x) for x in trained(n, dtype, 1e-4))
         for kernels in LEVELS.values():
             out = before_a_guard(torch.empty(exact.message_bound(n, dtype), dtype=torch.uint8))
-            used = message.encode(kernels, old if difference else None, new, out)
+            used = exact.encode(old if difference else None, new, out, kernels)
             values = before_a_guard(old)
-            message.decode(kernels, before_a_guard(out[:used]), values, difference)
+            exact.decode(before_a_guard(out[:used]), values, difference, kernels)
             assert same(values, new)
 
 
@@ -133,8 +134,8 @@ def test_all_pairs_of_bfloat16(part: int) -> None:
     for distance in range(part - 2**15, 2**15, 8):
         moved = ordered + torch.tensor(distance, dtype=torch.int16)
         new = torch.stack([torch.where(moved < 0, moved ^ 0x7FFF, moved), filler], 1).flatten().view(torch.bfloat16)
-        used = message.encode(BEST, old, new, out)
-        message.decode(BEST, out[:used], values.copy_(old), True)
+        used = exact.encode(old, new, out, BEST)
+        exact.decode(out[:used], values.copy_(old), True, BEST)
         assert same(values, new), distance
         assert ((table & 0xFFFF) < 2 * BLOCK).all(), distance
 
@@ -274,7 +275,7 @@ def test_forged_messages_do_no_harm(dtype: torch.dtype, difference: bool) -> Non
         forged = torch.tensor([*header, *struct.pack("<Q", checksum % 2**64), *body.tolist()], dtype=torch.uint8)
         if not outcomes[0][0]:
             with pytest.raises(MessageError, match="impossible content"):
-                message.decode(BEST, forged, old.clone(), difference)
+                exact.decode(forged, old.clone(), difference, BEST)
 
 
 @given(n=st.integers(0, 200), first=st.integers(0, 9), seed=st.integers(0, 2**32))

@@ -12,10 +12,9 @@ from tests.unit.test_planner import SMALL, priced_of, small_cluster
 from towpath.core.formats import DIFFERENCES, VALUES, Coding
 from towpath.core.strategy import GRADIENTS, Strategy
 from towpath.plan import tables
-from towpath.plan.cluster_file import Cluster
+from towpath.plan.hardware import Cluster
 from towpath.plan.pipelines import Layout, Pipelines
-from towpath.plan.prediction import Prediction, Ranking
-from towpath.plan.request import BF16, Request
+from towpath.plan.request import BF16, Prediction, Ranking, Request
 from towpath.plan.solver import Solver
 
 SPEED = 1e9  # elements a second that a rank codes exactly

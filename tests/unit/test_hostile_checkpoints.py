@@ -30,8 +30,7 @@ from typer.testing import CliRunner
 from towpath import checkpoint
 from towpath.checkpoint import State
 from towpath.checkpoint.manifest import FORMAT
-from towpath.checkpoint.safe_files import is_plain
-from towpath.checkpoint.weights import INDEX, Safetensors
+from towpath.checkpoint.safe_files import INDEX, Safetensors, is_plain
 from towpath.cli.main import app
 from towpath.errors import CheckpointError
 

@@ -20,11 +20,11 @@ from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
-from towpath.plan import cluster_file, profile, tables
+from towpath.plan import catalog, profile, tables
+from towpath.plan.bandwidth import Timeline
 from towpath.plan.catalog import model_shape
 from towpath.plan.hardware import CodecSpeed, Hardware, Launching, Link
 from towpath.plan.pipelines import Layout, Pipelines
-from towpath.plan.prediction import Timeline
 from towpath.plan.profile import Point
 from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.solver import Batching, Ranking
@@ -96,11 +96,11 @@ def agreed_sizes() -> tuple[Transfer, ...]:
 
 
 def test_a_cluster_file_says_what_launches_cost() -> None:
-    assert cluster_file.from_table("a", TABLE).hardware.launching == Launching()
-    told = cluster_file.from_table("a", TABLE | {"launch": {"call": 70, "unit": 150.5}}).hardware.launching
+    assert catalog.from_table("a", TABLE).hardware.launching == Launching()
+    told = catalog.from_table("a", TABLE | {"launch": {"call": 70, "unit": 150.5}}).hardware.launching
     assert told == replace(Launching(), call=70e-6, unit=150.5e-6)
     with pytest.raises(ConfigError, match=r"\[launch\] unknown key 'calls'"):
-        cluster_file.from_table("a", TABLE | {"launch": {"calls": 70}})
+        catalog.from_table("a", TABLE | {"launch": {"calls": 70}})
 
 
 def test_a_profile_of_processors_has_no_launching_thread() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections import Counter
 from typing import Any
@@ -17,11 +16,10 @@ from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
 from towpath.plan import measure
 from towpath.plan.catalog import load_cluster
-from towpath.plan.cluster_file import Cluster
-from towpath.plan.cluster_probe import seconds_beside
+from towpath.plan.hardware import Cluster
 from towpath.plan.measure import describe_measured, line_through
 from towpath.plan.model import LinearSeconds, Model, compute_seconds
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.models import GPT, Shape
 
 CPU = torch.device("cpu")
 LENGTH = 16
@@ -86,7 +84,7 @@ def test_the_root_runs_without_the_units(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_model_without_memory_is_measured_and_can_be_sharded_afterwards() -> None:
     """`shard` refuses parameters that something refers to weakly."""
     with torch.device("meta"):
-        model = GPT(Shape(vocabulary=64, width=16, depth=2, heads=2, kv_heads=2, hidden=32, tied=True))
+        model = GPT(Shape(vocabulary=64, width=16, depth=2, heads=2, hidden=32, tied=True))
 
     found = measured(model, [1], Precision("bfloat16"))
 
@@ -159,27 +157,3 @@ def test_waiting_for_a_core_is_not_computing(monkeypatch: pytest.MonkeyPatch) ->
     model.blocks = nn.ModuleList(Slow(model.ran) for _ in range(2))
     _, *blocks = measured(model, [1]).units
     assert [u.measured.forward.at(LENGTH) for u in blocks if u.measured] == [1.0, 1.0]
-
-
-def test_messages_beside_a_product_are_sent_as_often_as_on_every_rank() -> None:
-    counts: Counter[str] = Counter()
-    multiplied = threading.Event()
-
-    def message() -> None:
-        multiplied.wait()
-        counts.update(["message"])
-
-    def product() -> None:
-        counts.update(["product"])
-        multiplied.set()
-
-    assert seconds_beside(product, message, 5) > 0
-    assert counts["message"] == 5 and counts["product"] >= 1
-
-
-def test_what_fails_beside_something_else_is_raised() -> None:
-    def fails() -> None:
-        raise ValueError("no link")
-
-    with pytest.raises(ValueError, match="no link"):
-        seconds_beside(lambda: None, fails, 2)

@@ -15,8 +15,8 @@ from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
+from towpath.plan.cluster_probe import planned_collectives
 from towpath.plan.hardware import GroupMesh, Hardware, interpolated
-from towpath.plan.probed_collectives import planned_collectives
 from towpath.plan.profile import Point, Profile, collective_name, collective_of
 from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology

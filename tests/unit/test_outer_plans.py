@@ -16,8 +16,7 @@ from towpath.outer.proposal import HIDDEN, OuterPlanner, worth_it
 from towpath.plan import choice
 from towpath.plan.catalog import load_cluster
 from towpath.plan.model import Transformer
-from towpath.plan.prediction import Prediction, Ranking
-from towpath.plan.request import Request, Workload, codecs_for_both
+from towpath.plan.request import Prediction, Ranking, Request, Workload, codecs_for_both
 from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.train.config import Config

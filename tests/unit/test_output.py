@@ -16,7 +16,7 @@ import pytest
 from towpath import checkpoint
 from towpath.cli.terminal import outlive_readers
 from towpath.progress import working
-from towpath.train.prepare import prepare
+from towpath.train.data import prepare
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
 TINY = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.profiles import host_points, line, made_profile
+from tests.profiles import line, made_profile
 from tests.ranks.strategies import seldom
 from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
@@ -19,9 +19,8 @@ from towpath.core.routes import Form
 from towpath.core.schedule import schedule
 from towpath.core.unit_plan import plan_unit
 from towpath.errors import ConfigError
-from towpath.plan.candidates import Candidate
-from towpath.plan.catalog import describe_model, load_cluster, named_models, shipped_clusters
-from towpath.plan.cluster_file import Cluster, from_table
+from towpath.plan.catalog import describe_model, from_table, load_cluster, named_models, shipped_clusters
+from towpath.plan.hardware import Cluster
 from towpath.plan.model import Transformer, activation_bytes, engine_bytes
 from towpath.plan.profile import (
     SEVERAL,
@@ -32,7 +31,7 @@ from towpath.plan.profile import (
     fitted,
 )
 from towpath.plan.request import BF16, Optimizer, Request
-from towpath.plan.solver import Batching, Infeasible, Prediction, Ranking, Solver
+from towpath.plan.solver import Batching, Candidate, Infeasible, Prediction, Ranking, Solver
 from towpath.topology.cluster import Topology
 
 SMALL = Transformer(vocabulary=512, width=1024, depth=6, heads=8, hidden=4096)
@@ -410,8 +409,8 @@ def test_what_a_collective_takes_follows_from_the_messages() -> None:
     assert foretold["1 × 2"] < 0.2 * foretold["2 × 2"]
 
 
-def test_what_the_engine_takes_of_the_processor_is_told_by_transfer() -> None:
-    made = made_profile(host_work=host_points(5e-4))
+def test_what_messages_take_of_the_processor_is_told_by_message() -> None:
+    made = made_profile()
     several = next(p for p in made.points if p.what == "inter, several")
     points = [p for p in made.points if p is not several]
     points.append(replace(several, busy=SEVERAL * 2 * 3e-5))
@@ -419,7 +418,6 @@ def test_what_the_engine_takes_of_the_processor_is_told_by_transfer() -> None:
     hardware = replace(made, points=tuple(points)).cluster().hardware
 
     assert hardware.inter.message_work == pytest.approx(3e-5)  # two ranks of the host sent nine each
-    assert hardware.transfer_work == pytest.approx(5e-4 - 3 * 3e-5)  # a ring of four sends three messages
 
 
 def test_a_profile_is_a_cluster() -> None:

@@ -17,7 +17,7 @@ from towpath.core.strategy import Strategy
 from towpath.errors import PlanError
 from towpath.pipeline.schedules import walks
 from towpath.plan.catalog import describe_model, load_cluster, named_models
-from towpath.plan.cluster_file import GIB
+from towpath.plan.hardware import GIB
 from towpath.plan.model import Transformer
 from towpath.plan.pipelines import Layout, Pipelines
 from towpath.plan.request import Request

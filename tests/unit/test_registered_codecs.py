@@ -98,7 +98,7 @@ def test_sums_are_of_what_was_decoded() -> None:
     total = torch.empty(40)
     kernels.decode_pieces(PieceTable(codec, [PiecePlace(40)], CPU, 2, cell), wire.view(-1), total)
     torch.testing.assert_close(total[:32], torch.full((32,), 3.0), rtol=0, atol=0)
-    kernels.sum_pieces(PieceTable(codec, [PiecePlace(40, target=2 * cell)], CPU, 2, cell), wire.view(-1), 0)
+    kernels.encode_pieces(PieceTable(codec, [PiecePlace(40, target=2 * cell)], CPU, 2, cell), None, wire.view(-1), 0)
     expected = torch.empty(size, dtype=torch.uint8)
     kernels.encode(codec, total, expected)
     assert torch.equal(wire[2, :size], expected)

@@ -16,9 +16,8 @@ from towpath.core.strategy import GRADIENTS, Strategy, TransferKind
 from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.plan.bandwidth import BandwidthModel, Demand
+from towpath.plan.bandwidth import BandwidthModel, Demand, Timeline
 from towpath.plan.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
-from towpath.plan.prediction import Timeline
 from towpath.plan.replay import ComputeSeconds, Replay, SimulatedStage
 from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs
 from towpath.topology.cluster import Topology
@@ -261,30 +260,3 @@ def test_every_legal_placement_replays() -> None:
     for placement in legal_placements(topology, copies=True):
         found = replayed(Strategy(topology, placement), hardware(topology, latency=1e-6), micro_steps=2)
         assert found.seconds >= 2 * 3 * DEPTH * 1e-3, placement
-
-
-# --- messages beside computation -------------------------------------------------------------------------------------
-
-
-def test_what_waits_for_a_busy_processor_takes_longer_only_as_long_as_it_is_busy() -> None:
-    """A message that takes a second alone and three beside a computation: a third of it is done when that ends."""
-    found = ends_of(
-        BandwidthModel({"a": 1.0}),
-        {"message": Demand(1.0, {}, busy_seconds=2.0), "product": Demand(1.0, {}, keeps_busy=1.0)},
-    )
-
-    assert found == pytest.approx({"product": 1.0, "message": 1.0 + 2 / 3})
-
-
-def test_each_round_of_a_collective_waits_for_the_processors_that_compute() -> None:
-    topology = Topology(4, 1)
-    idle = hardware(topology)
-    busy = replace(idle, inter=replace(idle.inter, busy_latency=0.01))
-    (transfer,) = (
-        t for t in schedule(strategy("ddp", topology), UNITS[:1], 1).transfers if t.kind is TransferKind.GRAD_SYNC
-    )
-
-    loads = phase_costs(TransferShape.of(transfer), busy)
-
-    assert sum(load.busy_seconds for load in loads) == pytest.approx(2 * 3 * 0.01)  # an all-reduce by a ring of four
-    assert all(not load.busy_seconds for load in phase_costs(TransferShape.of(transfer), idle))

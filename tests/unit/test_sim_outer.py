@@ -12,8 +12,7 @@ from towpath import Outer
 from towpath.core.strategy import TransferKind
 from towpath.plan.catalog import load_cluster
 from towpath.plan.model import Transformer
-from towpath.plan.prediction import Batching, Prediction
-from towpath.plan.request import Request
+from towpath.plan.request import Batching, Prediction, Request
 from towpath.plan.solver import Solver
 
 BATCHING = Batching(4, 1)

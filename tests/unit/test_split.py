@@ -8,14 +8,14 @@ from torch import nn
 
 from towpath.errors import ShardError
 from towpath.pipeline import split
-from towpath.train.models.gpt import GPT, Shape
+from towpath.train.models import GPT, Shape
 
 IDS = torch.randint(24, (2, 6), generator=torch.Generator().manual_seed(1))
 
 
 def gpt(depth: int = 5, tied: bool = False) -> GPT:
     torch.manual_seed(5)
-    return GPT(Shape(vocabulary=24, width=16, depth=depth, heads=2, kv_heads=1, hidden=24, tied=tied))
+    return GPT(Shape(vocabulary=24, width=16, depth=depth, heads=2, hidden=24, tied=tied))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -36,10 +36,8 @@ def test_stages_compute_what_the_model_does(count: int) -> None:
 def test_the_ends_weigh_too() -> None:
     """A head as large as two blocks: the last stage has fewer of them."""
     model = gpt(depth=6)
-    model.head = nn.Linear(16, 24 * 16)  # pyright: ignore[reportAttributeAccessIssue]
-    counts = [
-        len({n.split(".")[1] for n, _ in s.named_parameters() if n.startswith("blocks.")}) for s in split(model, 3, IDS)
-    ]
+    model.lm_head = nn.Linear(16, 24 * 16)  # pyright: ignore[reportAttributeAccessIssue]
+    counts = [len({n.split(".")[2] for n, _ in s.named_parameters() if ".layers." in n}) for s in split(model, 3, IDS)]
     assert sum(counts) == 6 and counts[-1] < counts[0]
 
 
@@ -51,8 +49,8 @@ def test_a_model_on_the_meta_device_is_cut_without_memory() -> None:
 
 def test_ends_that_share_a_parameter_say_so() -> None:
     first, middle, last = split(gpt(tied=True), 3, IDS)
-    assert (first.tied, middle.tied, last.tied) == ("tokens", "", "head")
-    assert first.get_submodule("tokens").weight is last.get_submodule("head").weight
+    assert (first.tied, middle.tied, last.tied) == ("model.embed_tokens", "", "lm_head")
+    assert first.get_submodule("model.embed_tokens").weight is last.get_submodule("lm_head").weight
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from towpath.core.formats import Precision
 from towpath.core.transport import Transport
 from towpath.pipeline.agreement import meta_outputs
-from towpath.pipeline.stage import Encoding, Receiver, Sender
+from towpath.pipeline.messages import Encoding, Receiver, Sender
 
 CPU = torch.device("cpu")
 SHAPE = (3, 8, 16)

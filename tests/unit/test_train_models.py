@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from towpath.checkpoint.weights import INDEX, Safetensors
+from towpath.checkpoint.safe_files import INDEX, Safetensors
 from towpath.errors import CheckpointError, ConfigError, TowpathError
+from towpath.train import models
 from towpath.train.config import ModelConfig
-from towpath.train.models import bundle
-from towpath.train.models.bundle import build_model
-from towpath.train.models.gpt import GPT, Shape, exported_config, exported_names, rotary_tables
+from towpath.train.models import GPT, Shape, build_model, llama_config, rotary_tables
 
 SMALL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 4}
 VOCABULARY = 40
@@ -45,17 +44,16 @@ def test_a_model_is_built_without_memory_and_tells_its_size() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_ours_is_a_llama_by_other_names(tied: bool) -> None:
+def test_ours_is_a_llama(tied: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = Shape(vocabulary=VOCABULARY, width=16, depth=2, heads=4, kv_heads=2, hidden=24, tied=tied)
+    shape = Shape(vocabulary=VOCABULARY, width=16, depth=2, heads=4, hidden=24, tied=tied)
     torch.manual_seed(0)
     ours = GPT(shape)
     for parameter in ours.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    theirs = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in exported_config(shape).items() if k != "model_type"}))
-    names = exported_names(shape)
-    theirs.load_state_dict({names[name]: value for name, value in ours.state_dict().items()})  # all names and shapes
+    theirs = LlamaForCausalLM(LlamaConfig(**{k: v for k, v in llama_config(shape).items() if k != "model_type"}))
+    theirs.load_state_dict(ours.state_dict())  # all names and shapes
     ids = torch.randint(VOCABULARY, (2, 9))
 
     # The same sums in fp32, some in another order: roundings of 6e-8 in logits of some tens.
@@ -76,9 +74,9 @@ def test_a_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randint(VOCABULARY, (3, 8))
     results: list[list[torch.Tensor]] = []
     for at_once in (1 << 24, 5 * VOCABULARY):
-        monkeypatch.setattr(bundle, "_LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr(models, "_LOGITS_AT_ONCE", at_once)
         model.zero_grad()
-        loss = bundle.next_token_loss(model, rows[:, :-1], rows[:, 1:])
+        loss = models.next_token_loss(model, rows[:, :-1], rows[:, 1:])
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     expected = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
@@ -140,7 +138,7 @@ def _llama() -> dict[str, Any]:
 
 def _state() -> dict[str, torch.Tensor]:
     built = build_model(ModelConfig(**SMALL), VOCABULARY)
-    return {built.names[name]: torch.zeros(p.shape) for name, p in built.model.named_parameters()}
+    return {name: torch.zeros(p.shape) for name, p in built.model.named_parameters()}
 
 
 def _with(folder: Path, state: dict[str, torch.Tensor]) -> ModelConfig:

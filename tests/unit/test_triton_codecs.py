@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -181,29 +182,27 @@ def _assembly(text: str) -> list[str]:
     triton, kernels = importlib.import_module("triton"), importlib.import_module(KERNELS)
     compiler, backends = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
     codec = Codec.parse(text)
-    _, shape = kernels._shape(codec, 10_000, 3, 16, 4)
-    options = {name: shape.pop(name) for name in kernels._LAUNCH}
+    made_for, options = kernels._Variant.of(codec, 16, 4), kernels._LAUNCH
 
-    def compiled(kernel: Any, constants: dict[str, Any], pieces: bool = True, **pointers: str) -> str:
+    def compiled(kernel: Any, variant: Any, pieces: bool = True, **pointers: str) -> str:
         names: list[str] = kernel.arg_names
         types = {"seed": "i32", "wire": "*u8", **({"table": "*i64"} if pieces else {"n": "i32"})} | pointers
         signature = {name: types.get(name, "constexpr") for name in names}
-        values = {(names.index(name),): value for name, value in constants.items()}
-        values |= {(i,): None for i, name in enumerate(names) if name not in types and name not in constants}
+        values = {(i,): None for i, name in enumerate(names) if name not in types} | {(len(names) - 1,): variant}
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if "*" in types.get(name, "")}
         code = compiler.ASTSource(kernel, signature, values, aligned)
         return triton.compile(code, target=backends.GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
-    made = [compiled(kernels._decode_kernel, shape | {"many": many}, out="*fp16") for many in (False, True)]
-    largest = {"largest": "*i32"} if shape["whole"] else {}
+    made = [compiled(kernels._decode_kernel, replace(made_for, many=many), out="*fp16") for many in (False, True)]
+    largest = {"largest": "*i32"} if made_for.whole else {}
     for source in ({"values": "*bf16"}, {}):
-        constants = shape | {"many": not source}
-        made.append(compiled(kernels._encode_kernel, constants, kept="*fp32", **source, **largest))
+        variant = replace(made_for, many=not source)
+        made.append(compiled(kernels._encode_kernel, variant, kept="*fp32", **source, **largest))
         if largest:
-            made.append(compiled(kernels._largest_kernel, constants, cleared="*i32", **source, **largest))
+            made.append(compiled(kernels._largest_kernel, variant, cleared="*i32", **source, **largest))
     # A single message has no table. It may start at any byte, so it is read and written byte by byte.
-    compiled(kernels._decode_kernel, shape, pieces=False, out="*fp16")
-    compiled(kernels._encode_kernel, shape, pieces=False, values="*bf16", **largest)
+    compiled(kernels._decode_kernel, made_for, pieces=False, out="*fp16")
+    compiled(kernels._encode_kernel, made_for, pieces=False, values="*bf16", **largest)
     if largest:
-        compiled(kernels._largest_kernel, shape, pieces=False, values="*bf16", **largest)
+        compiled(kernels._largest_kernel, made_for, pieces=False, values="*bf16", **largest)
     return made

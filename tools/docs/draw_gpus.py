@@ -18,10 +18,9 @@ from towpath.core.queues import Lanes
 from towpath.core.step_state import Action, Wait
 from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import plan_unit
-from towpath.plan.cluster_file import GIB, Cluster
-from towpath.plan.hardware import Hardware
+from towpath.plan.bandwidth import Timeline
+from towpath.plan.hardware import GIB, Cluster, Hardware
 from towpath.plan.model import Model, compute_seconds, optimizer_seconds
-from towpath.plan.prediction import Timeline
 from towpath.plan.replay import Replay, SimulatedStage
 from towpath.plan.request import Request
 from towpath.plan.simulated_engine import SimulatedEngine

@@ -21,7 +21,7 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.observe.trace import Interval
 from towpath.plan import tables
 from towpath.plan.catalog import describe_model, load_cluster, model_shape
-from towpath.plan.cluster_file import GIB
+from towpath.plan.hardware import GIB
 from towpath.plan.model import Transformer
 from towpath.plan.pipelines import Layout, Pipelines
 from towpath.plan.request import Request

@@ -25,7 +25,7 @@ from towpath.core import presets
 from towpath.core.schedule import schedule
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.plan.catalog import describe_model, load_cluster, shipped_clusters
-from towpath.plan.cluster_file import GIB
+from towpath.plan.hardware import GIB
 from towpath.plan.request import Request
 from towpath.plan.solver import Batching, Solver
 from towpath.topology.cluster import Topology

@@ -26,15 +26,17 @@ from towpath.checkpoint import folders, storage
 from towpath.checkpoint.folders import lock_of, release
 from towpath.checkpoint.manifest import Manifest, StoredTensor, box_in, read_manifest
 from towpath.checkpoint.safe_files import (
+    INDEX,
+    SINGLE,
     DamagedError,
     hub_file,
     map_tensors,
     read_object,
+    weights_at,
     write_tensors,
     writing,
 )
-from towpath.checkpoint.storage import Contents, TensorChunks
-from towpath.checkpoint.weights import INDEX, SINGLE, files_of, tensors_in
+from towpath.checkpoint.storage import TensorChunks, WriteItems
 from towpath.errors import CheckpointError
 from towpath.outer.saved import islands_of, view_of
 
@@ -251,20 +253,18 @@ def import_safetensors(source: str | Path, root: str | Path, *, config: Mapping[
         CheckpointError: The files are damaged, or `root` has a checkpoint of step 0, or another job uses it.
     """
     source, root = Path(source), Path(root)
-    sources = files_of(source)
-    if not sources:
+    weights = weights_at(source)
+    if not weights:
         raise CheckpointError(
             f"{source}: expected a .safetensors file, or a folder with some; found none. Check the path."
         )
     found = (source if source.is_dir() else source.parent) / "config.json"
     if config is None and os.path.lexists(found):
         config = read_object(hub_file(found), "a model's configuration")
-    chunks: dict[str, TensorChunks] = {}
-    for path, names in sources.items():
-        for name, tensor in tensors_in(path, names).items():
-            if _PREFIX + name in chunks:
-                raise CheckpointError(f"{name} is in {path} and in a file before it.")
-            chunks[_PREFIX + name] = TensorChunks(tensor.dtype, tensor.shape, {(0,) * tensor.dim(): tensor})
+    chunks = {
+        _PREFIX + name: TensorChunks(tensor.dtype, tensor.shape, {(0,) * tensor.dim(): tensor})
+        for name, tensor in weights.items()
+    }
     values = {"model": {"aliases": {}}, **({"config": dict(config)} if config is not None else {})}
     final, lock = folders.checkpoint_of(root, 0), lock_of(root)
     try:
@@ -273,7 +273,7 @@ def import_safetensors(source: str | Path, root: str | Path, *, config: Mapping[
             if final.exists():  # nobody else can make it from here on
                 raise CheckpointError(f"{final} is there already: import into a new folder.")
             partial = stack.enter_context(folders.new_partial(root, 0))
-            written = storage.write_files(partial / "rank-00000", Contents(pieces=chunks, values=values, same={}))
+            written = storage.write_files(partial / "rank-00000", WriteItems(pieces=chunks, values=values, same={}))
             storage.complete(partial, 0, [written], None, f"imported from {source.name}")
             folders.publish(partial, final)
     finally:

@@ -91,24 +91,13 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The content of a checkpoint's manifest.
+    """The content of a checkpoint's manifest."""
 
-    Args:
-        step: The number of optimizer steps.
-        written_by: The version of Towpath that wrote it.
-        seconds: When it was written, in seconds since 1970.
-        world: The number of ranks that wrote it.
-        strategy: Their strategy in TOML, or None if it was imported.
-        files: The size and checksum of each file, by name.
-        tensors: The dtype, shape and place of each tensor, by name.
-        values: Everything that is not a tensor.
-    """
-
-    step: int
+    step: int  # how many optimizer steps were done
     written_by: str
-    seconds: float
-    world: int
-    strategy: str | None
+    seconds: float  # since 1970
+    world: int  # how many ranks wrote it
+    strategy: str | None  # in TOML; None if it was imported
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -155,13 +144,12 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into `folder`, and wait until it is on the disk."""
     content: dict[str, Any] = {
-        **{name: getattr(manifest, name) for name in ("step", "written_by", "seconds", "world", "strategy")},
+        **{name: getattr(manifest, name) for name in _CONTENT},
         "files": {n: [f.bytes, f.crc32] for n, f in manifest.files.items()},
         "tensors": {
             name: [str(t.dtype).removeprefix("torch."), t.shape, [[b.offsets, b.sizes, b.file] for b in t.boxes]]
             for name, t in manifest.tensors.items()
         },
-        "values": manifest.values,
     }
     whole = {"format": FORMAT, "crc32": zlib.crc32(_canonical(content)), "content": content}
     data, path = json.dumps(whole).encode(), folder / NAME
@@ -189,17 +177,7 @@ def step_of(path: Path) -> int:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Args:
-        folder: The folder of the checkpoint, such as "runs/a/step-000100".
-
-    Returns:
-        The checked manifest: which tensors, files and values the checkpoint has.
-
-    Raises:
-        CheckpointError: The manifest is missing or damaged.
-    """
+    """Return the checked manifest of a checkpoint, or raise DamagedError if it is missing or damaged."""
     path = Path(folder) / NAME
     if path.parent.is_symlink():
         raise DamagedError(f"{path.parent} is a symbolic link, which is not followed. Name its target.")
@@ -229,6 +207,7 @@ _CONTENT: dict[Any, Any] = {
     "written_by": str,
     "seconds": float,
     "world": _POSITIVE,
+    "strategy": str | None,
     "files": {str: [_COUNT]},
     "tensors": {str: list},
     "values": {str: object},
@@ -273,7 +252,7 @@ def _check(value: Any, form: Any, where: str) -> None:
         if type(value) is not int or not (form == _POSITIVE) <= value < 2**63:
             raise ValueError(f"{where} is {shown(value)}; expected {form}.")
     elif not isinstance(value, form):
-        raise ValueError(f"{where} is {shown(value)}; expected {form.__name__}.")
+        raise ValueError(f"{where} is {shown(value)}; expected {getattr(form, '__name__', form)}.")
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
@@ -304,11 +283,8 @@ def _parsed(content: dict[str, Any]) -> Manifest:
                 raise ValueError(f"values.{plain} refers to {shown(path)}; expected a tensor of {shown(plain)}.")
     if not 0 <= content["seconds"] < _YEAR_10000:
         raise ValueError(f"seconds is {shown(content['seconds'])}; expected a time since 1970.")
-    strategy = content.get("strategy")
-    if strategy is not None:
-        _check(strategy, str, "strategy")
-    facts: dict[str, Any] = {name: content[name] for name in ("step", "written_by", "seconds", "world", "values")}
-    return Manifest(strategy=strategy, files=files, tensors=tensors, **facts)
+    facts: dict[str, Any] = {name: content[name] for name in _CONTENT} | {"files": files, "tensors": tensors}
+    return Manifest(**facts)
 
 
 def _tensor(name: str, dtype: Any, shape: Any, boxes: Any) -> StoredTensor:
@@ -404,12 +380,7 @@ def _add_tensor(path: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor
 
 
 def from_json(value: Any, tensors: Callable[[str], Any]) -> Any:
-    """Return what `to_json` was given. `tensors` returns the tensor of a path.
-
-    Raises:
-        ValueError: `to_json` cannot have made the value.
-        TypeError: `to_json` cannot have made the value.
-    """
+    """Return what `to_json` was given, or raise ValueError or TypeError. `tensors` returns the tensor of a path."""
     if isinstance(value, list):
         return [from_json(v, tensors) for v in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Files that another program or a stranger may have written, opened with care, and safetensors files of our own.
+"""Files that another program or a stranger may have written, opened with care: JSON, and weights in safetensors.
 
 Only regular files are opened: no link is followed, and nobody waits for a pipe. The `safetensors` library reads and
 checks the files with tensors. Every problem raises `DamagedError`, which names the file.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import reprlib
 import stat
 import zlib
@@ -22,8 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from towpath.errors import CheckpointError
+from towpath.core.formats import shape_text
+from towpath.errors import CheckpointError, ConfigError
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"  # in a folder of Hugging Face
 MAX_JSON_BYTES = 64 << 20  # parsed JSON takes up to 20 times as much memory
 
 # O_NONBLOCK: opening a pipe returns at once.
@@ -165,3 +168,97 @@ def writing(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror}).") from error
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _files_at(path: Path) -> dict[Path, list[str]]:
+    """Return the safetensors files at a path, each with the names that an index lists for it, if there is one."""
+    if path.name != INDEX and os.path.lexists(path) and not path.is_dir():
+        return {path.resolve(): []}  # the user named it, so a link may be followed
+    folder = path.parent if path.name == INDEX else path
+    if not os.path.lexists(folder / INDEX):
+        single = folder / SINGLE
+        return {file: [] for file in ([single] if os.path.lexists(single) else sorted(folder.glob("*.safetensors")))}
+    path, found = folder / INDEX, dict[Path, list[str]]()
+    named = read_object(hub_file(path), "an index of safetensors").get("weight_map")
+    if not isinstance(named, dict) or not named:
+        raise DamagedError(f"{path} is not an index of safetensors: expected a weight_map, got {shown(named)}.")
+    for name, file in cast(dict[str, Any], named).items():
+        if not is_plain(file):
+            raise DamagedError(
+                f"{path} (weight_map[{shown(name)}]) names the file {shown(file)}; expected the plain name of one in "
+                "its folder."
+            )
+        found.setdefault(folder / file, []).append(name)
+    return dict(sorted(found.items()))
+
+
+def weights_at(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, or of a folder with some and perhaps an index, as views of the files.
+
+    With an index, these are the tensors that it lists. The result is empty if there is no file.
+    """
+    found: dict[str, Tensor] = {}
+    for file, names in _files_at(path).items():
+        held = map_tensors(hub_file(file))
+        if missing := sorted({*names} - held.keys()):
+            raise DamagedError(f"{file.parent / INDEX}: {missing[0]} is to be in {file.name}, which does not hold it.")
+        for name in names or held:
+            if name in found:
+                raise CheckpointError(f"{name} is in {file} and in a file before it.")
+            found[name] = held[name]
+    return found
+
+
+class Safetensors:
+    """The tensors of `weights_at`. The files are mapped into memory, and only the requested elements are read.
+
+    A damaged file is a `CheckpointError`; weights of another model are a `ConfigError`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._tensors = weights_at(self.path)
+        if not self._tensors:
+            raise ConfigError(f"no safetensors at {path}: expected a file, or a folder with {SINGLE} or {INDEX}.")
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def values(self, name: str, start: int, end: int) -> Tensor:
+        """Return the elements [start, end) of a tensor in row-major order, as a view of the file in its dtype."""
+        tensor = self._tensors[name]
+        if not 0 <= start <= end <= tensor.numel():
+            raise ConfigError(f"{self.path}: {name} has {tensor.numel()} elements; [{start}, {end}) was asked for.")
+        return tensor.view(-1)[start:end]
+
+    def check(
+        self, expected: Mapping[tuple[str, ...], tuple[int, ...]], ignored: re.Pattern[str] | None = None
+    ) -> None:
+        """Raise ConfigError unless these are a model's tensors, with the `expected` shape for all names of each one.
+
+        `ignored`: Names that the files may hold in addition.
+        """
+        shapes = self.shapes
+        for names, shape in expected.items():
+            name = next((name for name in names if name in shapes), None)
+            if name is None:
+                raise ConfigError(
+                    f"{self.path} holds no {' or '.join(names)}, which the model has; it holds "
+                    f"{_few(sorted(shapes))}. Names must be the model's own."
+                )
+            if shapes[name] != shape:
+                there, here = shape_text(shapes[name]), shape_text(shape)
+                raise ConfigError(f"{self.path}: {name} has shape {there}; the model's {here}.")
+        known = {name for names in expected for name in names}
+        more = [n for n in sorted(set(shapes) - known) if ignored is None or not ignored.search(n)]
+        if more:
+            raise ConfigError(f"{self.path} holds {_few(more)}, which the model has not. Is it of another model?")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from towpath.checkpoint import folders, storage
 from towpath.checkpoint.folders import RefusedError, lock_of, release
 from towpath.checkpoint.safe_files import shown
 from towpath.checkpoint.state import State
-from towpath.checkpoint.storage import Contents, TensorChunks
+from towpath.checkpoint.storage import TensorChunks, WriteItems
 from towpath.daemons import start_daemon
 from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError, TowpathError
@@ -94,22 +94,17 @@ class Snapshot:
         self._writes = self._count_writes()
         self._taken = threading.Event()
         self._copied: torch.cuda.Event | None = None
-        self._begun: torch.cuda.Event | None = None
         if stream is not None:
-            self._begun, self._copied = torch.cuda.Event(), torch.cuda.Event()
-            self._begun.record(torch.cuda.current_stream(stream.device))
+            self._copied = torch.cuda.Event()
+            stream.wait_stream(torch.cuda.current_stream(stream.device))  # which may still compute what is copied
 
     def take(self) -> None:
         """Copy the rest. Raise CheckpointError if a parameter was written meanwhile other than by the optimizer."""
         try:
-            if self._stream is None:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 self._copy()
-            else:
-                assert self._begun is not None and self._copied is not None
-                with torch.cuda.stream(self._stream):
-                    self._stream.wait_event(self._begun)
-                    self._copy()
-                    self._copied.record(self._stream)
+            if self._copied is not None:
+                self._copied.record(self._stream)
             disturbed = self._count_writes() != self._writes  # read before the next step may write
         finally:
             self._late = []
@@ -261,7 +256,7 @@ class Saver:
 
     def _open(self) -> None:
         """Lock the folder, or raise on every rank if another job or Saver has it or if the arguments differ."""
-        everyone, (keep_last, keep_every) = self.state.contents.everyone, self._keep
+        everyone, (keep_last, keep_every) = self.state.local.everyone, self._keep
         with together(everyone, "Saver()", storage.SAME, RefusedError) as lines:
             lines += [f"root = {self.root}", f"keep_last = {keep_last}", f"keep_every = {keep_every}"]
             lines.append(f"background = {self._background}")
@@ -298,34 +293,35 @@ class Saver:
                 extras differ between ranks: of this save, or of the previous one in the background. A failure to write
                 is in the outcome instead.
         """
-        _check_step(step)
+        if not _is_count(step, 0):
+            raise CheckpointError(f"step: expected the number of steps done, an integer from 0 on; got {shown(step)}.")
         began = time.perf_counter()
         self.wait()
         self._raise_refusal()
         if not self._release.alive:  # it was closed
             self._open()
         saving = self._under_way = Saving()
-        contents: Contents | str
+        items: WriteItems | str
         try:
-            contents = self.state.collect()
+            items = self.state.collect()
             if self._background:
-                pieces, saving.snapshot = self._memory.snapshot(contents.pieces, self.state.contents.engines)
-                contents = replace(contents, pieces=pieces)
+                pieces, saving.snapshot = self._memory.snapshot(items.pieces, self.state.local.engines)
+                items = replace(items, pieces=pieces)
         except Exception as error:  # all ranks get it, which would otherwise wait for this one
-            contents = described(error)
+            items = described(error)
 
         before = self._saves.thread
 
         def work() -> None:
-            nonlocal contents
+            nonlocal items
             try:
                 if saving.snapshot is not None:
                     saving.snapshot.take()
             except Exception as error:
-                contents = described(error)
+                items = described(error)
             if before is not None:
                 before.join()
-            saving.ended = self._write(step, contents, began)
+            saving.ended = self._write(step, items, began)
 
         if self._background:
             self._saves.thread = saving.thread = start_daemon(f"towpath checkpoint {step}", work)
@@ -363,10 +359,10 @@ class Saver:
         self._memory = HostMemory()
         return outcome
 
-    def _write(self, step: int, contents: Contents | str, began: float) -> Outcome:
-        failure, is_first = None, self.state.contents.everyone.rank == 0
+    def _write(self, step: int, items: WriteItems | str, began: float) -> Outcome:
+        failure, is_first = None, self.state.local.everyone.rank == 0
         try:
-            storage.write(self.root, step, contents, self._lock, self._saves.control)
+            storage.write(self.root, step, items, self._lock, self._saves.control)
         except TowpathError as error:  # the same on every rank
             failure = str(error)
             self._refused = RefusedError(failure) if isinstance(error, RefusedError) else None
@@ -394,11 +390,6 @@ def _check_state(state: object) -> None:
         )
 
 
-def _check_step(step: object) -> None:
-    if not _is_count(step, 0):
-        raise CheckpointError(f"step: expected the number of steps done, an integer from 0 on; got {shown(step)}.")
-
-
 def _is_count(value: object, low: int) -> bool:
     return type(value) is int and value >= low
 
@@ -419,8 +410,6 @@ def save(root: str | Path, step: int, state: State) -> Outcome:
     Raises:
         CheckpointError: Another job uses the folder, or the arguments are invalid or differ between ranks.
     """
-    _check_state(state)
-    _check_step(step)
     saver = Saver(root, state, background=False, exclusive=False)
     try:
         return saver.save(step).outcome()

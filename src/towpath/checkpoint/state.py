@@ -16,47 +16,32 @@ import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from towpath.checkpoint import optimizer_state
 from towpath.checkpoint.exporting import ADAPTERS, adapters_of
-from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
-from towpath.checkpoint.rank_contents import (
-    NamedTensors,
-    RankContents,
-    contents_of,
-    rng_state,
-    seed_anew,
-    set_rng_state,
-)
-from towpath.checkpoint.safe_files import DamagedError
-from towpath.checkpoint.storage import Contents, TensorChunks
-from towpath.core.formats import shape_text
+from towpath.checkpoint.local_state import NamedTensors, local_state_of, rng_state
+from towpath.checkpoint.manifest import to_json
+from towpath.checkpoint.storage import TensorChunks, WriteItems
+from towpath.core.formats import dtype_name, shape_text
+from towpath.engine.optimizer_hooks import adopt
+from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_spec import ShardSpec
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.errors import CheckpointError, TowpathError
-from towpath.outer.saved import VALUE, IslandContents, IslandRestore, islands_of, prefix_of, view_of
-from towpath.topology.cluster import counted
-from towpath.topology.together import described
+from towpath.errors import CheckpointError
+from towpath.optim import members_of, whole_of
+from towpath.outer.saved import IslandState, prefix_of
 
-_TAKEN = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
+RESERVED = ("model", "optimizer", "rank", "engine", "rng", "island", "islands", "outer", ADAPTERS)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
-_NAMED_DIFFERENCES = 4
 _SHOWN = 200  # characters of an extra's state in an error
-
-
-class HasContents(Protocol):
-    """A model that knows which rank has which tensors of it: a pipeline."""
-
-    def checkpoint_contents(self) -> RankContents:
-        """Return what this rank has."""
-        ...
 
 
 class State:
@@ -81,14 +66,14 @@ class State:
 
     def __init__(
         self,
-        model: nn.Module | HasContents,
+        model: Any,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         config: Mapping[str, Any] | None = None,
         names: Mapping[str, str] | None = None,
         **extras: Stateful,
     ) -> None:
-        taken = [name for name in extras if name.partition(".")[0] in _TAKEN]
+        taken = [name for name in extras if name.partition(".")[0] in RESERVED]
         if taken:
             raise CheckpointError(
                 f"{taken[0]!r} is a name of Towpath's own in a checkpoint; call this state otherwise."
@@ -96,10 +81,10 @@ class State:
         self.model, self.optimizer, self.extras = model, optimizer, extras
         self.config, self.names = config, dict(names or {})
         self._savers = weakref.WeakSet[Any]()  # those that save this state
-        self.contents = contents_of(model)
-        for engine in self.contents.engines:
+        self.local = local_state_of(model)
+        for engine in self.local.engines:
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
-        self.groups, self.island_rank = self.contents.groups, self.contents.groups.rank
+        self.island_rank = self.local.groups.rank
         self._hook: RemovableHandle | None = None
 
     def add_saver(self, saver: Any) -> None:
@@ -117,25 +102,23 @@ class State:
 
     # --- saving
 
-    def collect(self) -> Contents:
+    def collect(self) -> WriteItems:
         """Return what this rank writes: pieces of the tensors in use, and on rank 0 values that are not tensors."""
-        model, islands = self.named(), self.contents.islands
+        model, islands, engines = self.named(), self.local.islands, self.local.engines
+        copies, tensors = self.local.writes_copies, model.all()
         if islands is not None:
             islands.outer.wait()  # an exchange under way changes what is kept of rounding errors
-        copies = self.contents.writes_copies
-        tensors = model.all()
-        if islands is not None:  # the other tensors are equal on all islands, which share one copy
-            tensors = islands.trained(tensors)
+            tensors = islands.trained(tensors)  # the others are equal on all islands, which share one copy
         found = dict(self._mine({f"model.{name}": tensor for name, tensor in tensors.items()}, copies))
         own = {f"rank.{self.island_rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
-        own |= {f"rank.{self.island_rank}.codec.{name}": tensor for name, tensor in self.contents.state().items()}
+        own |= {f"rank.{self.island_rank}.codec.{name}": tensor for name, tensor in self.local.state().items()}
         found.update(self._mine(own, True))
-        rng = {"seed": torch.initial_seed(), "peers": len(self.contents.peers)}
+        rng = {"seed": torch.initial_seed(), "peers": len(self.local.peers)}
         values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": rng}
-        if self.contents.engines:
-            values["engine"] = {"step": self.contents.engines[0].step, "fingerprint": self.contents.fingerprint}
+        if engines:
+            values["engine"] = {"step": engines[0].step, "fingerprint": self.local.fingerprint}
         if self.optimizer is not None:
-            tensors, owned, values["optimizer"] = optimizer_state.collect(self.optimizer, model)
+            tensors, owned, values["optimizer"] = collect_optimizer(self.optimizer, model)
             found.update(self._mine(tensors, copies, owned=owned))
         same: dict[str, str] = {}
         of_extras: dict[str, torch.Tensor] = {}
@@ -160,15 +143,13 @@ class State:
         if self.island_rank == 0 and (adapters := adapters_of(self.model)):
             values[ADAPTERS] = adapters
         if self.island_rank > 0:  # other ranks may have the states of other parameters
-            spread = self.optimizer is not None and optimizer_state.is_spread(self.optimizer)
-            spread = spread or self.contents.held is not None
-            values = {name: value for name, value in values.items() if name == "optimizer" and spread}
+            differ = self.local.held is not None or (self.optimizer is not None and is_spread(self.optimizer))
+            values = {name: value for name, value in values.items() if name == "optimizer" and differ}
         if islands is not None:
             found = {f"{prefix_of(islands.island)}{name}": pieces for name, pieces in found.items()}
             found |= self._shared_by_islands(islands, model)
             values = islands.renamed(values, self.island_rank)
-        engines = self.contents.engines
-        return Contents(
+        return WriteItems(
             pieces=found,
             values=values,
             same=same,
@@ -176,20 +157,20 @@ class State:
             strategy=engines[0].strategy.to_toml() if engines else None,
         )
 
-    def _shared_by_islands(self, islands: IslandContents, model: NamedTensors) -> dict[str, TensorChunks]:
+    def _shared_by_islands(self, islands: IslandState, model: NamedTensors) -> dict[str, TensorChunks]:
         """Return what island 0 writes for all islands."""
         if islands.island > 0:
             return {}
         trained = islands.trained(model.all())
         equal = {f"model.{name}": t for name, t in model.all().items() if name not in trained}
-        found = dict(self._mine(equal, self.contents.writes_copies))
+        found = dict(self._mine(equal, self.local.writes_copies))
         return found | dict(self._mine(dict(islands.tensors(model.names)), False, steady=False))
 
     def named(self) -> NamedTensors:
         """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
-        if any(engine.kept_unsharded for engine in self.contents.engines):
+        if any(engine.kept_unsharded for engine in self.local.engines):
             raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
-        return self.contents.named()
+        return self.local.named()
 
     def _mine(
         self,
@@ -200,11 +181,8 @@ class State:
     ) -> Iterator[tuple[str, TensorChunks]]:
         """Yield what this rank writes of `tensors`. Ranks that hold the same slice of a ShardTensor divide it.
 
-        Args:
-            tensors: What this rank has, by name.
-            copies: Whether this rank writes tensors that are not ShardTensors.
-            steady: Whether ShardTensors stay as they are until the optimizer's step.
-            owned: The parameters of full states. The owners in the other replicas have the same states.
+        `copies`: Whether this rank writes other tensors. `steady`: Whether ShardTensors stay as they are until the
+        optimizer's step. `owned`: The parameters of full states, of which the owners in other replicas have the same.
         """
         for name, tensor in tensors.items():
             _check_storable(name, tensor)
@@ -223,7 +201,7 @@ class State:
                 yield name, TensorChunks(tensor.dtype, tensor.shape, boxes, stays)
 
     def _is_written_elsewhere(self, name: str, sharded: bool) -> bool:
-        names = self.contents.written_elsewhere if sharded else self.contents.copied_elsewhere
+        names = self.local.written_elsewhere if sharded else self.local.copied_elsewhere
         return any(name == f"model.{n}" or name.startswith(f"optimizer.{n}.") for n in names)
 
 
@@ -235,9 +213,9 @@ def _settle(state: weakref.ref[State], *_: object) -> None:
 def _check_storable(name: str, tensor: torch.Tensor) -> None:
     """Raise CheckpointError for a tensor that a safetensors file cannot hold."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype is torch.complex128:
-        kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
+        kind = dtype_name(tensor.dtype if tensor.layout is torch.strided else tensor.layout)
         raise CheckpointError(
-            f"{name} is a {_short(kind)} tensor, which a checkpoint cannot hold: expected a dense tensor. Save "
+            f"{name} is a {kind} tensor, which a checkpoint cannot hold: expected a dense tensor. Save "
             "to_dense() of a sparse, dequantize() of a quantized, and torch.view_as_real() of a complex128 tensor."
         )
 
@@ -266,212 +244,79 @@ def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], 
         yield box.offsets, local[box.start - first : box.end - first].view(box.sizes)
 
 
-class Restore:
-    """A checkpoint that is loaded into a `State`, under any layout. Fill its `targets`, call `check`, then `finish`.
+# --- optimizers -------------------------------------------------------------------------------------------------------
+#
+# The states go by the names of their parameters, so that they fit an optimizer that lists these in another order.
+#
+#     groups    per group: the names of its parameters, and its options (lr, betas, …)
+#     states    per parameter: the states of the same shape (exp_avg), and the others (step)
 
-    Attributes:
-        manifest: The checkpoint as this rank reads it. Under another number of islands, it is read as if it had none.
-        targets: The tensors to fill, by their names in the manifest.
-        notes: What was not loaded, and what could not be restored exactly.
+_NUMBERS = ("step", "mu_product", "eta", "mu")  # one number, even if the parameter is one number too
 
-    Raises:
-        CheckpointError: The checkpoint is of another model.
-    """
 
-    def __init__(self, state: State, manifest: Manifest) -> None:
-        islands, peers = state.contents.islands, len(state.contents.peers)
-        # How many ranks an island has, how many islands there are, and how many ranks compute the same batch.
-        self._ranks = state.groups.world, 1 if islands is None else islands.islands, peers
-        same = islands is not None and islands_of(manifest) == islands.islands
-        self.manifest = manifest = view_of(manifest, islands.island if islands is not None and same else None)
-        self._saved_ranks = manifest.world, islands_of(manifest), manifest.values.get("rng", {}).get("peers", peers)
-        self._state, self._model = state, state.named()
-        self._restores_codecs = False
-        self.targets: dict[str, torch.Tensor] = {}
-        self.notes: list[str] = []
-        # Tensors that are tied in the checkpoint, and not in this model, with the target of the first name.
-        self._untied: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Parameters that are stored encoded, and the targets that are read in their place.
-        self._encoded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._names = self._model.names_in(manifest, state.contents.held or self._model.all())
-        self._check_model()
-        stored = {id(parameter): self._names[name] for name, parameter in self._model.parameters.items()}
-        self._optimizer = self._islands = None
-        if state.optimizer is not None and "optimizer" in manifest.values:
-            self._optimizer = optimizer_state.OptimizerRestore(state.optimizer, manifest, stored)
-        if islands is not None:
-            islands.outer.wait()  # it would overwrite what is loaded
-        self._add_model()
-        self._add_codecs()
-        if islands is not None:
-            self._islands = IslandRestore(islands, manifest, stored)
-            self.targets.update(self._islands.targets)
-        if self._optimizer is not None:
-            self.targets.update(self._optimizer.targets)
-        random = f"rank.{state.island_rank}.rng."
-        new = [name for name in manifest.tensors if name.startswith(random) and self._ranks == self._saved_ranks]
-        for extra in state.extras:
-            new += tensors_in(manifest.values.get(extra))
-        for name in new:
-            self.targets[name] = manifest.tensor(name).empty()
-        for name, target in self.targets.items():
-            _check_target(manifest, name, target)
-
-    def _check_model(self) -> None:
-        """Raise CheckpointError if the checkpoint is of another model."""
-        held = {name: tensor.shape for name, tensor in self.manifest.model.items()}
-        found: list[str] = []
-        for name, tensor in self._model.all().items():
-            here, there = tuple(tensor.shape), held.get(self._names[name])
-            if there is None:
-                found.append(f"{name} {shape_text(here)} is not in it")
-            elif there != here:
-                found.append(f"{name} is {shape_text(there)} in it and {shape_text(here)} in the model")
-        known = {*self._names.values(), *self._model.aliases}
-        found += [f"it has {name} {shape_text(held[name])}, the model has not" for name in held if name not in known]
-        if found:
-            more = f"; and {len(found) - _NAMED_DIFFERENCES} more" if len(found) > _NAMED_DIFFERENCES else ""
-            advice = "Build the model that was saved, or load another checkpoint."
-            if any(exported != name and exported in held for name, exported in self._state.names.items()):
-                advice = (
-                    "It has the names that an export gives to this model, as Hugging Face does. Start from the "
-                    "safetensors themselves, without an import (towpath train: model.weights)."
-                )
-            raise CheckpointError(
-                f"the checkpoint is of another model: {'; '.join(found[:_NAMED_DIFFERENCES])}{more}. {advice}"
-            )
-
-    def _add_model(self) -> None:
-        held = self.manifest.model
-        rounded: set[str] = set()
-        for name, tensor in self._model.all().items():
-            first = self._names[name]
-            key = f"model.{first}"
-            if key in self.targets:
-                self._untied.append((tensor, self.targets[key]))
-                self.notes.append(f"{name} and {first} were one parameter in the checkpoint, and are two in this model")
+def collect_optimizer(
+    optimizer: Optimizer, model: NamedTensors
+) -> tuple[dict[str, torch.Tensor], dict[str, ShardTensor], dict[str, Any]]:
+    """Return the tensors of this rank's states, the parameters of those that it owns, and as JSON everything else."""
+    adopt(optimizer)
+    tensors, owned = dict[str, torch.Tensor](), dict[str, ShardTensor]()
+    groups, states = list[dict[str, Any]](), dict[str, Any]()
+    names = model.names
+    for number, group in enumerate(optimizer.param_groups):
+        options = {k: v for k, v in group.items() if k != "params"}
+        mine = [name_of(names, p, number) for p in group["params"]]
+        groups.append({"names": mine, "options": to_json(options, f"optimizer.(group {number})", tensors)})
+        for name, parameter in zip(mine, group["params"], strict=True):
+            if parameter not in optimizer.state:
                 continue
-            self.targets[key] = tensor.detach()
-            if isinstance(tensor, ShardTensor) and tensor.rests_in is not None:
-                self.targets[key] = torch.empty_like(tensor.detach())
-                self._encoded.append((tensor, self.targets[key]))
-            here, there = (_short(dtype) for dtype in (tensor.dtype, held[first].dtype))
-            if there != here:
-                rounded.add(f"saved as {there}, loaded as {here}")
-        for alias, first in self._model.aliases.items():
-            both = alias in held and first in held  # tied in this model, and not in the checkpoint
-            if both and first in self._model.parameters:
-                self.targets[f"model.{alias}"] = torch.empty_like(self._model.parameters[first].detach())
-        self.notes += [f"parameters were {what}" for what in sorted(rounded)]
-
-    def _add_codecs(self) -> None:
-        contents, manifest, saved = self._state.contents, self.manifest, self.manifest.values.get("engine")
-        contents.go_to(saved["step"] if saved is not None else manifest.step)
-        prefix = f"rank.{self._state.island_rank}.codec."
-        kept = {n.removeprefix(prefix) for n in manifest.tensors if n.startswith(prefix)}
-        same = saved is not None and self._ranks == self._saved_ranks and saved["fingerprint"] == contents.fingerprint
-        if same and kept == set(contents.state()):
-            self._restores_codecs = True
-            self.targets.update({f"{prefix}{name}": tensor for name, tensor in contents.state().items()})
-            return
-        contents.restart()
-        carried = any(".codec." in name and name.startswith("rank.") for name in manifest.tensors)
-        if contents.engines and carried:
-            self.notes.append(
-                "codec feedback starts at zero: the checkpoint's is of another strategy, of other units or of another "
-                "number of nodes or ranks. To carry it over, resume with those of the checkpoint"
-            )
-
-    def check(self) -> None:
-        """Raise CheckpointError if parameters that are tied in the model differ in the filled targets."""
-        for alias, first in self._model.aliases.items():
-            if (twin := self.targets.get(f"model.{alias}")) is None:
-                continue
-            here, there = (
-                t.to_local() if isinstance(t, ShardTensor) else t for t in (self.targets[f"model.{first}"], twin)
-            )
-            if not torch.equal(here, there):
-                raise CheckpointError(
-                    f"{alias} and {first} are one parameter in the model, and differ in the checkpoint. Build the "
-                    "model that was saved, with the two untied."
-                )
-
-    def finish(self) -> list[str]:
-        """Restore everything that is not a tensor in use. Return notes for the user."""
-        state, values = self._state, self.manifest.values
-        with torch.no_grad():
-            for tensor, source in self._encoded:
-                tensor.copy_(source)
-            untied = self._untied + (self._optimizer.untied if self._optimizer is not None else [])
-            for tensor, source in untied:  # their shards need not match element by element
-                tensor.copy_(source.full_tensor() if isinstance(source, ShardTensor) else source)
-        if self._restores_codecs:
-            state.contents.load(self._filled(f"rank.{state.island_rank}.codec."))
-        if self._islands is not None:
-            self.notes += self._islands.finish()
-        elif VALUE in values:
-            self.notes.append(
-                f"the checkpoint is of {islands_of(self.manifest)} islands: their slow weights were loaded, and the "
-                "optimizer's states of island 0"
-            )
-        if self._optimizer is not None:
-            self.notes += self._optimizer.finish(self.targets)
-        elif state.optimizer is not None:
-            self.notes.append("the checkpoint has no optimizer: the states of this one are as they were")
-        elif "optimizer" in values:
-            kind = values["optimizer"]["kind"]
-            self.notes.append(f"the states of {kind} in the checkpoint were not loaded: this State has no optimizer")
-        self._finish_extras()
-        if saved := self._filled(f"rank.{state.island_rank}.rng."):
-            set_rng_state(saved)
-        elif "rng" in values:
-            seed_anew(values["rng"]["seed"], self.manifest.step, state.contents.peers)
-            self.notes.append(
-                f"random numbers begin anew, from the saved seed: the checkpoint is of {_ranks(*self._saved_ranks)}, "
-                f"and this job of {_ranks(*self._ranks)}"
-            )
-        return self.notes
-
-    def _finish_extras(self) -> None:
-        extras, values = self._state.extras, self.manifest.values
-        known = {*extras, *_TAKEN, "config", "names", VALUE}
-        self.notes += [
-            f"{name!r} in the checkpoint was not loaded: this State has no such extra"
-            for name in values
-            if name not in known
-        ]
-        for name, extra in extras.items():
-            if name not in values:
-                self.notes.append(f"the checkpoint has no {name!r}: it starts afresh")
-                continue
-            try:
-                extra.load_state_dict(from_json(values[name], self.targets.__getitem__))
-            except TowpathError:
-                raise
-            except Exception as error:
-                raise CheckpointError(
-                    f"{name!r} ({type(extra).__name__}) does not take its state ({described(error)}). Make the object "
-                    "that was saved, or load without it."
-                ) from error
-
-    def _filled(self, prefix: str) -> dict[str, torch.Tensor]:
-        return {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)}
+            of_one: dict[str, torch.Tensor] = {}
+            states[name] = _state(name, parameter, optimizer.state[parameter], of_one, owns(optimizer, parameter))
+            tensors.update(of_one)
+            if isinstance(parameter, ShardTensor) and owns(optimizer, parameter):
+                owned.update(dict.fromkeys(of_one, parameter))
+    return tensors, owned, {"kind": kind_of(optimizer), "groups": groups, "states": states}
 
 
-def _ranks(of_an_island: int, islands: int, peers: int) -> str:
-    layout = f" in {islands} islands" if islands > 1 else f" of which {peers} share each layer" if peers > 1 else ""
-    return counted(of_an_island * islands, "rank") + layout
+def kind_of(optimizer: Optimizer) -> str:
+    """Return the names of the classes that the states belong to."""
+    return " + ".join(getattr(each, "kind", type(each).__name__) for each in members_of(optimizer))
 
 
-def _check_target(manifest: Manifest, name: str, target: torch.Tensor) -> None:
-    """Raise CheckpointError unless the checkpoint has a tensor of the target's shape that its dtype can represent."""
-    stored = manifest.tensor(name)
-    if stored.shape != tuple(target.shape):
-        raise DamagedError(f"{name} is {shape_text(stored.shape)} in it; expected {shape_text(tuple(target.shape))}.")
-    if not torch.can_cast(stored.dtype, target.dtype):
-        here, there = _short(target.dtype), _short(stored.dtype)
-        raise CheckpointError(f"{name} is {there} in the checkpoint, which cannot be cast to {here}.")
+def owns(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Return whether this rank, and no other of its replica, has the full states of the parameter."""
+    return any(each.owns(parameter) for each in whole_of(optimizer))
 
 
-def _short(kind: torch.dtype | torch.layout) -> str:
-    return str(kind).removeprefix("torch.")
+def is_spread(optimizer: Optimizer) -> bool:
+    """Return whether ranks have the states of different parameters."""
+    return any(part.is_spread for each in whole_of(optimizer) for part in each.parts)
+
+
+def name_of(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:
+    """Return the name of an optimizer's parameter, or raise CheckpointError if it is not the model's."""
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"group {group} of the optimizer has one of shape {tuple(parameter.shape)} that is not the model's: "
+            "pass the optimizer of this model."
+        )
+    return names[id(parameter)]
+
+
+def _state(
+    name: str, parameter: nn.Parameter, state: dict[str, Any], tensors: dict[str, torch.Tensor], full: bool
+) -> dict[str, Any]:
+    """Add the tensors of a parameter's states to `tensors`, and return the rest. `full`: this rank owns them."""
+    for key, value in state.items():
+        if full and is_traceable_wrapper_subclass(value):
+            raise not_savable(f"{name}.{key}", type(value).__name__)
+    like = [key for key, value in state.items() if is_like(key, value, parameter)]
+    if isinstance(parameter, ShardTensor) and not full:  # a state of the parameter's shape is sharded like it
+        like = [key for key in like if isinstance(state[key], ShardTensor)]
+    tensors.update({f"optimizer.{name}.{key}": state[key] for key in like})
+    rest = {key: value for key, value in state.items() if key not in like}
+    return {"like": like, "rest": to_json(rest, f"optimizer.{name}", tensors)}
+
+
+def is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """Return whether a state has one element for each element of the parameter."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in _NUMBERS

@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 from torch.utils import _pytree as trees
 
-from towpath.checkpoint.optimizer_state import is_like, name_of
-from towpath.checkpoint.rank_contents import parameters_of
+from towpath.checkpoint.local_state import parameters_of
+from towpath.checkpoint.state import is_like, name_of
+from towpath.core.formats import dtype_name
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.optimizer_hooks import adopt
 from towpath.engine.parameters.full_parameters import reshard, unshard
@@ -62,8 +63,7 @@ def get_model_state_dict(
     engines, options = _engines(model), options or StateDictOptions()
 
     def collect() -> StateDict:
-        sharded = replace(options, full_state_dict=False, cpu_offload=False)
-        return pytorchs.get_model_state_dict(model, submodules=submodules, options=sharded)
+        return pytorchs.get_model_state_dict(model, submodules=submodules, options=_without_gathering(options))
 
     if not (engines and options.full_state_dict):
         return pytorchs.get_model_state_dict(model, submodules=submodules, options=options)
@@ -318,9 +318,8 @@ def _path(keys: Sequence[Any]) -> str:
 
 
 def _kind(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')} of shape {tuple(leaf.shape)}"
-    return type(leaf).__name__
+    tensor = isinstance(leaf, torch.Tensor)
+    return f"{dtype_name(leaf.dtype)} of shape {tuple(leaf.shape)}" if tensor else type(leaf).__name__
 
 
 # --- gathering --------------------------------------------------------------------------------------------------------
@@ -415,13 +414,8 @@ def _slice_of(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _without_gathering(options: StateDictOptions) -> StateDictOptions:
-    return replace(
-        options,
-        full_state_dict=False,
-        cpu_offload=False,
-        broadcast_from_rank0=False,
-        flatten_optimizer_state_dict=False,
-    )
+    others = "full_state_dict", "cpu_offload", "broadcast_from_rank0", "flatten_optimizer_state_dict"
+    return replace(options, **dict.fromkeys(others, False))
 
 
 # --- save_pretrained --------------------------------------------------------------------------------------------------
@@ -430,20 +424,8 @@ def _without_gathering(options: StateDictOptions) -> StateDictOptions:
 def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Save a sharded model by its own `save_pretrained`, as Hugging Face, PEFT and Diffusers define it.
 
-    Rank 0 writes. If the method accepts a state dict, full tensors are gathered unit by unit. Otherwise the parameters
-    are unsharded meanwhile, on every rank. Every rank must call it.
-
-    Args:
-        model: The sharded model.
-        save: The model's own method.
-        *args: Arguments for the method.
-        **kwargs: Arguments for the method.
-
-    Returns:
-        The result of the method on rank 0, and None on the others.
-
-    Raises:
-        CheckpointError: Saving failed on some rank.
+    Rank 0 writes, and gets the method's result. If the method accepts a state dict, full tensors are gathered unit by
+    unit. Otherwise the parameters are unsharded meanwhile, on every rank. Every rank must call it.
     """
     engine = engine_of(model)
     groups, signature = engine.comm.job, inspect.signature(save)

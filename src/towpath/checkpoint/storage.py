@@ -40,7 +40,6 @@ from towpath.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from towpath.checkpoint.optimizer_state import merged
 from towpath.checkpoint.safe_files import map_tensors, write_tensors, writing
 from towpath.errors import CheckpointError
 from towpath.topology.together import AllRanks, check_same
@@ -56,52 +55,38 @@ _MARGIN_BYTES = 1 << 20  # of free space, for the manifest, folders, and what th
 
 @dataclass(frozen=True, slots=True)
 class TensorChunks:
-    """The part of a tensor that one rank writes: contiguous boxes, by their offsets in the tensor.
-
-    `steady` says that only an optimizer's step writes to the boxes.
-    """
+    """The part of a tensor that one rank writes: contiguous boxes, by their offsets in the tensor."""
 
     dtype: torch.dtype
     shape: torch.Size
     boxes: Mapping[tuple[int, ...], Tensor]
-    steady: bool = False
+    steady: bool = False  # only an optimizer's step writes to the boxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """The content that one rank writes into a checkpoint.
-
-    Attributes:
-        pieces: Its part of the tensors, by name.
-        values: JSON values, by name. Most are only on rank 0.
-        same: Texts that must be the same on every rank of the island.
-        island: The number of the rank's island.
-        strategy: The strategy in TOML.
-    """
+class WriteItems:
+    """The content that one rank writes into a checkpoint."""
 
     pieces: Mapping[str, TensorChunks]
-    values: Mapping[str, Any]
-    same: Mapping[str, str]
+    values: Mapping[str, Any]  # as JSON; most are only on rank 0
+    same: Mapping[str, str]  # texts that must be the same on every rank of the island
     island: int = 0
-    strategy: str | None = None
+    strategy: str | None = None  # in TOML
 
 
 # What a rank has written: its files, its boxes of each tensor, and its values.
 Written = tuple[dict[str, StoredFile], dict[str, StoredTensor], Mapping[str, Any]]
 
 
-def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: AllRanks) -> None:
-    """Write a checkpoint into `root`. Every rank of `control` must call it. If one fails, all raise the same error.
-
-    `contents` is what this rank writes, or why it has nothing to write.
-    """
+def write(root: Path, step: int, items: WriteItems | str, lock: Lock, control: AllRanks) -> None:
+    """Write a checkpoint into `root`. Every rank must call it, with what it writes or why it has nothing to write."""
 
     def announce() -> tuple[int, list[str], int, list[str]]:
-        if isinstance(contents, str):
-            raise CheckpointError(contents)
-        needed = sum(box.nbytes for pieces in contents.pieces.values() for box in pieces.boxes.values())
-        same = [f"{what} = {value}" for what, value in contents.same.items()]
-        return needed, [f"step = {step}"], contents.island, same
+        if isinstance(items, str):
+            raise CheckpointError(items)
+        needed = sum(box.nbytes for pieces in items.pieces.values() for box in pieces.boxes.values())
+        same = [f"{what} = {value}" for what, value in items.same.items()]
+        return needed, [f"step = {step}"], items.island, same
 
     def prepare(ranks: list[tuple[int, list[str], int, list[str]]]) -> Path:
         check_same({rank: given for rank, (_, given, _, _) in enumerate(ranks)}, SAME, RefusedError)
@@ -119,16 +104,16 @@ def write(root: Path, step: int, contents: Contents | str, lock: Lock, control: 
             return stack.enter_context(folders.new_partial(root, step))
 
     def publish(ranks: list[Written]) -> None:
-        assert isinstance(contents, Contents)
+        assert isinstance(items, WriteItems)
         with writing(partial):
-            complete(partial, step, ranks, contents.strategy)
+            complete(partial, step, ranks, items.strategy)
             lock.hold()  # somebody may have removed it meanwhile
             folders.publish(partial, folders.checkpoint_of(root, step))
 
     with ExitStack() as stack:
         partial = control.combine(announce, prepare)
         stem = partial / f"rank-{control.groups.rank:05d}"
-        control.combine(lambda: write_files(stem, contents), publish)
+        control.combine(lambda: write_files(stem, items), publish)
 
 
 def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str | None, source: str = "") -> None:
@@ -143,7 +128,7 @@ def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str |
         tensors[name] = replace(part, boxes=boxes)
     values = {name: value for _, _, of_rank in ranks for name, value in of_rank.items()}
     for name in filter(_OPTIMIZER.fullmatch, values):
-        values[name] = merged([of_rank[name] for _, _, of_rank in ranks if name in of_rank])
+        values[name] = _merged([of_rank[name] for _, _, of_rank in ranks if name in of_rank])
     manifest = Manifest(
         step=step,
         written_by=f"towpath {__version__}, {source or f'torch {torch.__version__}'}",
@@ -158,9 +143,25 @@ def complete(partial: Path, step: int, ranks: Sequence[Written], strategy: str |
     read_manifest(partial)  # it must be possible, and the boxes must be all of each tensor
 
 
-def write_files(stem: Path, contents: Contents | str) -> Written:
+def _merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the values of ranks that have different parameters. Groups with the same options become one."""
+    kinds = sorted({each["kind"] for each in found})
+    if len(kinds) > 1:
+        raise CheckpointError(f"ranks have optimizers of different kinds: {', '.join(kinds)}.")
+    groups: list[dict[str, Any]] = []
+    for group in (group for each in found for group in each["groups"]):
+        same = next((g for g in groups if g["options"] == group["options"]), None)
+        if same is None:
+            groups.append({"names": list(group["names"]), "options": group["options"]})
+        else:
+            same["names"] += [name for name in group["names"] if name not in same["names"]]
+    states = {name: state for each in found for name, state in each["states"].items()}
+    return {"kind": kinds[0], "groups": groups, "states": states}
+
+
+def write_files(stem: Path, items: WriteItems | str) -> Written:
     """Write this rank's files: one for the states of the optimizer, and one for everything else."""
-    assert isinstance(contents, Contents)
+    assert isinstance(items, WriteItems)
     if not stem.parent.is_dir():
         raise CheckpointError(
             f"{stem.parent}, made by rank 0, is not there. The folder of checkpoints must be one that all nodes share, "
@@ -168,7 +169,7 @@ def write_files(stem: Path, contents: Contents | str) -> Written:
         )
     files: dict[str, dict[str, Tensor]] = {}
     tensors: dict[str, StoredTensor] = {}
-    for name, pieces in contents.pieces.items():
+    for name, pieces in items.pieces.items():
         file = f"{stem.name}{'-optimizer' if _OPTIMIZER.match(name) else ''}.safetensors"
         boxes = {StoredBox(at, tuple(data.shape), file): data for at, data in pieces.boxes.items()}
         tensors[name] = StoredTensor(name, pieces.dtype, tuple(pieces.shape), tuple(boxes))
@@ -177,7 +178,7 @@ def write_files(stem: Path, contents: Contents | str) -> Written:
     for file, held in files.items():
         with writing(stem.parent / file):
             written[file] = StoredFile(*write_tensors(stem.parent / file, held))
-    return written, tensors, contents.values
+    return written, tensors, items.values
 
 
 def free_bytes(folder: Path) -> int:

@@ -21,12 +21,12 @@ from typing import Annotated, Any
 import typer
 
 import towpath
-from towpath.cli import checkpoint, prepare_data
+from towpath.cli import checkpoint
 from towpath.cli.benchmark import bench
 from towpath.cli.plan import plan
 from towpath.cli.probe import probe
 from towpath.cli.terminal import Commands, outlive_readers
-from towpath.cli.train import train
+from towpath.cli.train import data, train
 from towpath.errors import PlanError, StepError, TowpathError
 
 _FAILED = 1
@@ -50,7 +50,7 @@ app.command()(train)
 app.command()(plan)
 app.command()(probe)
 app.command()(bench)
-app.add_typer(prepare_data.app, name="data")
+app.add_typer(data, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("export")(checkpoint.export)
 app.command("import")(checkpoint.import_)

@@ -6,27 +6,27 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
-from towpath.cli.plan_output import PlanFiles, PlannedStages, facts_of, heading, print_ranking, print_steps
-from towpath.cli.terminal import above_zero, check_picture_file, whole
+from towpath.cli.terminal import above_zero, check_picture_file, table_of, whole
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.passes import COMPRESSIONS, SCHEDULES, asked_of_micro_batches, plain_walk
 from towpath.core.strategy import Offload, Strategy
 from towpath.errors import ConfigError, PlanError
-from towpath.files import check_output_file
+from towpath.files import check_output_file, write_output_file
+from towpath.observe.trace import write_intervals
 from towpath.outer.proposal import OuterPlanner
 from towpath.plan import tables
 from towpath.plan.catalog import describe_model, load_cluster, model_shape
-from towpath.plan.cluster_file import GIB
-from towpath.plan.pipelines import Layout, Pipelines
-from towpath.plan.prediction import Batching, Infeasible, Prediction, Ranking
-from towpath.plan.request import BF16, OUTER, Request, codecs_for_both
+from towpath.plan.hardware import GIB
+from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
+from towpath.plan.request import BF16, OUTER, Batching, Infeasible, Prediction, Ranking, Request, codecs_for_both
 from towpath.plan.solver import MOST, Solver
 from towpath.progress import working
 
@@ -35,8 +35,41 @@ _IN_REPORT = 40
 # PyTorch plans the schedules with several stages on a rank.
 _SCHEDULES_WITHOUT_TORCH = ("GPipe", "1F1B")
 
-
+# A trace has each micro-step. Otherwise the third one stands for all later ones.
+_MOST_TRACED = 1_000
 _PRECISIONS = {"bf16": BF16, "fp32": Precision()}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStages:
+    """The layouts of pipelines to plan, and what predicts them."""
+
+    layouts: Sequence[Layout]
+    pipelines: Pipelines
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFiles:
+    """The files to write, and whether stdout gets JSON."""
+
+    output: Path | None
+    report: Path | None
+    trace: Path | None
+    as_json: bool
+
+    def write(self, first: Prediction, solver: Solver, stages: PlannedStages | None) -> None:
+        """Write the strategy and the trace of the first step."""
+        write_output_file("--output", self.output, first.strategy.to_toml())
+        _write_trace(self.trace, first, solver, stages)
+
+    def print_names(self, first: Prediction) -> None:
+        """Print the names of the written files, and what to do with them."""
+        if self.output is not None:
+            print(f"The first, for training: towpath train CONFIG.toml {_settings(first, self.output)}")
+        if self.report is not None:
+            print(f"Plots: {self.report}")
+        if self.trace is not None:
+            print(f"The first, for https://ui.perfetto.dev: {self.trace}")
 
 
 def _nodes(text: str, example: str = "4, or 4x8 with the ranks of each node") -> tuple[int, int | None]:
@@ -200,8 +233,8 @@ def _show_steps(texts: Sequence[str], solver: Solver, stages: PlannedStages | No
             shown.append((None, found.ranked[0]))
     files.write(first, solver, stages)
     print_steps(shown, solver, files.as_json)
-    if files.trace is not None and not files.as_json:
-        print(f"The first, for https://ui.perfetto.dev: {files.trace}")
+    if not files.as_json:
+        files.print_names(first)
 
 
 def _solve(solver: Solver, stages: PlannedStages | None, best: int, most: int) -> Ranking | Infeasible:
@@ -267,7 +300,7 @@ def _strategy(text: str, solver: Solver) -> Strategy:
     """Return the strategy that a preset's name or a file describes, with all of its codecs in use."""
     topology, offload = solver.cluster.topology, solver.request.offload
     if not text.endswith(".toml"):
-        return presets.parse_strategy(text, topology, offload)
+        return presets.parse_strategy(text, topology, offload=offload)
     made = _from_file(text)
     if made.job != topology:
         raise ConfigError(
@@ -280,8 +313,7 @@ def _from_file(text: str) -> Strategy:
     try:
         return Strategy.from_toml(Path(text).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"strategy: cannot read {text}: {reason}. Check the path, or name a preset.") from None
+        raise ConfigError(f"strategy: cannot read {text}: {error}. Check the path, or name a preset.") from None
 
 
 def _what_would_fit(found: Infeasible, solver: Solver, stages: PlannedStages | None) -> str:
@@ -302,3 +334,106 @@ def _what_would_fit(found: Infeasible, solver: Solver, stages: PlannedStages | N
         f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
         f"too many. It needs {tables.parts(memory)}. What would help: {', or '.join(hints)}."
     )
+
+
+# What is printed and written ------------------------------------------------------------------------------------------
+
+
+def heading(solver: Solver) -> str:
+    """Return two lines that describe the model and the cluster."""
+    model, found, topology = solver.model, solver.cluster, solver.cluster.topology
+    links, racks = found.hardware, ""
+    if links.racks is not None and topology.nodes_per_rack is not None:
+        racks = f", {links.racks.rate * 8 / 1e9:.3g} Gbit/s a rack of {topology.nodes_per_rack} nodes"
+    return (
+        f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, sequences of {model.length:,} tokens\n"
+        f"{found.name}: {topology.words}, "
+        f"{links.inter.rate * 8 / 1e9:.3g} Gbit/s a node{racks}"
+    )
+
+
+def facts_of(found: Ranking, solver: Solver) -> dict[str, Any]:
+    """Return what `--json` prints."""
+    return {
+        "model": solver.model.name,
+        "parameters": solver.model.parameters,
+        "cluster": solver.cluster.name,
+        "nodes": solver.cluster.topology.nodes,
+        "ranks_per_node": solver.cluster.topology.ranks_per_node,
+        **{name: getattr(found, name) for name in ("considered", "fitting", "replayed", "proven")},
+        "plans": [tables.as_json(priced, solver) for priced in found.ranked],
+    }
+
+
+def print_ranking(found: Ranking, solver: Solver, took_seconds: float) -> None:
+    """Print the best strategies as a table, and what they need to be read with."""
+    console = Console(width=100, highlight=False)
+    console.print(heading(solver))
+    table = table_of(*tables.HEADINGS, numbers=3)
+    for number, priced in enumerate(found.ranked, 1):
+        table.add_row(*tables.row(number, priced, solver))
+    console.print(table)
+    rest = "no other can be faster"
+    if found.open_bound is not None:
+        rest = f"no other takes less than {tables.seconds(found.open_bound)}"
+    console.print(
+        f"{found.considered:,} were considered, {found.fitting:,} fit into {solver.request.memory / GIB:.1f} GiB "
+        f"a rank, {found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
+        style="dim",
+    )
+    for line in (*tables.exact_bits(found.ranked, solver), *tables.launches(found.ranked)):
+        console.print(line)
+
+
+def print_steps(shown: Sequence[tuple[int | None, Prediction]], solver: Solver, as_json: bool) -> None:
+    """Print steps side by side. A step of a phase comes with the first optimizer step of that phase."""
+    steps = [step for _, step in shown]
+    whole = all(first is None for first, _ in shown)
+    conclusions = [tables.explain(steps, solver)] if len(steps) <= 2 and whole else []
+    if as_json:
+        phases = [{} if first is None else {"first_step": first} for first, _ in shown]
+        facts = [phase | tables.as_json(step, solver) for phase, step in zip(phases, steps, strict=True)]
+        print(json.dumps({"strategies": facts, "conclusions": conclusions}, indent=2))
+        return
+    console = Console(width=100, highlight=False)
+    console.print(heading(solver))
+    titles = [tables.title(step) + ("" if first is None else f", from step {first}") for first, step in shown]
+    table = table_of("one optimizer step", *titles, numbers=1)
+    for cells in tables.compare(steps, solver):
+        table.add_row(*cells)
+    console.print(table)
+    for line in (*tables.exact_bits(steps, solver), *conclusions):
+        console.print(line)
+
+
+def _settings(first: Prediction, output: Path) -> str:
+    """Return the settings of `towpath train` for a predicted step whose strategy is in a file."""
+    batching = first.batching
+    settings = f"strategy.name={output} train.micro_batch={batching.micro_batch}"
+    settings += f" train.checkpointing={str(batching.checkpointing).lower()}"
+    if isinstance(first, PipelinePrediction):
+        layout = first.layout
+        settings += f" parallel.pipeline={layout.pipeline} parallel.schedule={layout.schedule}"
+        settings += f" parallel.tensor={layout.tensor}" if layout.tensor > 1 else ""
+        settings += f" parallel.compression={layout.compression}" if layout.compression != "none" else ""
+    return settings
+
+
+def _write_trace(path: Path | None, step: Prediction, solver: Solver, stages: PlannedStages | None) -> None:
+    """Write every micro-step of a predicted step as a trace. Of a pipeline, it has one copy of each of its ranks."""
+    if path is None:
+        return
+    if step.strategy.outer is not None:
+        raise ConfigError("--trace shows one step, and outer steps are simulated over a period. Leave it out.")
+    if step.batching.micro_steps > _MOST_TRACED:
+        raise ConfigError(
+            f"--trace shows each micro-step, and there are {step.batching.micro_steps:,}. Expected at most "
+            f"{_MOST_TRACED:,}: take a smaller --batch."
+        )
+    if stages is not None and isinstance(step, PipelinePrediction):
+        ranks = stages.pipelines.replay(step.layout, step.batching).ranks
+        names = {rank: f"rank {rank} of {step.layout}, simulated" for rank in range(len(ranks))}
+    else:
+        ranks = [solver.timeline(step.strategy, step.batching)]
+        names = {0: f"every rank of {solver.cluster.name}, simulated"}
+    write_intervals(path, {rank: each.intervals for rank, each in enumerate(ranks)}, names)

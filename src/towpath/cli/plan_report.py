@@ -23,8 +23,8 @@ from towpath.core import presets
 from towpath.core.strategy import TransferKind
 from towpath.errors import TowpathError
 from towpath.plan import tables
-from towpath.plan.cluster_file import GIB, Cluster
-from towpath.plan.prediction import Batching, Prediction, Ranking
+from towpath.plan.hardware import GIB, Cluster
+from towpath.plan.request import Batching, Prediction, Ranking
 from towpath.plan.solver import Solver
 
 # The presets drawn over link rates and numbers of nodes: the lossless ones that differ most.

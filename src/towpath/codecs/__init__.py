@@ -7,6 +7,6 @@
 May import: core, topology.cluster, errors.
 """
 
-from towpath.codecs.kernels.registered import register
+from towpath.codecs.kernels.plain import register
 
 __all__ = ["register"]

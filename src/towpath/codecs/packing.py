@@ -1,16 +1,17 @@
 """The messages of a reduction in hops: pieces of a region, sent as they are or encoded.
 
-The wire buffer has a cell for each piece. The pieces of a region are packed into cells before the first hop. Each
-member of a hop receives rows with the same pieces, and sums them. The sums are packed for the next hop, or unpacked
-into elements after the last one. Where everything is in memory is settled when the collective is made.
+The wire buffer has a cell for each piece. A packing packs the pieces of a region into cells before the first hop. Each
+member of a hop receives rows with the same pieces. `sum` adds them up and packs the sums for the next hop, and `unpack`
+writes them into elements after the last one. Where everything is in memory is settled when the collective is made:
+`table` returns it for pieces that are handled together. Places in the wire buffer, and the `stride` between rows, are
+in elements of the packing's `dtype`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, final
+from typing import Protocol, TypeAlias, TypeVar, final
 
 import torch
 
@@ -19,7 +20,6 @@ from towpath.codecs.kernels.pieces import PiecePlace, PieceTable
 from towpath.core.formats import NARROW, Codec, dtype_name
 
 T = TypeVar("T")
-Table = TypeVar("Table")
 
 
 class PackingBuffers(Protocol):
@@ -32,31 +32,6 @@ class PackingBuffers(Protocol):
         ...
 
 
-class Packing(ABC, Generic[Table]):
-    """How the pieces of a reduction are written into cells. `Table` says where each piece is."""
-
-    dtype: torch.dtype
-
-    @abstractmethod
-    def table(self, pieces: Sequence[PiecePlace], rows: int = 1, stride: int = 0) -> Table:
-        """Return the table of pieces that are packed, summed or unpacked together.
-
-        Places in the wire buffer, and the `stride` between rows, are in elements of `dtype`.
-        """
-
-    @abstractmethod
-    def pack(self, table: Table, region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers) -> None:
-        """Pack pieces of a region into their cells."""
-
-    @abstractmethod
-    def sum(self, table: Table, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
-        """Sum the pieces of all rows, and pack the sums into their cells. `hop` is the number of the next hop."""
-
-    @abstractmethod
-    def unpack(self, table: Table, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
-        """Sum the pieces of all rows into the elements of `out`."""
-
-
 @dataclass(frozen=True, slots=True)
 class _PieceGrid:
     """Pieces of equal length at equal distances, in two levels, so that one call handles all of them."""
@@ -65,11 +40,12 @@ class _PieceGrid:
     counts: tuple[int, int]  # the number of pieces in each level
     # For each level, the distances between the starts, sources and targets of pieces.
     steps: tuple[tuple[int, int, int], tuple[int, int, int]]
+    rows: tuple[int, int]  # how many rows are summed, and the elements from one to the next
 
-    def of(self, flat: torch.Tensor, field: int, lead: tuple[tuple[int, int], ...] = ()) -> torch.Tensor:
+    def of(self, flat: torch.Tensor, field: int, *lead: tuple[int, int]) -> torch.Tensor:
         """Return a view of the pieces, by their starts (0), sources (1) or targets (2) in `flat`.
 
-        `lead` has the size and the stride of further dimensions before them.
+        `lead` has the size and the stride of a dimension before them.
         """
         first = _places(self.piece)[field] + flat.storage_offset()
         sizes = (*(size for size, _ in lead), *self.counts, self.piece.length)
@@ -77,15 +53,8 @@ class _PieceGrid:
         return flat.as_strided(sizes, strides, first)
 
 
-@dataclass(frozen=True, slots=True)
-class _PieceGrids:
-    grids: tuple[_PieceGrid, ...]
-    rows: int
-    stride: int
-
-
 @final
-class PlainPacking(Packing[_PieceGrids]):
+class PlainPacking:
     """Pieces in their dtype. Sums of narrow dtypes are computed in float32.
 
     On a CPU, rows are summed in their order. On a GPU, one call sums all rows, in an order that depends on the shape.
@@ -95,33 +64,30 @@ class PlainPacking(Packing[_PieceGrids]):
         self.dtype, self._sum_elements = dtype, sum_elements
         self._narrow = dtype_name(dtype) in NARROW
 
-    def table(self, pieces: Sequence[PiecePlace], rows: int = 1, stride: int = 0) -> _PieceGrids:
-        return _PieceGrids(tuple(_grids([piece for piece in pieces if piece.length])), rows, stride)
+    def table(self, pieces: Sequence[PiecePlace], rows: int = 1, stride: int = 0) -> tuple[_PieceGrid, ...]:
+        return tuple(_grids([piece for piece in pieces if piece.length], (rows, stride)))
 
-    def pack(self, table: _PieceGrids, region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers) -> None:
-        for grid in table.grids:
+    def pack(
+        self, table: Sequence[_PieceGrid], region: torch.Tensor, wire: torch.Tensor, workspace: PackingBuffers
+    ) -> None:
+        for grid in table:
             grid.of(wire, 2).copy_(grid.of(region, 0))
 
-    def sum(self, table: _PieceGrids, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
-        for grid in table.grids:
-            self._sum(table, grid, wire, grid.of(wire, 2), workspace)
+    def sum(self, table: Sequence[_PieceGrid], hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
+        for grid in table:
+            self._sum(grid.of(wire, 1, grid.rows), grid.of(wire, 2), workspace)
 
-    def unpack(self, table: _PieceGrids, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
-        for grid in table.grids:
-            self._sum(table, grid, wire, grid.of(out, 0), workspace)
-
-    def _sum(
-        self,
-        table: _PieceGrids,
-        grid: _PieceGrid,
-        wire: torch.Tensor,
-        out: torch.Tensor,
-        workspace: PackingBuffers,
+    def unpack(
+        self, table: Sequence[_PieceGrid], wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers
     ) -> None:
-        rows, total = grid.of(wire, 1, ((table.rows, table.stride),)), out
+        for grid in table:
+            self._sum(grid.of(wire, 1, grid.rows), grid.of(out, 0), workspace)
+
+    def _sum(self, rows: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
+        total = out
         if self._narrow:
             total = workspace.take(self._sum_elements, torch.float32)[: out.numel()].view(out.shape)
-        if wire.device.type == "cpu":
+        if rows.device.type == "cpu":
             total.copy_(rows[0])
             for row in rows[1:]:
                 total.add_(row)
@@ -131,12 +97,12 @@ class PlainPacking(Packing[_PieceGrids]):
             out.copy_(total)
 
 
-def _grids(pieces: Sequence[PiecePlace]) -> Iterator[_PieceGrid]:
+def _grids(pieces: Sequence[PiecePlace], rows: tuple[int, int]) -> Iterator[_PieceGrid]:
     """Group pieces into grids: first neighbors at equal distances, and then equal groups at equal distances."""
     groups = _grouped(pieces, lambda piece: piece.length, _places)
     for alike in _grouped(groups, lambda group: (len(group), _step(group), group[0].length), lambda g: _places(g[0])):
         firsts = [group[0] for group in alike]
-        yield _PieceGrid(firsts[0], (len(alike), len(alike[0])), (_step(firsts), _step(alike[0])))
+        yield _PieceGrid(firsts[0], (len(alike), len(alike[0])), (_step(firsts), _step(alike[0])), rows)
 
 
 def _grouped(
@@ -169,7 +135,7 @@ def _places(piece: PiecePlace) -> tuple[int, int, int]:
 
 
 @final
-class EncodedPacking(Packing[PieceTable]):
+class EncodedPacking:
     """Pieces encoded by a codec, with optional error feedback.
 
     Args:
@@ -182,12 +148,7 @@ class EncodedPacking(Packing[PieceTable]):
     dtype = torch.uint8
 
     def __init__(
-        self,
-        codec: Codec,
-        device: torch.device,
-        sum_elements: int,
-        kept: Sequence[torch.Tensor | None],
-        seed: int,
+        self, codec: Codec, device: torch.device, sum_elements: int, kept: Sequence[torch.Tensor | None], seed: int
     ) -> None:
         self._codec, self._device, self._sum_elements = codec, device, sum_elements
         self._kernels = kernels_for(device)
@@ -202,7 +163,7 @@ class EncodedPacking(Packing[PieceTable]):
 
     def sum(self, table: PieceTable, hop: int, wire: torch.Tensor, workspace: PackingBuffers) -> None:
         kept, scratch = self._feedback(hop, workspace)
-        self._kernels.watched(workspace.watch).sum_pieces(table, wire, self.seeds.draw(table), kept, scratch)
+        self._kernels.watched(workspace.watch).encode_pieces(table, None, wire, self.seeds.draw(table), kept, scratch)
 
     def unpack(self, table: PieceTable, wire: torch.Tensor, out: torch.Tensor, workspace: PackingBuffers) -> None:
         self._kernels.watched(workspace.watch).decode_pieces(table, wire, out)
@@ -210,6 +171,9 @@ class EncodedPacking(Packing[PieceTable]):
     def _feedback(self, hop: int, workspace: PackingBuffers) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         kept = self.kept[hop]
         return kept, None if kept is None else workspace.take(self._sum_elements, torch.float32)
+
+
+Packing: TypeAlias = PlainPacking | EncodedPacking
 
 
 class RoundingSeeds:

@@ -91,7 +91,7 @@ class AllToAllReduceScatter(Collective):
         # What is in flight, by stage and hop.
         self._posted: dict[tuple[int, int], Posted | dist.Work] = {}
 
-    def _make_packing(self, device: torch.device) -> Packing[Any]:
+    def _make_packing(self, device: torch.device) -> Packing:
         buffers, codec = self._buffers, self._transfer.transport.encoding
         if codec is None:
             return PlainPacking(getattr(torch, self._transfer.dtype), buffers.sum_elements)

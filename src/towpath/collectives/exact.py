@@ -20,8 +20,16 @@ from typing import final
 
 import torch
 
-from towpath.codecs.exact import decode, decode_slices, encode, is_difference, message_bytes, raise_failed
-from towpath.codecs.exact.message import MessageError, Problem
+from towpath.codecs.exact import (
+    MessageError,
+    Problem,
+    decode,
+    decode_slices,
+    encode,
+    is_difference,
+    message_bytes,
+    raise_failed,
+)
 from towpath.collectives.backend import grouped
 from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.point_to_point import PointToPoint

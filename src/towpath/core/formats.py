@@ -90,7 +90,7 @@ ROTATED = 32  # number of elements that a rotation mixes
 
 
 def add_format(name: str, bits: int) -> None:
-    """Add `name` to the codecs of blocks. `codecs/kernels/registered.py` registers the functions that compute it."""
+    """Add `name` to the codecs of blocks. `codecs/kernels/plain.py` registers the functions that compute it."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in (*CODECS, "none"):
         raise ConfigError(
             f"codec {name!r}: expected a name of small letters, digits and underscores that is not one of "

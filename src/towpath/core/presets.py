@@ -285,18 +285,18 @@ def _islands(outer: Outer | None, topology: Topology) -> tuple[Outer | None, Top
 _EXTENTS = frozenset({"frozen", "group"})
 
 
-def parse_strategy(text: str, topology: Topology, offload: Offload | None = None) -> Strategy:
+def parse_strategy(text: str, topology: Topology, **defaults: Unpack[Options]) -> Strategy:
     """Return the strategy of a preset's name and its options, such as 'mics gradients=int4:64' or 'mics group=4x2'.
 
     Args:
         text: The name, and options as `strategy()` takes them. An extent is written as RANKSxNODES.
         topology: The nodes and ranks of the job.
-        offload: The option `offload`, unless the text names it.
+        **defaults: Options as `strategy()` takes them, unless the text names them.
     """
     name, *words = text.split() or [""]
     if name in ("", "auto"):
         raise ConfigError('expected a preset\'s name. `towpath plan` and "auto" choose one by prediction.')
-    options: dict[str, Any] = {} if offload is None else {"offload": offload}
+    options: dict[str, Any] = {**defaults}
     for word in words:
         option, _, value = word.partition("=")
         extent = re.fullmatch(r"(\d+)x(\d+)", value)

@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 
-from towpath.codecs.exact.message import MessageError
+from towpath.codecs.exact import MessageError
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.core.buffers import Needs, largest
 from towpath.core.queues import QUEUES

@@ -11,7 +11,7 @@ May import: checkpoint, api, and everything below.
 import importlib
 from typing import Any
 
-from towpath.integrations.common import Sharding
+from towpath.integrations.sharding import Sharding
 
 __all__ = ["Sharding"]
 

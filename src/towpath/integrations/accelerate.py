@@ -26,7 +26,7 @@ from towpath.checkpoint.state_dicts import get_model_state_dict
 from towpath.core.presets import StrategyLike
 from towpath.engine.trial_steps import parameters_of
 from towpath.errors import CheckpointError, ConfigError, ShardError
-from towpath.integrations.common import (
+from towpath.integrations.sharding import (
     Pairs,
     Sharding,
     load_pairs,
@@ -78,15 +78,7 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def adopt(cls, accelerator: accelerate.Accelerator, strategy: StrategyLike | Sharding) -> Accelerator:
-        """Turn an Accelerator that a framework made into one that shards. It must not have prepared anything.
-
-        Args:
-            accelerator: The Accelerator, which is changed in place.
-            strategy: A preset's name, what `towpath.strategy()` returns, or a `Sharding`.
-
-        Returns:
-            The same Accelerator.
-        """
+        """Turn an Accelerator that a framework made into one that shards. It must not have prepared anything."""
         accelerator.__class__ = cls
         assert isinstance(accelerator, Accelerator)
         accelerator._begin(Sharding.of(strategy))
@@ -140,15 +132,8 @@ class Accelerator(accelerate.Accelerator):
     def shard_model(self, model: nn.Module, device_placement: bool | None = None) -> None:
         """Shard `model` in place, and give its new parameters to the optimizers that were prepared before.
 
-        `prepare` calls this. A model that is sharded already stays as it is. Every rank must call it.
-
-        Args:
-            model: The model, on any device. It may be on the meta device, except on rank 0.
-            device_placement: Whether the model trains on the Accelerator's device, where it is moved unit by unit.
-                Defaults to the Accelerator's own setting.
-
-        Raises:
-            ConfigError: Accelerate counts other ranks than the process group has.
+        `prepare` calls this. A model that is sharded already stays as it is. Every rank must call it. The model may be
+        on any device, and on the meta device except on rank 0. It is moved to the Accelerator's device unit by unit.
         """
         if isinstance(model, ShardedModule):
             return
@@ -168,44 +153,21 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model, instead of wrapping it. `prepare` calls this. With `evaluation_mode`, it is not sharded.
-
-        Args:
-            model: The model, on any device.
-            device_placement: Whether the model trains on the Accelerator's device.
-            evaluation_mode: Whether the model is only evaluated.
-
-        Returns:
-            The model.
-        """
+        """Shard a model, instead of wrapping it. `prepare` calls this. With `evaluation_mode`, it is not sharded."""
         if not evaluation_mode:
             self.shard_model(model, device_placement)
-        placement = device_placement
         if isinstance(model, ShardedModule):
-            placement = False
+            device_placement = False
             admit_accelerate(model)
-        return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer for the sharded parameters that it has. `prepare` calls this.
-
-        Args:
-            optimizer: The optimizer.
-            device_placement: Passed to `accelerate.Accelerator`.
-
-        Returns:
-            The optimizer, wrapped by Accelerate.
-        """
+        """Prepare an optimizer for the sharded parameters that it has. `prepare` calls this."""
         prepare_for_shards(unwrapped(optimizer))
         return super().prepare_optimizer(optimizer, device_placement)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """Check the arguments, and do nothing else: sharded models have `join` for uneven inputs.
-
-        Args:
-            joinables: Not used.
-            even_batches: Passed to `accelerate.Accelerator`. False raises ShardError.
-        """
+        """Check the arguments, and do nothing else: sharded models have `join` for uneven inputs."""
         if even_batches is False:
             raise ShardError(
                 "join_uneven_inputs(even_batches=False) only works with DistributedDataParallel: write "
@@ -216,15 +178,7 @@ class Accelerator(accelerate.Accelerator):
     # --- states -------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Gather the model's full tensors on the CPU of rank 0. Every rank must call it.
-
-        Args:
-            model: The model.
-            unwrap: Passed to `accelerate.Accelerator` for models that are not sharded.
-
-        Returns:
-            The state dict on rank 0, and an empty dict on other ranks.
-        """
+        """Gather the model's full tensors on the CPU of rank 0; others get {}. Every rank must call it."""
         plain = self._bare(model)
         if not isinstance(plain, ShardedModule):
             return super().get_state_dict(model, unwrap)
@@ -233,16 +187,7 @@ class Accelerator(accelerate.Accelerator):
         return get_model_state_dict(plain, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save the state as Accelerate does, with sharded models and their optimizers in the folder `towpath`.
-
-        Args:
-            output_dir: The folder.
-            safe_serialization: Whether models that are not sharded are saved as safetensors.
-            **kwargs: Passed to `accelerate.Accelerator`.
-
-        Raises:
-            CheckpointError: An optimizer steps several sharded models, or a model has several optimizers.
-        """
+        """Save the state as Accelerate does, with sharded models and their optimizers in the folder `towpath`."""
         pairs = self._pairs()
 
         def save(models: list[Any], weights: list[Any], folder: str) -> None:
@@ -256,16 +201,7 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Load what `save_state` saved, under any strategy and on any number of ranks.
-
-        Args:
-            input_dir: The folder.
-            load_kwargs: Passed to `accelerate.Accelerator`.
-            **kwargs: Passed to `accelerate.Accelerator`.
-
-        Raises:
-            CheckpointError: The folder has no checkpoint of these models.
-        """
+        """Load what `save_state` saved, under any strategy and on any number of ranks."""
         pairs = self._pairs()
 
         def load(models: list[Any], folder: str) -> None:
@@ -277,23 +213,22 @@ class Accelerator(accelerate.Accelerator):
 
     def _pairs(self) -> list[tuple[nn.Module, Optimizer | None]]:
         """Return the sharded models, each with its optimizer."""
-        models = [self._bare(model) for model in self._models]
+        models = [model for each in self._models if isinstance(model := self._bare(each), ShardedModule)]
         owner = {id(p): number for number, model in enumerate(models) for p in model.parameters()}
-        found: dict[int, list[Optimizer]] = {
-            n: [] for n, model in enumerate(models) if isinstance(model, ShardedModule)
-        }
+        found: list[list[Optimizer]] = [[] for _ in models]
         for optimizer in map(unwrapped, self._optimizers):
-            numbers = {owner[id(p)] for p in parameters_of(optimizer) if id(p) in owner} & found.keys()
+            numbers = {owner[id(p)] for p in parameters_of(optimizer) if id(p) in owner}
             if len(numbers) > 1:
                 raise CheckpointError(
                     "an optimizer steps parameters of several sharded models, which cannot be saved: make one for each."
                 )
             for number in numbers:
                 found[number].append(optimizer)
-        crowded = [type(models[n]).__name__ for n, optimizers in found.items() if len(optimizers) > 1]
-        if crowded:
-            raise CheckpointError(f"{crowded[0]} has several optimizers, which cannot be saved: give one its groups.")
-        return [(models[n], optimizers[0] if optimizers else None) for n, optimizers in found.items()]
+        for model, optimizers in zip(models, found, strict=True):
+            if len(optimizers) > 1:
+                name = type(model).__name__
+                raise CheckpointError(f"{name} has several optimizers, which cannot be saved: give one its groups.")
+        return [(model, next(iter(optimizers), None)) for model, optimizers in zip(models, found, strict=True)]
 
     def _bare(self, model: nn.Module) -> nn.Module:
         return self.unwrap_model(model, keep_torch_compile=False)

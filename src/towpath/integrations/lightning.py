@@ -5,28 +5,25 @@
     trainer = lightning.Trainer(strategy=TowpathStrategy(Sharding("mics", units=[Block])))
 
 The module is sharded before `configure_optimizers` is called. `ModelCheckpoint` saves folders, which load under any of
-these strategies and on any number of ranks. With `single_file=True` it saves files as Lightning does, which
-`load_from_checkpoint` reads. A run resumes from both.
+these strategies and on any number of ranks. `towpath export` makes safetensors of them. A run also resumes from a file
+that another strategy of Lightning has saved.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from towpath.api import average_islands
-from towpath.checkpoint.state_dicts import get_model_state_dict, get_optimizer_state_dict
 from towpath.core import presets
 from towpath.core.presets import StrategyLike
 from towpath.errors import CheckpointError, ShardError
-from towpath.integrations.common import (
+from towpath.integrations.sharding import (
     FOLDER,
     Pairs,
     Sharding,
@@ -34,7 +31,6 @@ from towpath.integrations.common import (
     load_full_optimizer,
     load_pairs,
     not_installed,
-    numbered_state,
     save_pairs,
 )
 from towpath.sharded_module import ShardedModule
@@ -49,7 +45,6 @@ except ModuleNotFoundError as error:
     raise not_installed(error, "lightning") from None
 
 _REST = "lightning.ckpt"
-_ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class TowpathStrategy(DDPStrategy):
@@ -57,8 +52,6 @@ class TowpathStrategy(DDPStrategy):
 
     Args:
         sharding: A preset's name, what `towpath.strategy()` returns, or a `Sharding`.
-        single_file: Whether checkpoints are files that Lightning's own strategies read, gathered on rank 0. By default,
-            they are folders to which each rank writes its part.
         **kwargs: Arguments of Lightning's DDPStrategy, except those for DDP itself.
 
     Raises:
@@ -67,20 +60,14 @@ class TowpathStrategy(DDPStrategy):
 
     strategy_name = "towpath"
 
-    def __init__(
-        self, sharding: StrategyLike | Sharding = "zero3", *, single_file: bool = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, sharding: StrategyLike | Sharding = "zero3", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self._ddp_kwargs or self._ddp_comm_hook is not None:
             raise ShardError(f"TowpathStrategy wraps nothing in DDP: leave out {[*self._ddp_kwargs, 'ddp_comm_hook']}.")
-        self.sharding, self._single_file = Sharding.of(sharding), single_file
+        self.sharding = Sharding.of(sharding)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shard the module, and set up the optimizers.
-
-        Args:
-            trainer: The trainer.
-        """
+        """Shard the module, and set up the optimizers."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -122,65 +109,25 @@ class TowpathStrategy(DDPStrategy):
         """Whether Lightning restores the optimizer itself. Always false: it is restored with the model."""
         return False
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return full tensors on rank 0 for a single file, or else what this rank holds."""
-        if self._single_file:
-            return get_model_state_dict(self._sharded, options=_ON_RANK_0)
-        return self._sharded.state_dict()
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's full state on rank 0 for a single file, or else an empty dict.
-
-        Args:
-            optimizer: The optimizer.
-        """
-        plain = _plain(optimizer)
-        if not self._single_file:
-            return {}
-        return numbered_state(self._sharded, plain, get_optimizer_state_dict(self._sharded, plain, options=_ON_RANK_0))
+        """Return nothing: an optimizer's state is saved with the model."""
+        return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a checkpoint: a folder, or a file with `single_file`. Every rank must call it.
-
-        Args:
-            checkpoint: What Lightning saves.
-            filepath: The path.
-            storage_options: Passed to Lightning with `single_file`, and refused otherwise.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be written.
-        """
-        path = Path(self.broadcast(str(filepath)))
-        if self._single_file:
-            if self.is_global_zero and path.is_dir():
-                shutil.rmtree(path)
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
+        """Save a checkpoint, a folder to which each rank writes its part. Every rank must call it."""
         if storage_options is not None:
-            raise CheckpointError(
-                "storage_options= needs single_file=True: other checkpoints are local folders. Leave it out."
-            )
+            raise CheckpointError("storage_options= is not supported: checkpoints are local folders. Leave it out.")
+        path = Path(self.broadcast(str(filepath)))
         if self.is_global_zero and path.is_file():
             path.unlink()
         self.barrier()
         del checkpoint["state_dict"]
         save_pairs(path, self._pairs())
         if self.is_global_zero:
-            torch.save({**checkpoint, "optimizer_states": []}, path / _REST)
+            torch.save(checkpoint, path / _REST)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint, a folder or a file. Every rank must call it.
-
-        Args:
-            checkpoint_path: The path.
-            weights_only: Passed to Lightning.
-
-        Returns:
-            What Lightning saved. The model's and optimizers' states are loaded already.
-
-        Raises:
-            CheckpointError: The checkpoint cannot be read.
-        """
+        """Load a checkpoint, a folder or a file. Every rank must call it."""
         path = Path(self.broadcast(str(checkpoint_path)))
         if (path / FOLDER).is_dir():
             load_pairs(path, self._pairs())
@@ -196,27 +143,11 @@ class TowpathStrategy(DDPStrategy):
         return [(self._sharded, _plain(optimizer)) for optimizer in self.optimizers or [None]]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing: `load_checkpoint` has loaded the model.
-
-        Args:
-            checkpoint: Not used.
-            strict: Not used.
-        """
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: `load_checkpoint` has loaded the optimizers.
-
-        Args:
-            checkpoint: Not used.
-        """
+        """Do nothing: `load_checkpoint` has loaded the model."""
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register "towpath" and one name for each preset.
-
-        Args:
-            strategy_registry: Lightning's registry.
-        """
+        """Register "towpath" and one name for each preset."""
         strategy_registry.register(cls.strategy_name, cls, description="Towpath, zero3")
         for name in presets.strategies():
             strategy_registry.register(

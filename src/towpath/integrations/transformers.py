@@ -20,7 +20,7 @@ from towpath.api import average_islands
 from towpath.core.presets import StrategyLike
 from towpath.errors import ShardError
 from towpath.integrations.accelerate import Accelerator, unwrapped
-from towpath.integrations.common import (
+from towpath.integrations.sharding import (
     FOLDER,
     Sharding,
     load_from,
@@ -84,15 +84,7 @@ class ShardedTrainer(_Base):
         """Do nothing: the Accelerator moves the model unit by unit, because it may not fit on the device."""
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Create the optimizer that the arguments name, for the sharded parameters. The Trainer calls this.
-
-        Args:
-            *args: Passed to the Trainer.
-            **kwargs: Passed to the Trainer.
-
-        Returns:
-            The optimizer. Adafactor is wrapped by `towpath.optim.owner_stepped`.
-        """
+        """Create the optimizer that the arguments name, for the sharded parameters; Adafactor is `owner_stepped`."""
         if self.optimizer is None:
             self.accelerator.shard_model(self.model)  # first, as Adagrad creates its states in the constructor
             made = super().create_optimizer(*args, **kwargs)
@@ -100,15 +92,7 @@ class ShardedTrainer(_Base):
         return self.optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train. With outer steps, let all islands hold the mean of their weights after the last step.
-
-        Args:
-            *args: Passed to the Trainer.
-            **kwargs: Passed to the Trainer.
-
-        Returns:
-            The Trainer's output.
-        """
+        """Train. With outer steps, let all islands hold the mean of their weights after the last step."""
         output = super().train(*args, **kwargs)
         average_islands(self._sharded_model())
         return output
@@ -168,28 +152,12 @@ class ShardedTrainer(_Base):
     # --- evaluating ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Shard the model if it is not sharded yet, and evaluate it. An unsharded one could not be trained afterwards.
-
-        Args:
-            *args: Passed to the Trainer.
-            **kwargs: Passed to the Trainer.
-
-        Returns:
-            The Trainer's metrics.
-        """
+        """Shard the model if it is not sharded yet, and evaluate it. Unsharded, it could not be trained afterwards."""
         self.accelerator.shard_model(self.model)
         return super().evaluate(*args, **self._generating(kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Shard the model if it is not sharded yet, and predict.
-
-        Args:
-            *args: Passed to the Trainer.
-            **kwargs: Passed to the Trainer.
-
-        Returns:
-            The Trainer's predictions.
-        """
+        """Shard the model if it is not sharded yet, and predict."""
         self.accelerator.shard_model(self.model)
         return super().predict(*args, **self._generating(kwargs))
 

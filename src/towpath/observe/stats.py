@@ -6,9 +6,10 @@ Use `stats` for bytes and seconds per transfer, and for memory. Use `trace` to s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,12 +18,13 @@ from torch import nn
 
 from towpath.core.queues import communicator_bytes, outer_communicator_bytes
 from towpath.core.schedule import sum_by_kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import StepError
 from towpath.observe.record import Trace
-from towpath.observe.totals import Totals
+from towpath.observe.totals import SentBytes, Totals, TransferStats
 from towpath.observe.trace import Interval, write_intervals
 from towpath.topology.groups import Groups
 
@@ -252,3 +254,101 @@ def _optimizer_bytes(engine: Engine) -> tuple[int, int]:
             if isinstance(value, torch.Tensor) and (isinstance(value, ShardTensor) or value.dim()):
                 held[where] += (value.to_local() if isinstance(value, ShardTensor) else value).nbytes
     return held[0], held[1]
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+_MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
+
+
+class StepCounter:
+    """The number of steps of a pipeline so far, and the stats that follow from it.
+
+    `engines` are those of this rank. `plan` returns the job's schedule of an optimizer step with a number of steps
+    inside `no_sync`. `changes` has the steps from which on the schedule is different. All ranks with other modules meet
+    through one of the `groups` after the other.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        plan: Callable[[int, int], SentBytes],
+        changes: Set[int],
+        groups: Sequence[Groups],
+    ) -> None:
+        self._engines, self._plan, self._groups = engines, plan, groups
+        self._changes = sorted({0, *changes})
+        self.steps = 0  # how many optimizer steps were made
+        # How many steps there were of each schedule: of the first step that has it, with no or one step inside no_sync.
+        self._counts = Counter[tuple[int, int]]()
+        self._planned: dict[tuple[int, int], list[TransferStats]] = {}
+        # For neighbors: in the bubble, and for what links take. On a GPU, the host's seconds, which are not the GPU's.
+        self.seconds_waited = 0.0
+
+    def count_step(self, step: int, accumulated: int) -> None:
+        """Count optimizer step number `step`, which began with `accumulated` steps inside `no_sync`.
+
+        All steps inside `no_sync` send the same, so a step with several of them is not planned. It counts as several
+        steps with one of them, less as many steps without.
+        """
+        first = max(first for first in self._changes if first <= step)
+        self.steps += 1
+        self._counts[first, 0] += 1 - accumulated
+        self._counts[first, 1] += accumulated
+
+    def _sent(self) -> list[TransferStats]:
+        """Return the calls of all transfers of the job in the steps so far, by its schedules. Every rank must call it.
+
+        The first message has the seconds in which this rank waited for any of them.
+        """
+        found: list[TransferStats] = []
+        for key, count in self._counts.items():
+            if count and key not in self._planned:
+                calls = Counter(transfer.in_micro_step(0) for transfer in self._plan(*key).transfers)
+                self._planned[key] = [TransferStats.of(transfer, calls=n) for transfer, n in calls.items()]
+            found += [replace(each, calls=count * each.calls) for each in self._planned[key]] if count else []
+        if first := next((each for each in found if each.transfer.kind in _MESSAGES), None):
+            first.seconds_exposed = self.seconds_waited
+        return found
+
+    def stats(self) -> Stats:
+        """Return the stats of this rank's stages, with the transfers of all ranks. Every rank must call it."""
+        own = [stats_of(engine) for engine in self._engines]
+        transfers = [transfer for one in own for transfer in one.transfers]
+        for group in self._groups:
+            gathered = group.gather_objects(transfers)
+            del gathered[group.rank]
+            transfers += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for rank in gathered for t in rank]
+        messages = [each for each in self._sent() if each.transfer.kind in _MESSAGES]
+        return Stats(
+            transfers=_merged([*transfers, *messages]),
+            seconds_host=sum(one.seconds_host for one in own),
+            last_step=tuple(transfer for one in own for transfer in one.last_step),
+            memory_bytes=sum_by_kind(one.memory_bytes for one in own),
+            host_memory_bytes=sum_by_kind(one.host_memory_bytes for one in own),
+            buffers_made=sum(one.buffers_made for one in own),
+        )
+
+    def totals(self) -> Totals:
+        """Return the counts of all transfers. Every rank must call it.
+
+        Exact transfers of other ranks' stages are scaled by what this rank has seen of its own.
+        """
+        each = [engine.comm.record.totals() for engine in self._engines]
+        transfers = _merged(transfer for one in each for transfer in one.transfers)
+        own = Totals(transfers=transfers, seconds_host=sum(one.seconds_host for one in each))
+        seen, sent = own.coded_bytes, self._sent()
+        for stats in sent:
+            if (coding := stats.transfer.coding) is not None:
+                stats.coded_values, stats.coded_messages = seen.get(coding, (0, 0))
+        # The schedules have the calls of this rank's stages, too.
+        waits = (replace(stats, calls=0) for stats in transfers)
+        return replace(own, transfers=_merged([*sent, *waits]))
+
+
+def _merged(transfers: Iterable[TransferStats]) -> tuple[TransferStats, ...]:
+    """Return one entry for each transfer, as transfers of different stages may be equal. `since` finds them by it."""
+    found: dict[Transfer, TransferStats] = {}
+    for each in transfers:
+        found[each.transfer] = found[each.transfer].plus(each) if each.transfer in found else each
+    return tuple(found.values())

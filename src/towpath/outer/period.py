@@ -7,18 +7,15 @@ first of them is replayed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from towpath.core.schedule import settled, steady_step, write_all
-from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
-from towpath.core.unit_plan import UnitPlan
+from towpath.core.strategy import OUTER_KINDS, TransferKind
 from towpath.outer.exchanges import OuterPlan, plan_outer
 from towpath.outer.steps import OuterSteps
-from towpath.plan.bandwidth import BandwidthModel, Thread, run_threads
+from towpath.plan.bandwidth import BandwidthModel, Thread, Timeline, run_threads
 from towpath.plan.hardware import Hardware
-from towpath.plan.prediction import Timeline
-from towpath.plan.replay import ComputeSeconds, computed
+from towpath.plan.replay import SimulatedStage, computed
 from towpath.plan.simulated_engine import SimulatedEngine
 
 
@@ -37,13 +34,12 @@ class Period:
         return sum(self.steps) / len(self.steps)
 
 
-def replay_period(
-    strategy: Strategy, plans: Sequence[UnitPlan], hardware: Hardware, seconds: ComputeSeconds, micro_steps: int
-) -> Period:
-    """Replay two periods, without pipeline stages, and return the second one. The root's plan comes first.
+def replay_period(model: SimulatedStage, hardware: Hardware, micro_steps: int) -> Period:
+    """Replay two periods of a whole model, and return the second one.
 
     `hardware` has the topology of one island.
     """
+    strategy, plans, seconds = model.strategy, model.plans, model.seconds
     plan = plan_outer(strategy, plans, hardware.form)
     assert plan is not None
     bandwidth, timeline, every = BandwidthModel(hardware.capacities), Timeline(), plan.settings.every

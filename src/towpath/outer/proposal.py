@@ -11,7 +11,7 @@ from math import ceil
 
 from towpath.core.formats import Codec
 from towpath.outer.settings import Outer, outer_transport
-from towpath.plan.prediction import Prediction, Ranking
+from towpath.plan.request import Prediction, Ranking
 from towpath.plan.solver import Solver
 
 # The periods that are tried, in optimizer steps.

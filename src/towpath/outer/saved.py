@@ -13,7 +13,7 @@ else from island 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,18 +65,12 @@ def view_of(manifest: Manifest, island: int | None) -> Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class IslandContents:
-    """The part of a run with outer steps that this rank has, besides what its island would have as a job of its own.
-
-    Attributes:
-        outer: The outer steps.
-        island: The number of this rank's island.
-        islands: The number of islands.
-    """
+class IslandState:
+    """The part of a run with outer steps that this rank has, besides what its island would have as a job of its own."""
 
     outer: OuterSync
-    island: int
-    islands: int
+    island: int  # the number of this rank's island
+    islands: int  # how many there are
 
     def trained(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return those tensors of a model that differ between islands: parameters that train, and buffers."""
@@ -110,67 +104,65 @@ class IslandContents:
                     yield f"{prefix}{names[id(parameter)]}", tensor
 
 
-class IslandRestore:
-    """The slow weights, momentum and pending results of a checkpoint. Fill its `targets`, then call `finish`.
+def restore_islands(
+    islands: IslandState, manifest: Manifest, names: Mapping[int, str], targets: dict[str, torch.Tensor]
+) -> Callable[[], list[str]]:
+    """Add the slow weights, momentum and pending results of a checkpoint to `targets`. Return what to call once filled.
 
-    Other code loads the weights that the optimizer writes to. If the checkpoint is of as many islands, these are the
-    weights of this rank's island. Otherwise they are the slow weights, to which pending results were applied.
+    That function continues the outer steps, and returns notes for the user. Other code loads the weights that the
+    optimizer writes to. If the checkpoint is of as many islands, these are the weights of this rank's island. Otherwise
+    they are the slow weights, to which pending results were applied.
     """
+    outer, mine, saved = islands.outer, islands.values(), manifest.values.get(VALUE)
+    step: int = manifest.values.get("engine", {"step": manifest.step})["step"]
+    if saved is None:
 
-    def __init__(self, contents: IslandContents, manifest: Manifest, names: Mapping[int, str]) -> None:
-        self._contents, self._saved = contents, manifest.values.get(VALUE)
-        self._step: int = manifest.values.get("engine", {"step": manifest.step})["step"]
-        self.targets: dict[str, torch.Tensor] = {}
-        if self._saved is None:
-            return
-        outer, mine = contents.outer, contents.values()
-        self._goes_on = all(self._saved[key] == mine[key] for key in _TIMING)
-        under_way: dict[str, int] = self._saved["under_way"] if self._goes_on else {}
-        # The last step whose exchanges were begun and applied, and the step of each exchange that is under way.
-        self._progress = self._saved["done"], {int(fragment): begun for fragment, begun in under_way.items()}
-        outer.resume(*self._progress)  # `parts` then tells which exchanges are under way
-        for part, is_pending in outer.parts():
-            if part.momentum is not None:
-                self._find(part.held(part.momentum), (_MOMENTUM_NOW, _MOMENTUM), manifest, names)
-            if is_pending:
-                self._find(part.held(part.difference), (_PENDING,), manifest, names)
-            if self._saved["count"] == contents.islands:  # otherwise the weights will be those that were loaded
-                self._find(part.held(part.slow), (_SLOW, _SETTLED), manifest, names)
+        def restart() -> list[str]:
+            outer.restart()
+            outer.begin_anew(step)
+            return ["the checkpoint has no outer steps: slow weights begin as its weights, and the momentum at zero"]
 
-    def _find(
-        self, held: Iterator[Held], prefixes: tuple[str, ...], manifest: Manifest, names: Mapping[int, str]
-    ) -> None:
-        """Add to `targets` what this rank holds, under its name in the checkpoint."""
+        return restart
+    goes_on, count = all(saved[key] == mine[key] for key in _TIMING), saved["count"]
+    # The last step whose exchanges were begun and applied, and the step of each exchange that is under way.
+    under_way = {int(fragment): begun for fragment, begun in saved["under_way"].items()} if goes_on else {}
+    outer.resume(saved["done"], under_way)  # `parts` then tells which exchanges are under way
+
+    def find(held: Iterator[Held], *prefixes: str) -> None:
+        """Add what this rank holds. The last prefix is that of values to which pending exchanges were applied."""
         for parameter, tensor in held:
-            # The last prefix is that of values to which the exchanges under way were applied.
-            found = [f"{prefix}{names[id(parameter)]}" for prefix in prefixes[0 if self._goes_on else -1 :]]
+            found = [f"{prefix}{names[id(parameter)]}" for prefix in prefixes[0 if goes_on else -1 :]]
             name = next((name for name in found if name in manifest.tensors), None)
             if name is None and _MOMENTUM not in prefixes:
                 raise DamagedError(f"{found[-1]} is missing, which a run with outer steps has.")
             if name is None:  # the run had no momentum
                 tensor.local.zero_()
-            elif name in self.targets:
+            elif name in targets:
                 raise CheckpointError(
                     f"{name}: parameters that were tied are two in this model, which outer steps cannot resume. Load "
                     "the checkpoint without outer steps."
                 )
             else:
-                self.targets[name] = tensor
+                targets[name] = tensor
 
-    def finish(self) -> list[str]:
-        """Continue the outer steps with what was loaded. Return notes for the user."""
-        outer = self._contents.outer
-        if self._saved is None:
-            outer.restart()
-            outer.begin_anew(self._step)
-            return ["the checkpoint has no outer steps: slow weights begin as its weights, and the momentum at zero"]
-        outer.resume(*self._progress)
-        if self._goes_on:
+    for part, is_pending in outer.parts():
+        if part.momentum is not None:
+            find(part.held(part.momentum), _MOMENTUM_NOW, _MOMENTUM)
+        if is_pending:
+            find(part.held(part.difference), _PENDING)
+        if count == islands.islands:  # otherwise the weights will be those that were loaded
+            find(part.held(part.slow), _SLOW, _SETTLED)
+
+    def resume() -> list[str]:
+        outer.resume(saved["done"], under_way)
+        if goes_on:
             return []
-        if self._saved["count"] == self._contents.islands:
+        if count == islands.islands:
             return ["exchanges under way were applied to the slow weights: every, fragments or delay has changed"]
-        outer.begin_anew(self._step)
+        outer.begin_anew(step)
         return [
-            f"the checkpoint is of {self._saved['count']} islands, and now there are {self._contents.islands}: all of "
-            "them begin with the slow weights, and with the optimizer's states of island 0"
+            f"the checkpoint is of {count} islands, and now there are {islands.islands}: all of them begin with the "
+            "slow weights, and with the optimizer's states of island 0"
         ]
+
+    return resume

@@ -194,11 +194,7 @@ class CallCheck:
         self._others = [group for group in others if group.size() > 1]
 
     def check(self, call: str, step: int, refusal: StepError | None) -> None:
-        """Return if all ranks make this call in the same optimizer step and none refuses it. Otherwise raise on all.
-
-        Args:
-            step: The number of optimizer steps before it.
-        """
+        """Raise on all ranks unless all make this call after the same number of steps, and none refuses it."""
         number = len(CALLS) * step + CALLS.index(call)
         word = torch.tensor([number, -number] if refusal is None else [torch.iinfo(torch.int64).max, 0])
         words = [torch.empty_like(word) for _ in range(self._pipeline.size())] if self._first else None

@@ -29,11 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from towpath.api import shard
-from towpath.checkpoint.rank_contents import RankContents
+from towpath.checkpoint.local_state import LocalState
 from towpath.core import presets
 from towpath.core.formats import Dtype, Precision
 from towpath.core.passes import Compression, StagePass, encoded_gradients
 from towpath.core.passes import compression as compression_preset
+from towpath.core.presets import NamedStrategy, StrategyLike
 from towpath.core.schedule import Schedule
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.executor import Engine, engine_of
@@ -42,7 +43,7 @@ from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ConfigError, ShardError, StepError, TowpathError
 from towpath.observe.record import Trace
-from towpath.observe.stats import Observable, Stats
+from towpath.observe.stats import Observable, Stats, StepCounter
 from towpath.observe.totals import Totals
 from towpath.observe.trace import Interval
 from towpath.pipeline.agreement import (
@@ -58,12 +59,10 @@ from towpath.pipeline.agreement import (
     exchanged_tensors,
     shapes_of,
 )
-from towpath.pipeline.checkpoint_contents import contents_of, prefixes_of
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
-from towpath.pipeline.observed import StepCounter
 from towpath.pipeline.schedules import JobSchedule, StageSchedule, job_schedule, order_of, owners_of, schedule_class
 from towpath.pipeline.splitting import blocks_of_stage
-from towpath.pipeline.stage import TowpathStage, schedule_of
+from towpath.pipeline.stage import TowpathStage, local_state_of, prefixes_of, schedule_of
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -119,7 +118,7 @@ class Pipeline(Observable):
     def __init__(
         self,
         stages: Sequence[nn.Module | Callable[[], nn.Module]],
-        strategy: str | Strategy | Sequence[str | Strategy],
+        strategy: StrategyLike | Sequence[StrategyLike],
         *,
         mesh: DeviceMesh,
         schedule: str = "1F1B",
@@ -166,8 +165,8 @@ class Pipeline(Observable):
             fused = self._compression.fused_embeddings
             self._tied = None if ends is None else TiedEmbeddings(ends, modules, mesh, precision, fused, values)
             for index, module in modules.items():
-                of_stage = self._strategy_of(strategies[index], index)
-                shard(module, of_stage, group=copies, precision=precision, units=units, values=values)
+                own = self._strategy_of(strategies[index], index)
+                shard(module, own, group=copies, precision=precision, units=units, values=values)
                 stage = TowpathStage(
                     module,
                     index,
@@ -184,8 +183,9 @@ class Pipeline(Observable):
         # The engines divide the gradients.
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss, scale_grads=False)
         groups = [groups for name, groups in self._everyone.groups.items() if name != "dp"]
-        # The steps at which a codec of a strategy begins or ends. Those of presets are always used.
-        changes = self._compression.changes.union(*(s.changes for s in strategies if isinstance(s, Strategy)))
+        # The steps at which a codec begins or ends. All ranks plan the schedule after each of them.
+        own_changes = set().union(*(engine.strategy.changes for engine in self.engines))
+        changes = self._compression.changes.union(*self._ranks.gather_objects(own_changes))
         self._counter = StepCounter(self.engines, partial(self.schedule, None), changes, groups)
         self._accumulated = 0  # steps inside no_sync since the last boundary
         self._unfinished = ""  # the call that runs, or has failed while it ran
@@ -193,13 +193,12 @@ class Pipeline(Observable):
         self._reports = StatusStore(f"{self._ranks.name}/pipeline {number}", self._ranks.rank, ranks)
         self._calls, self._walks = CallCheck(self._everyone), 0  # runs of the whole schedule, in evaluations too
 
-    def _strategy_of(self, strategy: str | Strategy, stage: int) -> str | Strategy:
+    def _strategy_of(self, strategy: StrategyLike, stage: int) -> StrategyLike:
         """Return the strategy of a stage, with the codec of gradients if the compression has one for the stage."""
-        if self._compression.gradients.codec == "none":
-            return strategy
-        if isinstance(strategy, str):
-            strategy = presets.strategy(strategy, Topology(*detect_shape(self._everyone.groups["dp"])))
-        return self._compression.strategy_of(strategy, stage, len(self.owners))
+        named = presets.strategy(strategy) if isinstance(strategy, str) else strategy
+        if isinstance(named, NamedStrategy):
+            named = named.on(Topology(*detect_shape(self._everyone.groups["dp"])))
+        return self._compression.strategy_of(named, stage, len(self.owners))
 
     # Modules and parameters -----------------------------------------------------------------------------------------
 
@@ -224,15 +223,6 @@ class Pipeline(Observable):
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of this rank's stages, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
-
-    @property
-    def _engines(self) -> list[Engine]:
-        return [engine for stage in self._stages for engine in stage.engines]
-
-    def _sharded_modules(self) -> Iterator[nn.Module]:
-        yield from self.modules.values()
-        if self._tied is not None and self._tied.module is not None:
-            yield self._tied.module
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the training mode of this rank's stages, as `nn.Module.train` does, and return the pipeline.
@@ -273,7 +263,7 @@ class Pipeline(Observable):
                 self._accumulated += 1
                 return loss()
             with self._tied.summing() if self._tied is not None else nullcontext():
-                for engine in self._engines:
+                for engine in self.engines:
                     engine.end_boundary()
             self._counter.count_step(self._stages[0].engine.step - 1, self._accumulated)
             self._accumulated = 0
@@ -318,8 +308,10 @@ class Pipeline(Observable):
             set_to_none: Whether `.grad` becomes None instead of zero. Default: True.
         """
         self._forget_accumulated()
-        for module in self._sharded_modules():
-            module.zero_grad(set_to_none)
+        for engine in self.engines:
+            engine.discard()
+        for stage in self._stages:
+            nn.Module.zero_grad(stage.submod, set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all stages by their total norm, and return the norm. Every rank must call it.
@@ -379,7 +371,7 @@ class Pipeline(Observable):
         for stage in self._stages:
             stage.begin_walk()
         # Also for a refused batch: the next step would send the same, and no rank with the same stage waits for it.
-        for engine in self._engines:
+        for engine in self.engines:
             engine.param_sync()
         self._calls.check(call, self._stages[0].engine.step, refusal)
         self._unfinished = f"Pipeline.{call} of step {self._stages[0].engine.step + 1}"
@@ -501,7 +493,7 @@ class Pipeline(Observable):
     @property
     def engines(self) -> list[Engine]:
         """The engines of this rank's stages, and of tied embeddings that are sharded by themselves."""
-        return [engine_of(module) for module in self._sharded_modules()]
+        return [engine for stage in self._stages for engine in stage.engines]
 
     def prepare_trace(self) -> list[Groups]:
         """Find out which messages leave a node. Return the groups through which all ranks meet."""
@@ -520,11 +512,11 @@ class Pipeline(Observable):
         found = dict(zip(self._everyone.members, self._everyone.gather_objects(trace.intervals), strict=True))
         return found if dist.get_rank() == self._everyone.members[0] else {}
 
-    def checkpoint_contents(self) -> RankContents:
+    def local_state(self) -> LocalState:
         """Return what this rank has of a checkpoint, for `towpath.checkpoint.State(pipeline, optimizer)`."""
         how = f"{self._compression} {list(self.owners)}"
-        contents = contents_of(self._mesh, self._stages, self._tied, self._prefixes, how)
-        return replace(contents, dropped=self._forget_accumulated)
+        local = local_state_of(self._mesh, self._stages, self._tied, self._prefixes, how)
+        return replace(local, dropped=self._forget_accumulated)
 
     def _forget_accumulated(self) -> None:
         self._accumulated = 0
@@ -542,8 +534,8 @@ def _module(stage: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
-def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) -> Sequence[str | Strategy]:
-    found = [given] * count if isinstance(given, (str, Strategy)) else given
+def _strategies(given: StrategyLike | Sequence[StrategyLike], count: int) -> Sequence[StrategyLike]:
+    found = [given] * count if isinstance(given, (str, NamedStrategy, Strategy)) else given
     if len(found) != count:
         raise ShardError(f"Pipeline: {len(found)} strategies for {count} stages: pass one for all, or one for each.")
     if "auto" in found:
@@ -552,7 +544,8 @@ def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) ->
             '--pipeline ranks them, and `towpath train` takes name = "auto" with pipelines, too.'
         )
     for each in found:
-        if isinstance(each, Strategy) and each.outer is not None:
+        outer = each.options.get("outer") if isinstance(each, NamedStrategy) else getattr(each, "outer", None)
+        if outer is not None and not isinstance(each, str):
             raise ConfigError(
                 f"{each.name} has outer steps, and pipelines cannot: a pipeline would have to end at the border of an "
                 "island. Leave out outer=, or train without stages."

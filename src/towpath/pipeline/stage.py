@@ -1,17 +1,17 @@
-"""A stage of `torch.distributed.pipelining` whose module is sharded, and its messages.
+"""A stage of `torch.distributed.pipelining` whose module is sharded, and what a rank's stages have of a checkpoint.
 
 A stage tells its engines which backward pass of a step is the last one, and encodes what it sends to its neighbors.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from math import prod
-from typing import Any, final
-from zlib import crc32
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,154 +19,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from towpath.codecs.kernels import kernels_for
-from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
-from towpath.core.formats import dtype_name, wide
+from towpath.checkpoint.local_state import (
+    CodecState,
+    LocalState,
+    NamedTensors,
+    codec_state_of,
+    named_tensors,
+)
+from towpath.core.formats import dtype_name
 from towpath.core.passes import Compression, Shape, StagePass, transport_for
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.transport import Transport, matrix_of
+from towpath.core.transport import Transport
+from towpath.engine.codec_state import fingerprint
 from towpath.engine.executor import Engine, engine_of
-from towpath.engine.layout import torch_dtype
+from towpath.errors import CheckpointError
 from towpath.observe.record import Trace
 from towpath.observe.trace import BETWEEN, INSIDE
-from towpath.pipeline.observed import trace_messages
+from towpath.pipeline.messages import Encoding, Receiver, Sender, trace_messages
+from towpath.topology.groups import Groups
+from towpath.topology.together import AllRanks
 
-# A message in fewer bytes: as low-rank factors, or in a codec of blocks. Both ends of a link have the same encodings,
-# and know which messages are encoded. So messages need no header.
-
-
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """How a link sends tensors of one shape and dtype."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    transport: Transport
-
-    @property
-    def used(self) -> bool:
-        """Whether the tensors are encoded. Otherwise they are sent as they are."""
-        if self.transport.low_rank is not None:
-            return self.transport.low_rank.pays(self.shape)
-        return self.transport.encoding is not None
-
-    def message(self, device: torch.device) -> torch.Tensor:
-        """Return an empty buffer for one message."""
-        if self.transport.low_rank is not None:
-            return torch.empty(self.transport.low_rank.encoded_elements(self.shape), dtype=self.dtype, device=device)
-        assert self.transport.encoding is not None
-        return torch.empty(self.transport.encoding.encoded_bytes(prod(self.shape)), dtype=torch.uint8, device=device)
-
-    def factors(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the low-rank factors P and Q as views of a message."""
-        assert self.transport.low_rank is not None
-        rows, columns = matrix_of(self.shape)
-        p, q = message.split([rows * self.transport.low_rank.rank, columns * self.transport.low_rank.rank])
-        return p.view(rows, -1), q.view(columns, -1)
-
-    def decoded(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that a message carries."""
-        if self.transport.low_rank is not None:
-            p, q = self.factors(message)
-            return (p @ q.T).view(self.shape)
-        assert self.transport.encoding is not None
-        decoded = torch.empty(prod(self.shape), dtype=self.dtype, device=message.device)
-        kernels_for(message.device).decode(self.transport.encoding, message, decoded)
-        return decoded.view(self.shape)
-
-
-class Sender:
-    """The encoder of one tensor of a link, with its error feedback.
-
-    What a message loses is added to the next encoded one, in the next step if it was the last one of its own step (lazy
-    error propagation).
-    """
-
-    def __init__(self, encoding: Encoding, device: torch.device, label: str) -> None:
-        self.encoding = encoding
-        self._dtype = torch_dtype(wide(dtype_name(encoding.dtype)))
-        self._seed = crc32(label.encode())
-        _, columns = matrix_of(encoding.shape)
-        factor, error = encoding.transport.kept_for_message(encoding.shape)
-        self._factor = torch.empty(factor, dtype=self._dtype, device=device).view(columns, -1)
-        self._error = torch.empty(error, dtype=self._dtype, device=device).view(-1, columns)
-        self._drawn = torch.zeros(1, dtype=torch.int64)
-        self.restart()
-
-    @property
-    def state(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that one message leaves for the next."""
-        codec = self.encoding.transport.encoding
-        drawn = (self._drawn,) if codec is not None and codec.stochastic else ()
-        return (*(kept for kept in (self._factor, self._error) if kept.numel()), *drawn)
-
-    def restart(self) -> None:
-        """Reset the error feedback, and the factor that the next factorization starts from."""
-        self._error.zero_()
-        if self._factor.numel():
-            columns, rank = self._factor.shape
-            self._factor.copy_(first_factor(columns, rank, self._seed, self._dtype, self._factor.device))
-
-    def encoded(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """Return the message for a tensor. None, a gradient that was not computed, counts as zeros."""
-        if tensor is None:
-            tensor = torch.zeros(self.encoding.shape, dtype=self.encoding.dtype, device=self._error.device)
-        message = self.encoding.message(tensor.device)
-        x = tensor.detach().reshape(matrix_of(self.encoding.shape)).to(self._dtype)
-        if self._error.numel():
-            x = x + self._error
-        finite = self._factorize(x, message) if self._factor.numel() else self._encode_blocks(x, message)
-        if self._error.numel():
-            lost = x - self.encoding.decoded(message).view(x.shape).to(self._dtype)
-            # A value that is not finite arrives as it is, but must not reach later messages.
-            self._error.copy_(torch.where(finite, lost, self._error))
-        return message
-
-    def _factorize(self, x: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
-        """Write the factors of `x` to the message. Return whether they are finite."""
-        p, q = self.encoding.factors(message)
-        basis = orthonormal(columns_of(x, self._factor))
-        factor = columns_of(x.T, basis)
-        p.copy_(basis)
-        q.copy_(factor)
-        finite = message.isfinite().all()
-        self._factor.copy_(torch.where(finite, with_unit_columns(factor, self._factor), self._factor))
-        return finite
-
-    def _encode_blocks(self, x: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
-        """Write `x` to the message in the codec of blocks. Return whether it is finite."""
-        codec = self.encoding.transport.encoding
-        assert codec is not None
-        self._drawn += 1
-        values = x.to(self.encoding.dtype).reshape(-1)
-        kernels_for(x.device).encode(codec, values, message, self._seed + int(self._drawn))
-        return values.isfinite().all()
-
-
-@final
-class Receiver:
-    """The messages of one kind that a stage receives, from the buffers that they arrive in to the decoded tensors."""
-
-    def __init__(self, encodings: Sequence[Encoding], device: torch.device) -> None:
-        self._encodings, self._device = encodings, device
-        self.arriving: dict[tuple[int, int], torch.Tensor] = {}  # encoded messages, by micro-batch and tensor
-
-    def begin(self, micro_batch: int, receives: Sequence[dist.P2POp], infos: Sequence[Any]) -> None:
-        """Give each operation that receives an encoded tensor the buffer of a message."""
-        # The model's own inputs have no buffer. In PyTorch 2.11 their placeholders lack the attribute.
-        received = [i for i, info in enumerate(infos) if getattr(info, "buffer", None) is not None]
-        for index, receive in zip(received, receives, strict=True):
-            if self._encodings[index].used:
-                message = self._encodings[index].message(self._device)
-                receive.tensor = self.arriving[micro_batch, index] = message
-
-    def decode(self, micro_batch: int, infos: Sequence[Any]) -> None:
-        """Put the decoded tensors where PyTorch's stage expects what arrived."""
-        for index, info in enumerate(infos):
-            message = self.arriving.pop((micro_batch, index), None)
-            if message is not None:
-                info.buffer = self._encodings[index].decoded(message)
+if TYPE_CHECKING:
+    from towpath.pipeline.embedding_sync import TiedEmbeddings
 
 
 class TowpathStage(PipelineStage):
@@ -347,3 +222,98 @@ def schedule_of(engine: Engine, micro_batches: int, passes: Sequence[StagePass],
     strategy = engine.strategy if step is None else engine.strategy.at(step)
     units = tuple(unit.plan.spec for unit in engine.units)
     return derive_schedule(strategy, units, micro_batches, engine.precision, passes, form=engine.comm.form)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.ProcessGroup) -> list[str]:
+    """Return what precedes the names of each stage's parameters. Every rank must call it, and gets the same.
+
+    It is "" if no two stages have a name in common, and otherwise the number of the stage, as in `nn.Sequential`.
+    """
+    mine = [(index, name) for index, module in modules.items() for name, _ in module.named_parameters()]
+    gathered = Groups(group).gather_objects(mine)
+    counts = Counter(name for each in gathered for _, name in each)
+    unique = all(count == 1 for count in counts.values())
+    return ["" if unique else f"{index}." for index in range(stages)]
+
+
+def _sender_state(stage: TowpathStage) -> CodecState:
+    """Return the state that a stage's senders carry from one message to the next, by the name of the sender."""
+
+    def state() -> dict[str, torch.Tensor]:
+        found = stage.senders.items()
+        return {f"{name}/{i}": kept for name, sender in found for i, kept in enumerate(sender.state)}
+
+    def restart() -> None:
+        for sender in stage.senders.values():
+            sender.restart()
+
+    return CodecState(state, restart)
+
+
+def _named_in(stages: Sequence[TowpathStage], prefixes: Sequence[str], twin: Mapping[str, str]) -> NamedTensors:
+    """Return the tensors of stages by their names in the pipeline. Tied parameters have that of the first stage."""
+    each = [(prefixes[s.stage_index], named_tensors(s.submod)) for s in stages]
+    parameters = {f"{prefix}{name}": p for prefix, one in each for name, p in one.parameters.items()}
+    buffers = {f"{prefix}{name}": b for prefix, one in each for name, b in one.buffers.items()}
+    aliases = {f"{prefix}{alias}": f"{prefix}{name}" for prefix, one in each for alias, name in one.aliases.items()}
+    return NamedTensors(
+        {twin.get(name, name): p for name, p in parameters.items()},
+        buffers,
+        {alias: twin.get(name, name) for alias, name in aliases.items()},
+    )
+
+
+def local_state_of(
+    mesh: DeviceMesh, stages: Sequence[TowpathStage], tied: TiedEmbeddings | None, prefixes: Sequence[str], how: str
+) -> LocalState:
+    """Return what this rank has of a checkpoint. Every rank must call it.
+
+    `how` is what must be equal for the states of codecs to fit, next to the strategies of the stages.
+    """
+    groups = Groups()
+    if mesh.size() != groups.world:
+        raise CheckpointError(
+            f"the pipeline's mesh has {mesh.size()} ranks, and the job {groups.world}: a checkpoint is of a whole job."
+        )
+
+    engines = [(f"stage {s.stage_index}/", s.engine) for s in stages]
+    twin: dict[str, str] = {}  # the names of tied parameters in the last stage, with their names in the first stage
+    if tied is not None and tied.module is not None:
+        engines.append(("tied/", engine_of(tied.module)))
+        first, last = tied.ends.names
+        twin = {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
+    states: dict[str, CodecState] = {prefix: codec_state_of(engine) for prefix, engine in engines}
+    states |= {f"messages of stage {s.stage_index}/": _sender_state(s) for s in stages}
+
+    def of_this_rank() -> tuple[dict[int, set[str]], dict[str, str], list[str]]:
+        names = {s.stage_index: set(_named_in([s], prefixes, twin).all()) for s in stages}
+        aliases = {**_named_in(stages, prefixes, twin).aliases, **twin}
+        return names, aliases, [fingerprint(engine) for _, engine in engines]
+
+    gathered = AllRanks(groups, "State()", CheckpointError).combine(of_this_rank, list)
+    aliases = {alias: first for _, each, _ in gathered for alias, first in each.items()}
+    of_stages = {stage: names for of_rank, _, _ in gathered for stage, names in of_rank.items()}
+    # Of the stages that have a tensor, the first one writes it. One that two stages of a rank share is no copy.
+    lowest = {name: stage for stage in sorted(of_stages, reverse=True) for name in of_stages[stage]}
+    own = gathered[groups.rank][0]
+    copied = frozenset(name for names in own.values() for name in names if lowest[name] not in own)
+    codec_states = "\n".join([how, *(line for _, _, fingerprints in gathered for line in fingerprints)])
+    others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
+    layers = "tp" in (mesh.mesh_dim_names or ())  # ranks share them
+    return LocalState(
+        groups=groups,
+        everyone=groups,
+        peers=Groups(mesh["tp"].get_group()).members if layers else (groups.rank,),
+        named=lambda: replace(_named_in(stages, prefixes, twin), aliases=aliases),
+        writes_copies=not any(mesh.get_local_rank(name) for name in others),
+        engines=tuple(engine for _, engine in engines),
+        states=states,
+        fingerprint=hashlib.sha256(codec_states.encode()).hexdigest(),
+        held=frozenset(lowest),
+        # If one engine spans both ends, each of their ranks writes a share of the tied parameters.
+        written_elsewhere=frozenset() if tied is not None and tied.fused else copied,
+        copied_elsewhere=copied,
+    )

@@ -10,14 +10,15 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from towpath.core.formats import FLOATING, codec_names
 from towpath.errors import ConfigError
-from towpath.plan.cluster_file import Cluster, from_table
+from towpath.plan.hardware import GIB, Cluster, CodecSpeed, Hardware, Launching, Link, OffloadMemory, Racks
 from towpath.plan.model import Model, Transformer
 from towpath.plan.profile import Profile
 from towpath.topology.cluster import Topology
@@ -218,3 +219,113 @@ def _words_of(name: str) -> list[str]:
 @cache
 def _data() -> dict[str, Any]:
     return tomllib.loads(files("towpath.plan").joinpath("models.toml").read_text(encoding="utf-8"))
+
+
+# A codec reads an element and writes less, or the other way round. It is about as fast as a copy of the element.
+_BYTES_OF_A_CODED_ELEMENT = 4.0
+
+
+def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
+    """Return the cluster that a parsed TOML file describes. Raise ConfigError if the file is not valid."""
+    root = _ClusterTable(f"cluster {name}", "", dict(table))
+    topology = Topology(root.count("nodes"), root.count("ranks_per_node"))
+    memory = int(root.number("memory") * GIB)
+    compute, intra, inter = root.section("compute"), root.section("intra"), root.section("inter")
+    peak = tuple((dtype, compute.number(dtype) * 1e12) for dtype in FLOATING if dtype in compute.table)
+    if not peak:
+        raise ConfigError(f"cluster {name}: [compute] needs TFLOP/s of one dtype at least: {', '.join(FLOATING)}.")
+    copies = compute.number("memory") * 1e9
+    reached = compute.number("reached")
+    if reached > 1:
+        compute.refuse("reached", "a share from 0 to 1")
+    links = (
+        Link(intra.number("gigabytes") * 1e9, intra.number("latency") / 1e6, intra.number("message") / 1e6),
+        Link(inter.number("gigabits") * 1e9 / 8, inter.number("latency") / 1e6, inter.number("message") / 1e6),
+    )
+    racks = None
+    if "racks" in root.table:
+        section = root.section("racks")
+        racks = Racks(section.count("nodes"), section.number("gigabits") * 1e9 / 8)
+        section.end()
+        topology = racks.topology(topology.nodes, topology.ranks_per_node)
+    host_memory = None
+    if "host" in root.table:
+        section = root.section("host")
+        host_memory = OffloadMemory(section.number("copies") * 1e9, section.number("memory") * 1e9)
+        section.end()
+    launching = Launching()
+    if "launch" in root.table:
+        section = root.section("launch")
+        told = [each.name for each in fields(Launching) if each.name in section.table]
+        launching = replace(launching, **{name: section.number(name) / 1e6 for name in told})
+        section.end()
+    codecs = _codecs(root, copies)
+    for section in (compute, intra, inter, root):
+        section.end()
+    hardware = Hardware(
+        topology,
+        *links,
+        memory_rate=copies,
+        sum_rate=copies,
+        codecs=codecs,
+        racks=racks,
+        host_memory=host_memory,
+        launching=launching,
+    )
+    return Cluster(name, hardware, memory, peak, reached)
+
+
+def _codecs(root: _ClusterTable, copies: float) -> tuple[tuple[str, CodecSpeed], ...]:
+    usual = CodecSpeed(copies / _BYTES_OF_A_CODED_ELEMENT, copies / _BYTES_OF_A_CODED_ELEMENT)
+    speeds = dict.fromkeys(codec_names(), usual)
+    if "codecs" in root.table:
+        section = root.section("codecs")
+        for codec in [codec for codec in codec_names() if codec in section.table]:
+            pair = section.take(codec)
+            if not (isinstance(pair, list) and len(pair) == 2 and all(_is_positive(rate) for rate in pair)):
+                section.refuse(codec, "[encode, decode], in 10⁹ elements a second", pair)
+            speeds[codec] = CodecSpeed(pair[0] * 1e9, pair[1] * 1e9)
+        section.end()
+    return tuple(speeds.items())
+
+
+class _ClusterTable:
+    """A table of the file. Keys are taken out one by one, and the keys that are left at the end are unknown."""
+
+    def __init__(self, file: str, name: str, table: dict[str, Any]) -> None:
+        self._file, self._name, self.table = file, name, table
+
+    def take(self, key: str) -> Any:
+        return self.table.pop(key, None)
+
+    def number(self, key: str) -> float:
+        value = self.take(key)
+        if not _is_positive(value):
+            self.refuse(key, "a number above 0", value)
+        return float(value)
+
+    def count(self, key: str) -> int:
+        value = self.take(key)
+        if type(value) is not int or value < 1:
+            self.refuse(key, "a whole number of at least 1", value)
+        return value
+
+    def section(self, key: str) -> _ClusterTable:
+        value = self.take(key)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self._file}: expected a section [{key}]; got {value!r}.")
+        return _ClusterTable(self._file, key, dict(value))
+
+    def refuse(self, key: str, expected: str, value: Any = None) -> NoReturn:
+        where = f"{self._name}.{key}" if self._name else key
+        got = "it is missing" if value is None else f"got {value!r}"
+        raise ConfigError(f"{self._file}: {where}: {got}; expected {expected}.")
+
+    def end(self) -> None:
+        if self.table:
+            where = f"[{self._name}] " if self._name else ""
+            raise ConfigError(f"{self._file}: {where}unknown key {next(iter(self.table))!r}.")
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")

@@ -26,15 +26,14 @@ from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError, PlanError
 from towpath.outer.proposal import OuterPlanner, worth_it
 from towpath.plan import tables
-from towpath.plan.cluster_file import GIB, Cluster
 from towpath.plan.cluster_probe import device_of_job, probe, still_holds
+from towpath.plan.hardware import GIB, Cluster
 from towpath.plan.live import describe_by_parameters
 from towpath.plan.measure import describe_measured, ranks_measure_together
 from towpath.plan.model import Model
 from towpath.plan.pipelines import PipelinePrediction
-from towpath.plan.prediction import Batching, Prediction, Ranking
 from towpath.plan.profile import Profile
-from towpath.plan.request import OUTER, Optimizer, Request, Workload, codecs_for_both
+from towpath.plan.request import OUTER, Batching, Optimizer, Prediction, Ranking, Request, Workload, codecs_for_both
 from towpath.plan.solver import Solver
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups

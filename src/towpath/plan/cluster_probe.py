@@ -9,38 +9,46 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from towpath.codecs.exact import decode, encode
-from towpath.codecs.exact.message import message_bound
+from towpath.codecs.exact import decode, encode, message_bound
 from towpath.codecs.kernels import kernels_for
 from towpath.collectives.backend import all_gather_single
+from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
+from towpath.collectives.select import form_for, group_rank, select
 from towpath.core.formats import DIFFERENCES, VALUES, Codec, dtype_name, registered_formats
+from towpath.core.placement import GroupCollective, legal_placements, transitions
+from towpath.core.routes import ROUTES, Form, Op, Route
+from towpath.core.strategy import WITH_TRANSPORT, TransferKind
+from towpath.core.transfer import Transfer
+from towpath.core.transport import Transport
+from towpath.core.units import Range
 from towpath.errors import ConfigError
-from towpath.plan.measure import measure_transfer_work
-from towpath.plan.probed_collectives import SIZES, Work, collectives_to_measure
+from towpath.plan.hardware import GroupMesh
 from towpath.plan.profile import (
     LAUNCHED_CALL,
     LAUNCHED_KERNEL,
-    PRODUCT,
     SEVERAL,
     TOGETHER,
     Point,
     Profile,
-    pair_name,
+    collective_name,
 )
+from towpath.plan.transfer_costs import move_shapes
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
+
+Work = Callable[[], object]
 
 SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
 _GROWTH = 8
@@ -50,13 +58,13 @@ _SUSTAINED_SECONDS, _COLLECTIVE_REPEATS, _ROUNDS = 0.05, 2, 3
 _REPEATS, _SHORT_SECONDS = 5, 0.01
 # The same for products on all ranks. A rank that leaves the barrier late must count little.
 _TOGETHER_SECONDS = 0.15
-_WARM_STEPS = 2  # of a model, before the measured ones
-_SMALL_MESSAGES = 100  # that are sent during products
 _MOST_AT_ONCE = 200
 _LAUNCHES = 20  # at a time, so few that the device's queue has room for all
 _ELEMENTS = 1 << 20  # that a codec encodes
 _SHORT = 1024  # elements of what is launched to measure the launch
 _SIDE = {"cpu": 768, "cuda": 8192}
+SIZES = tuple(1 << exponent for exponent in (16, 19, 22, 25, 26))  # bytes of a group's region
+_PURPOSE = "probe"  # of the process groups
 # The parts of the budget. All else takes a few seconds, whatever the budget is.
 _SHARES = {"inter": 0.32, "intra": 0.1, "collectives": 0.4}
 # A stored profile is measured anew if one message now takes this many times as long, or as short. The message is the
@@ -129,9 +137,7 @@ class _Prober:
             self._codecs,
             self._memory,
             self._compute,
-            self._transfer_work,
             self._launches,
-            self._beside_products,
         ]
         for part in parts:
             part()
@@ -181,13 +187,13 @@ class _Prober:
             return (node + 1) % nodes * ranks + local, (node - 1) % nodes * ranks + local
         return node * ranks + (local + 1) % ranks, node * ranks + (local - 1) % ranks
 
-    def _exchange(self, to: int, origin: int, size: int, count: int, group: dist.ProcessGroup | None = None) -> Work:
+    def _exchange(self, to: int, origin: int, size: int, count: int) -> Work:
         sent = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
         received = [torch.empty_like(tensor) for tensor in sent]
 
         def work() -> None:
-            operations = [dist.P2POp(dist.irecv, tensor, origin, group) for tensor in received]
-            operations += [dist.P2POp(dist.isend, tensor, to, group) for tensor in sent]
+            operations = [dist.P2POp(dist.irecv, tensor, origin) for tensor in received]
+            operations += [dist.P2POp(dist.isend, tensor, to) for tensor in sent]
             for handle in dist.batch_isend_irecv(operations):
                 handle.wait()
 
@@ -258,12 +264,6 @@ class _Prober:
         out = torch.empty_like(a)
         return lambda: torch.mm(a, b, out=out)
 
-    def _transfer_work(self) -> None:
-        if self._device.type == "cpu":
-            points = measure_transfer_work(self._groups, _WARM_STEPS, _REPEATS)
-            # Rank 0's points count. The other ranks only worked at the same time.
-            self._points += self._groups.gather_objects(points)[0]
-
     def _launches(self) -> None:
         """Measure how long this thread is busy with launches. The device has nothing to do when they begin."""
         if self._device.type == "cpu":
@@ -287,20 +287,6 @@ class _Prober:
             torch.cuda.synchronize(self._device)
             slowest = tuple(map(max, zip(*self._groups.gather_objects(taken), strict=True)))
             self._points.append(Point(what, 1, slowest))
-
-    def _beside_products(self) -> None:
-        """Exchange small messages while all ranks multiply: how long do they wait for a processor that computes?"""
-        if self._device.type != "cpu":
-            return
-        product = self._product(torch.float32)
-        for which in ("inter", "intra"):
-            if sizes := [p.size for p in self._points if p.what == f"{which}, all"]:
-                group = self._groups.of(self._everyone, which)
-                message = self._exchange(*self._neighbors(which), min(sizes), 1, group)
-                message()
-                self._groups.barrier()
-                seconds = self._groups.gather_objects(seconds_beside(product, message, _SMALL_MESSAGES))
-                self._points.append(Point(pair_name(f"{which}, all", PRODUCT), min(sizes), (max(seconds),)))
 
     # Measuring ------------------------------------------------------------------------------------------------------
 
@@ -387,21 +373,66 @@ def exact_coding(device: torch.device, elements: int) -> dict[str, tuple[Work, W
     }
 
 
-# Two activities at the same time -------------------------------------------------------------------------------------
+# Collectives ---------------------------------------------------------------------------------------------------------
 
 
-def seconds_beside(product: Work, message: Work, times: int) -> float:
-    """Run `message` in a thread for so many times, and `product` until it ends. Return the seconds of one message."""
+def planned_collectives(topology: Topology, form: Form) -> dict[tuple[Op, GroupMesh, str], GroupCollective]:
+    """Return every collective that a plan can use, by operation, mesh and route: one with the groups of a placement."""
+    found: dict[tuple[Op, GroupMesh, str], GroupCollective] = {}
+    for placement in legal_placements(topology):
+        shapes_by_kind, moves = move_shapes(placement, topology), transitions(placement, topology)
+        for kind in WITH_TRANSPORT:
+            shapes = shapes_by_kind[kind]
+            # The planner tries routes for all collectives of a kind together.
+            routes = ROUTES if any(not shape.grid.plain for shape in shapes) else ("flat",)
+            for shape, move in zip(shapes, getattr(moves, kind.value), strict=True):
+                for route in routes:
+                    used = Transport(route).route_on(shape.op, shape.grid, form)
+                    found.setdefault((shape.op, GroupMesh(shape.grid, shape.stride), used), move)
+    return found
 
-    def timed() -> float:
-        began = time.perf_counter()
-        message()
-        return time.perf_counter() - began
 
-    with ThreadPoolExecutor(1, "towpath-probe") as thread:
-        messages = thread.submit(lambda: sorted(timed() for _ in range(times)))
-        while not messages.done():
-            product()
-    # Sometimes a thread waits so long for a processor that this one time would outweigh all others.
-    left_out = times // 20
-    return fmean(messages.result()[left_out : times - left_out])
+def collectives_to_measure(
+    groups: Groups, topology: Topology, device: torch.device
+) -> Iterator[tuple[float, list[tuple[str, Callable[[int], Work]]]]]:
+    """Yield the collectives of each mesh, and their share of those that are still to come.
+
+    Each has a name, and a function that returns its work for some number of bytes. Meshes inside a node come first,
+    because they are fast. Every rank must iterate in the same order, because that creates process groups. They are
+    closed before those of the next mesh are made, since each communicator of NCCL holds memory of the device.
+    """
+    form = form_for(groups.backend(device))
+
+    def group_of(ranks: tuple[tuple[int, ...], ...], purpose: str = "") -> dist.ProcessGroup:
+        return groups.of(ranks, _PURPOSE)
+
+    by_mesh: dict[GroupMesh, list[tuple[Op, str, GroupCollective]]] = defaultdict(list)
+    for (op, mesh, route), move in planned_collectives(topology, form).items():
+        by_mesh[mesh].append((op, route, move))
+    left = sum(map(len, by_mesh.values()))
+    for mesh, planned in sorted(by_mesh.items(), key=lambda item: item[0].grid.nodes > 1):
+        works: list[tuple[str, Callable[[int], Work]]] = []
+        for op, route, move in planned:
+            payload = Range("", "probe", move.members, "float32")
+            transport = Transport(cast(Route, route))
+            transfer = Transfer(TransferKind.GRAD_SYNC, payload, move, transport, topology, form=form)
+            members = group_rank(transfer, groups.rank, group_of)
+            works.append((collective_name(op.value, mesh, route), _collective(transfer, members, device)))
+        yield len(planned) / left, works
+        left -= len(planned)
+        groups.close(_PURPOSE)
+
+
+def _collective(transfer: Transfer, members: GroupRank, device: torch.device) -> Callable[[int], Work]:
+    """Return a function that returns the work of `transfer` with a region of some number of bytes."""
+
+    def of_size(size: int) -> Work:
+        count = len(members.group.ranks)
+        numel = max(1, size // 4 // count) * count
+        region = torch.zeros(numel, device=device)
+        sized = replace(transfer, payload=Range("", "probe", numel, "float32"))
+        collective = select(sized, members, device)
+        shard, workspace = region[slice(*sized.bounds(members.slot))], Workspace(WireBuffers(device))
+        return lambda: collective.run(region, shard, workspace)
+
+    return of_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
 from towpath.core.costs import Launches
@@ -36,9 +36,6 @@ class Link:
     # Core seconds per byte, both ends together. Nonzero only where processors move the bytes.
     work: float = 0.0
     message_work: float = 0.0  # core seconds per message, both ends together
-    # Extra latency while the processors that carry the message compute. A thread that a message wakes up then waits for
-    # a core.
-    busy_latency: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,3 +258,67 @@ class StageLocation:
 
 
 EVERYWHERE = StageLocation()
+
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster, described by numbers.
+
+    Args:
+        name: Its name.
+        hardware: The speed of links, processors and kernels.
+        memory: Bytes of memory per rank.
+        peak: The described peak FLOP/s of a rank, by dtype.
+        reached: The share of the peak that matrix products reach.
+        estimated: Estimated FLOP/s of other dtypes.
+    """
+
+    name: str
+    hardware: Hardware
+    memory: int
+    peak: tuple[tuple[str, float], ...]
+    reached: float
+    estimated: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def topology(self) -> Topology:
+        """The nodes, and the ranks of each node."""
+        return self.hardware.topology
+
+    def peak_of(self, dtype: str) -> float:
+        """Return the peak FLOP/s of a rank.
+
+        Args:
+            dtype: The dtype of the computation, such as "bfloat16".
+
+        Raises:
+            ConfigError: If the description does not have this dtype.
+        """
+        peaks = dict(self.estimated) | dict(self.peak)
+        if dtype not in peaks:
+            raise ConfigError(
+                f"cluster {self.name}: [compute] says nothing of {dtype}; it has {', '.join(peaks)}. Add a line "
+                f"'{dtype} = …' (TFLOP/s), or plan with --precision."
+            )
+        return peaks[dtype]
+
+    def flops_of(self, dtype: str) -> float:
+        """Return the FLOP/s that matrix products of a dtype reach."""
+        return self.peak_of(dtype) * self.reached
+
+    def on(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
+        """Return the same cluster with another number of nodes, and of ranks on each."""
+        ranks, racks = ranks_per_node or self.topology.ranks_per_node, self.hardware.racks
+        topology = Topology(nodes, ranks) if racks is None else racks.topology(nodes, ranks)
+        return replace(self, hardware=replace(self.hardware, topology=topology))
+
+    def at_rate(self, rate: float) -> Cluster:
+        """Return the same cluster with links between nodes of another rate, in bytes a second."""
+        return replace(self, hardware=replace(self.hardware, inter=replace(self.hardware.inter, rate=rate)))
+
+    def with_encoded_shares(self, shares: Shares) -> Cluster:
+        """Return the cluster with these measured shares of exact messages."""
+        return replace(self, hardware=replace(self.hardware, encoded_shares=shares))

@@ -1,4 +1,4 @@
-"""Times the passes of a model's units, and the processor time of the engine for a transfer.
+"""Times the passes of a model's units.
 
 Of equal units one is timed, with random values and inputs. Never more than one unit is in memory, and the model, which
 may be on the meta device, stays as it is. The root unit runs without the other units.
@@ -13,36 +13,20 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.engine.build import build
-from towpath.engine.hooks import attach
-from towpath.engine.layout import UnitLayout, lay_out, torch_dtype
+from towpath.engine.layout import UnitLayout, torch_dtype
 from towpath.errors import ConfigError
 from towpath.plan.live import ModuleCall, Traced, trace
 from towpath.plan.model import LinearSeconds, MeasuredPasses, Model, ModelUnit
-from towpath.plan.profile import (
-    ALONE,
-    FEW,
-    MANY_PARAMETERS,
-    MANY_UNITS,
-    OVER_ALL,
-    PASSES,
-    Point,
-    host_name,
-)
-from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups
 
 _REPEATS = 5, 20  # the fewest and the most repetitions
 _SECONDS = 0.5  # for one kind of unit, if the number of repetitions allows it
@@ -236,76 +220,3 @@ def _waited_for_cores() -> float | None:
 def ranks_measure_together(device: torch.device) -> bool:
     """Return whether all ranks may measure at once. It needs a kernel that reports how long threads wait for cores."""
     return device.type != "cpu" or _waited_for_cores() is not None
-
-
-# The engine's own work for a transfer --------------------------------------------------------------------------------
-#
-# Models that hardly compute are trained by each rank alone and over all ranks, and their processor time is measured.
-# Between two parameters the caches are filled with other data, as a matrix product would do.
-
-_ELEMENTS = 16  # of a parameter
-_CACHED_BYTES = 1 << 21  # of the processor's near caches
-
-
-class _FillCaches(torch.autograd.Function):
-    """Returns its input, and works on `memory` in both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, memory: Tensor) -> Tensor:
-        memory.add_(1.0)
-        ctx.memory = memory
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.memory.add_(1.0)
-        return grads[0], None
-
-
-class _Scales(nn.Module):
-    def __init__(self, parameters: int, memory: Tensor) -> None:
-        super().__init__()
-        self.memory = [memory]  # in a list, so that it is not a buffer
-        factors = (nn.Parameter(torch.ones(_ELEMENTS)) for _ in range(parameters))
-        self.factors = nn.ParameterList(factors)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for factor in self.factors:
-            x = _FillCaches.apply(x, self.memory[0]) * factor
-        return x
-
-
-def measure_transfer_work(groups: Groups, warm: int, repeats: int) -> list[Point]:
-    """Measure the processor time of the engine, alone and over all ranks. Every rank must call it.
-
-    The first `warm` steps allocate buffers and do not count.
-    """
-    alone = Groups(groups.of(tuple((rank,) for rank in range(groups.world)), "one rank alone"))
-    points: list[Point] = []
-    for kind, strategy, ranks in ((ALONE, "ddp", alone), (OVER_ALL, "zero3", groups)):
-        for units, parameters in (FEW, MANY_UNITS, MANY_PARAMETERS):
-            steps = _pass_seconds(strategy, ranks, units, parameters, warm + repeats)[warm:]
-            for part, seconds in zip(PASSES, zip(*steps, strict=True), strict=True):
-                points.append(Point(host_name(kind, part, parameters), units, (median(seconds),)))
-    return points
-
-
-def _pass_seconds(name: str, groups: Groups, units: int, parameters: int, steps: int) -> list[Sequence[float]]:
-    """Return the processor seconds of both passes of several steps."""
-    memory = torch.zeros(_CACHED_BYTES // 4)
-    model: Any = nn.Sequential(*(_Scales(parameters, memory) for _ in range(units)))
-    strategy = presets.strategy(name, Topology(groups.world, 1))
-    attach(model, build(model, strategy, Precision(), None, lay_out(model, [_Scales]), groups))
-    optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.ones(_ELEMENTS)
-
-    def step() -> Sequence[float]:
-        marks = [time.process_time()]
-        loss = model(x).sum()
-        marks.append(time.process_time())
-        loss.backward()
-        marks.append(time.process_time())
-        optimizer.step()
-        optimizer.zero_grad()
-        return [after - before for before, after in pairwise(marks)]
-
-    return [step() for _ in range(steps)]

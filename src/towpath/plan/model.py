@@ -18,8 +18,7 @@ from towpath.core.schedule import buffer_bytes, host_memory_bytes, memory_bytes
 from towpath.core.unit_plan import UnitPlan
 from towpath.core.units import LARGE_LEAF, BucketSpec, UnitSpec, together
 from towpath.errors import ConfigError
-from towpath.plan.cluster_file import Cluster
-from towpath.plan.hardware import Hardware
+from towpath.plan.hardware import Cluster, Hardware
 from towpath.plan.replay import ComputeSeconds
 from towpath.plan.request import Optimizer
 

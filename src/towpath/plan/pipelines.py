@@ -7,7 +7,6 @@ activations in each pass of a block. These sums stay inside a node, or the layou
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +34,7 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import PlanError
-from towpath.plan.candidates import Candidate
-from towpath.plan.cluster_file import Cluster
+from towpath.plan.hardware import Cluster
 from towpath.plan.model import (
     Model,
     ModelUnit,
@@ -47,15 +45,11 @@ from towpath.plan.model import (
     kept_bytes,
     optimizer_seconds,
 )
-from towpath.plan.prediction import Batching, Prediction
 from towpath.plan.replay import ComputeSeconds, Replay, ReplayedStep, SimulatedStage
-from towpath.plan.request import Request
-from towpath.plan.solver import Solver
+from towpath.plan.request import Batching, Prediction, Request
+from towpath.plan.solver import Candidate, Solver, plans_of
 from towpath.plan.transfer_costs import MoveShape, TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Topology
-
-# Returns the order and the walk of a schedule. The arguments are its name and the numbers of ranks and micro-batches.
-Walks = Callable[[str, int, int], tuple[Order, Walk]]
 
 # For each batching, so many strategies of the copies of a stage are simulated: those of the least bounds that fit.
 MOST_STRATEGIES = 8
@@ -122,8 +116,8 @@ class PipelinePrediction(Prediction):
 class Pipelines:
     """Predicts and ranks pipelines for a model on a cluster.
 
-    `staged` returns the model in some number of stages, such as `Transformer.staged`. `walks` returns the order of a
-    schedule. The default knows GPipe and 1F1B, and needs no torch.
+    `staged` returns the model in some number of stages, such as `Transformer.staged`. `walks` returns the order and
+    the walk of a schedule, given its name and the numbers of ranks and micro-batches. The default needs no torch.
     """
 
     def __init__(
@@ -131,31 +125,25 @@ class Pipelines:
         staged: Callable[[int], StagedModel],
         cluster: Cluster,
         request: Request,
-        walks: Walks = plain_walk,
+        walks: Callable[[str, int, int], tuple[Order, Walk]] = plain_walk,
     ) -> None:
         self._staged, self.request, self._walks = cache(staged), request, walks
         self.cluster = cluster
         self._topology = cluster.hardware.topology
-        self._plans: dict[object, UnitPlan] = {}
-        self._solvers: dict[tuple[int, int, int], Solver] = {}
+        self._plans = cache(self._plans_of)
+        self._solver_of_stage = cache(self._solver_of_largest_stage)
 
     def solve(self, layouts: Sequence[Layout], best: int = 10) -> list[PipelinePrediction]:
         """Return the best strategies for the copies of stages that fit into memory, the fastest first.
 
         `layouts` says how the model may be distributed. Their strategies do not count.
         """
-        order = [
-            (self._bound(layout, batching), number, layout, batching)
-            for number, (layout, batching) in enumerate(self._candidates(layouts))
-        ]
-        heapq.heapify(order)
         found: list[PipelinePrediction] = []
-        # A layout whose computation alone takes longer than the best steps is not simulated.
-        while order and (
-            len(ordinary := [p.seconds for p in found if not p.launches_too_long]) < best
-            or order[0][0] < sorted(ordinary)[best - 1]
-        ):
-            _, _, layout, batching = heapq.heappop(order)
+        for layout, batching in sorted(self._candidates(layouts), key=lambda each: self._bound(*each)):
+            ordinary = sorted(p.seconds for p in found if not p.launches_too_long)
+            # A layout whose computation alone takes longer than the best steps is not simulated.
+            if len(ordinary) >= best and self._bound(layout, batching) >= ordinary[best - 1]:
+                break
             found.append(self.predict(layout, batching))
         return sorted(found, key=lambda p: p.order)[:best]
 
@@ -166,7 +154,7 @@ class Pipelines:
         """
         for layout in layouts:
             by_batching: defaultdict[Batching, list[Candidate]] = defaultdict(list)
-            solver = self._solver_of_stage(layout)
+            solver = self._solver_of_stage(layout.stages, layout.pipeline, layout.tensor)
             for candidate in solver.candidates:
                 if not asked_of_micro_batches(layout.schedule, layout.pipeline, candidate.batching.micro_steps):
                     by_batching[candidate.batching].append(candidate)
@@ -183,16 +171,12 @@ class Pipelines:
     def _fits(self, layout: Layout, batching: Batching) -> bool:
         return sum(self._memory(layout, batching).values()) <= self.request.memory
 
-    def _solver_of_stage(self, layout: Layout) -> Solver:
+    def _solver_of_largest_stage(self, stages: int, pipeline: int, tensor: int) -> Solver:
         """Return the solver for the largest stage among its copies."""
-        key = (layout.stages, layout.pipeline, layout.tensor)
-        if key not in self._solvers:
-            largest = max(self._staged(layout.stages).stages, key=lambda model: model.parameters)
-            hardware = replace(self.cluster.hardware, topology=self._stage_topology(layout))
-            cluster = replace(self.cluster, hardware=hardware)
-            request = replace(self.request, weights=(), gradients=())
-            self._solvers[key] = Solver(_tensor_share(largest, layout.tensor), cluster, request)
-        return self._solvers[key]
+        largest = max(self._staged(stages).stages, key=lambda model: model.parameters)
+        hardware = replace(self.cluster.hardware, topology=self._stage_topology(Layout(pipeline, tensor=tensor)))
+        request = replace(self.request, weights=(), gradients=())
+        return Solver(_tensor_share(largest, tensor), replace(self.cluster, hardware=hardware), request)
 
     def _bound(self, layout: Layout, batching: Batching) -> float:
         """Return a lower bound on the step time, from computation alone.
@@ -278,12 +262,9 @@ class Pipelines:
     def replay(self, layout: Layout, batching: Batching) -> ReplayedStep:
         """Simulate every micro-batch of a step. Use it for traces."""
         staged = self._staged(layout.stages)
-        order, walk = self._walk(layout, batching)
+        order, walk = self._walks(layout.schedule, layout.pipeline, batching.micro_steps)
         stages, tied = self._stages(layout, batching, order), list(self._tied(layout, staged))
         return Replay(stages, self.cluster.hardware, walk, layout.plain_compression, tied).run()
-
-    def _walk(self, layout: Layout, batching: Batching) -> tuple[Order, Walk]:
-        return self._walks(layout.schedule, layout.pipeline, batching.micro_steps)
 
     def _ranks(self, layout: Layout, home: int) -> tuple[int, ...]:
         each = self.copies(layout) * layout.tensor
@@ -303,7 +284,7 @@ class Pipelines:
             stages.append(
                 SimulatedStage(
                     strategy,
-                    [self._plan(strategy, unit.spec) for unit in model.units],
+                    self._plans(model, strategy),
                     self._seconds(layout, model, staged.width, strategy, batching),
                     self._ranks(layout, homes[index]),
                     (shape,) if index < layout.stages - 1 else (),
@@ -312,12 +293,8 @@ class Pipelines:
             )
         return stages
 
-    def _plan(self, strategy: Strategy, spec: UnitSpec) -> UnitPlan:
-        """Return the plan of a unit. Equal units share one plan."""
-        key = (strategy, replace(spec, name=""))
-        if key not in self._plans:
-            self._plans[key] = plan_unit(strategy, spec, self.request.precision, self.cluster.hardware.form)
-        return self._plans[key]
+    def _plans_of(self, model: Model, strategy: Strategy) -> list[UnitPlan]:
+        return plans_of(model, strategy, self.request.precision, self.cluster.hardware.form)
 
     def _seconds(
         self, layout: Layout, model: Model, width: int, strategy: Strategy, batching: Batching
@@ -371,8 +348,7 @@ class Pipelines:
     def _memory(self, layout: Layout, batching: Batching) -> dict[str, int]:
         """Return the memory of the rank that needs most."""
         few, many = (min(batching.micro_steps, times * layout.pipeline) for times in _REPLAYED)
-        shorter, _ = self._walk(layout, replace(batching, micro_steps=few))
-        order, _ = self._walk(layout, replace(batching, micro_steps=many))
+        shorter, order = (self._walks(layout.schedule, layout.pipeline, count)[0] for count in (few, many))
         further = (batching.micro_steps - many) / max(1, many - few)
         staged, stages, homes = self._staged(layout.stages), self._stages(layout, batching, order), owners(order)
         by_rank: list[dict[str, int]] = []
@@ -382,7 +358,8 @@ class Pipelines:
             in_flight = (most + further * (most - most_in_flight(shorter[rank]))) / len(own)
             parts = [self._stage_memory(index, stages[index], layout, batching, in_flight) for index in own]
             if staged.tied and {0, layout.stages - 1} & set(own):
-                plans = [self._plan(*self._tied_unit(layout, staged))]
+                strategy, spec = self._tied_unit(layout, staged)
+                plans = [plan_unit(strategy, spec, self.request.precision, self.cluster.hardware.form)]
                 parts.append({"tied embeddings": sum(engine_bytes(plans, self.request.optimizer).values())})
             by_rank.append({name: sum(part.get(name, 0) for part in parts) for part in parts for name in part})
         return max(by_rank, key=lambda memory: sum(memory.values()))

@@ -20,9 +20,8 @@ from towpath.core.step_state import Action
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
-from towpath.plan.bandwidth import BandwidthModel, Demand, Thread, run_threads
+from towpath.plan.bandwidth import BandwidthModel, Demand, Event, Thread, Timeline, run_threads
 from towpath.plan.hardware import EVERYWHERE, Hardware, StageLocation
-from towpath.plan.prediction import Event, Timeline
 from towpath.plan.simulated_engine import LaunchingThread, QueuedTask, SimulatedEngine, phase_demand
 from towpath.plan.transfer_costs import PhaseCost, TransferShape, coding_seconds, message_cost, phase_costs
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from towpath.core.formats import Codec, Precision, item_bytes
-from towpath.core.strategy import Offload
+from towpath.core.strategy import Offload, Strategy
 from towpath.errors import ConfigError
-from towpath.plan.prediction import Batching
+from towpath.plan.bandwidth import Timeline
 
 BF16 = Precision("bfloat16", "bfloat16")
 
@@ -159,3 +159,116 @@ class Workload:
         for name in self.allow:
             if name != OUTER:
                 Codec.parse(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How a rank computes its share of a step.
+
+    Args:
+        micro_batch: Sequences of one forward pass.
+        micro_steps: Forward passes per optimizer step.
+        checkpointing: Whether blocks are recomputed in the backward pass.
+    """
+
+    micro_batch: int
+    micro_steps: int
+    checkpointing: bool = False
+
+
+@dataclass(kw_only=True)
+class Prediction(Timeline):
+    """The predicted optimizer step of a strategy, without its events.
+
+    Args:
+        seconds: Duration of the step.
+        computed: Seconds of computation.
+        inter_bytes: Bytes that all ranks together send between nodes. An upper bound, if messages may be shorter.
+        intra_bytes: Bytes that all ranks together send inside nodes, in the same way.
+        events: Empty.
+        exposed: Seconds that the computation waits for each kind of transfer.
+        in_flight: Seconds for which transfers of each kind run.
+        launching: Seconds for which the thread that trains launches, where a device computes.
+        unlaunched: Seconds for which the device waits because nothing has been launched yet.
+        saved_inter_bytes: How many of the bytes between nodes are expected not to be sent.
+        saved_intra_bytes: The same inside nodes.
+        host_copy_bytes: Bytes copied between the device and the host, both directions together.
+        strategy: The strategy.
+        batching: How each rank computes its share.
+        computing: Seconds of the passes' computation, if nothing else ran.
+        memory: Bytes that a rank holds, by part.
+        host_memory: Bytes in the host's memory for each rank, by part.
+    """
+
+    strategy: Strategy
+    batching: Batching
+    computing: float
+    memory: dict[str, int]
+    host_memory: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def order(self) -> tuple[bool, float, int]:
+        """The key by which predictions are ranked: those that launch longer than they compute come last."""
+        return self.launches_too_long, self.seconds, self.peak_bytes
+
+    @property
+    def launches_too_long(self) -> bool:
+        """Whether the thread that trains launches for longer than the device computes."""
+        return self.launching > self.computing
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that a rank holds."""
+        return sum(self.memory.values())
+
+    @property
+    def expected_inter_bytes(self) -> int:
+        """The bytes that all ranks together are expected to send between nodes."""
+        return self.inter_bytes - self.saved_inter_bytes
+
+    @property
+    def expected_intra_bytes(self) -> int:
+        """The bytes that all ranks together are expected to send inside nodes."""
+        return self.intra_bytes - self.saved_intra_bytes
+
+    def sequences(self, world: int) -> int:
+        """Return the sequences of a step on `world` ranks."""
+        return self.batching.micro_batch * self.batching.micro_steps * world
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """The result if nothing fits into memory.
+
+    Args:
+        nearest: The prediction for the candidate that needs least.
+        missing_bytes: How much more it needs than there is.
+    """
+
+    nearest: Prediction
+    missing_bytes: int
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The result of a search.
+
+    Args:
+        ranked: The best predictions, the fastest first.
+        considered: Number of candidates.
+        fitting: Number of candidates that may fit into memory.
+        replayed: Number of candidates that were simulated.
+        open_bound: A lower bound on the step time of those that were not simulated and may be among the best, or None
+            if there are none.
+    """
+
+    ranked: tuple[Prediction, ...]
+    considered: int
+    fitting: int
+    replayed: int
+    open_bound: float | None
+
+    @property
+    def proven(self) -> bool:
+        """Whether no other candidate can be among the best."""
+        return self.open_bound is None

@@ -35,9 +35,8 @@ from towpath.core.strategy import OUTER_KINDS, Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.outer.exchanges import OuterPlan
-from towpath.plan.bandwidth import BandwidthModel, Demand
+from towpath.plan.bandwidth import BandwidthModel, Demand, Event, Timeline
 from towpath.plan.hardware import EVERYWHERE, INSIDE, PROCESSOR, Hardware, Launching, StageLocation
-from towpath.plan.prediction import Event, Timeline
 from towpath.plan.transfer_costs import PhaseCost, TransferShape, encoding_seconds, phase_costs
 
 # The bytes of a transfer, as fields of a timeline.
@@ -185,7 +184,7 @@ class SimulatedEngine:
             return
         needs = self._location.named({PROCESSOR: self._hardware.processor(share * seconds)})
         began = self._bandwidth.now
-        yield Demand(max(seconds, self._bandwidth.alone(needs)), needs, keeps_busy=share)
+        yield Demand(max(seconds, self._bandwidth.alone(needs)), needs)
         self._timeline.computed += self._bandwidth.now - began
         self._timeline.events.append(Event("compute", f"{name}{self._suffix}", began, self._bandwidth.now))
 
@@ -387,4 +386,4 @@ def _called(transfer: Transfer, communicators: tuple[Communicator, ...], phase: 
 
 def phase_demand(bandwidth: BandwidthModel, cost: PhaseCost) -> Demand:
     """Return a phase of a transfer as an activity."""
-    return Demand(cost.seconds + bandwidth.alone(cost.needs), cost.needs, cost.busy_seconds)
+    return Demand(cost.seconds + bandwidth.alone(cost.needs), cost.needs)

@@ -9,9 +9,9 @@ from typing import Any, get_args
 from towpath.core.formats import in_bits
 from towpath.core.strategy import EXACT_KINDS, GRADIENTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
 from towpath.core.transport import SMALLEST_BYTES
-from towpath.plan.cluster_file import GIB
+from towpath.plan.hardware import GIB
 from towpath.plan.pipelines import PipelinePrediction
-from towpath.plan.prediction import Prediction
+from towpath.plan.request import Prediction
 from towpath.plan.solver import Solver
 from towpath.plan.transfer_costs import move_shapes
 

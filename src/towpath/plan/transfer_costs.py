@@ -38,7 +38,6 @@ class PhaseCost:
 
     seconds: float  # time in addition to the needs, such as the latency of messages
     needs: Mapping[str, float]  # the amount of each resource
-    busy_seconds: float = 0.0  # extra time while the processors compute
     communicators: tuple[Communicator, ...] = ()  # those whose calls it makes
 
     @property
@@ -165,7 +164,7 @@ def message_cost(transfer: Transfer, hardware: Hardware, source: StageLocation, 
     for end in (source, target) if work else ():
         (processor,) = end.names[PROCESSOR]
         needs[processor] = needs.get(processor, 0.0) + end.ranks_on_host * work
-    return PhaseCost(link.latency + link.message, needs, link.busy_latency)
+    return PhaseCost(link.latency + link.message, needs)
 
 
 def encoding_seconds(transfer: Transfer, hardware: Hardware) -> float:
@@ -196,7 +195,6 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
         inside *= share if op is Op.ALL_GATHER else 1.0  # a parameter sync stays encoded inside nodes
     used = [link for link, sent in ((hardware.inter, phase.leaving), (hardware.intra, phase.inside)) if sent]
     latency = max((link.latency for link in used), default=0.0)
-    busy = max((link.busy_latency for link in used), default=0.0)
     messages = phase.messages_out * hardware.inter.message + phase.messages_inside * hardware.intra.message
     nodes = hardware.ranks_sharing / hardware.topology.ranks_per_node
     work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
@@ -209,7 +207,7 @@ def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> Ph
     if hardware.racks is not None:
         needs[SPINE] = cable * share_leaving_racks(shape.route, grid.nodes, shape.stride, hardware.topology)
     needed = {name: amount for name, amount in needs.items() if amount}
-    return PhaseCost(phase.rounds * latency + messages, needed, phase.rounds * busy)
+    return PhaseCost(phase.rounds * latency + messages, needed)
 
 
 def _message_coding_costs(shape: TransferShape, coding: Coding, hardware: Hardware) -> tuple[PhaseCost, PhaseCost]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from towpath import checkpoint
 from towpath.checkpoint import folders
 from towpath.errors import CheckpointError, ConfigError, StepError
-from towpath.train.config import Config
 
 if TYPE_CHECKING:
     from towpath.train.trainer import TrainingRun
@@ -52,19 +51,6 @@ class TrainState:
         self.reordered = tuple(what for what, value in self.order.items() if state_dict["order"].get(what) != value)
 
 
-def _folder(config: Config) -> Path:
-    return Path(config.log.folder, folders.IN_RUN)
-
-
-def _source(config: Config) -> Path | None:
-    """Return the folder or checkpoint to resume from. The run's own folder is returned under one spelling only."""
-    resume, own = config.checkpoint.resume, _folder(config)
-    if resume == "off":
-        return None
-    source = own if resume == "auto" else folders.search_folder(Path(resume))
-    return own if source.resolve() == own.resolve() else source
-
-
 class CheckpointManager:
     """Resumes a run, and saves it. Use it as a context around the steps, which also saves the last state.
 
@@ -72,16 +58,16 @@ class CheckpointManager:
     """
 
     def __init__(self, trainer: TrainingRun) -> None:
-        config = trainer.config
-        self._folder, self._source = _folder(config), _source(config)
+        config, resume = trainer.config, trainer.config.checkpoint.resume
+        self._folder = Path(config.log.folder, folders.IN_RUN)
+        # The folder or checkpoint to resume from. The run's own folder has one spelling only.
+        source = None if resume == "off" else self._folder if resume == "auto" else folders.search_folder(Path(resume))
+        self._source = self._folder if source and source.resolve() == self._folder.resolve() else source
         self._every, self._steps = config.checkpoint.every, config.train.steps
         self._job, self._state, self._optimizer = trainer.job, trainer.state, trainer.optimizer
         self._islands = trainer.strategy.islands
-        self._rank = trainer.job.rank  # kept, because the process group may be lost when it is printed
-        names, about = trainer.bundle.names, trainer.bundle.config_json
-        self._contents = checkpoint.State(
-            trainer.model, trainer.optimizer, config=about, names=names, training=trainer.state
-        )
+        about = trainer.bundle.config_json
+        self._contents = checkpoint.State(trainer.model, trainer.optimizer, config=about, training=trainer.state)
         self._saver = checkpoint.Saver(self._folder, self._contents, keep_last=config.checkpoint.keep or None)
         self._saved: int | None = None  # the step that is saved, or being saved
         self._saving: checkpoint.Saving | None = None
@@ -124,7 +110,7 @@ class CheckpointManager:
         inside = self._source and self._source.parent.resolve() == self._folder.resolve()
         begin = folders.step_of(self._source) if self._source and inside else -1
         others = [path for path in folders.checkpoints(self._folder) if folders.step_of(path) > begin]
-        if self._rank or not others:
+        if self._job.rank or not others:
             return
         candidates = (self._folder.with_name(f"{self._folder.name}.{n}") for n in itertools.count(1))
         target = next(path for path in candidates if not path.exists())
@@ -164,7 +150,7 @@ class CheckpointManager:
                 self._saving.wait(_PATIENCE_SECONDS)  # the thread that writes it would end with the process
             # Saving needs all ranks. Each prints this, because it is not known which ranks are alive.
             if self._saved != step:
-                sys.stderr.write(f"rank {self._rank}: step {step} was not saved; {self._newest()}.\n")
+                sys.stderr.write(f"rank {self._job.rank}: step {step} was not saved; {self._newest()}.\n")
             return
         if self._saved != step:
             self._save()

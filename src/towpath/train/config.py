@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -26,31 +27,27 @@ from towpath.plan.request import OUTER
 from towpath.topology.cluster import Topology
 
 DTYPES: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16"}
+AUTO_KEYS = ("allow", "memory", "profile")  # of [strategy], for strategy.name = "auto" only
 
 
 # How a key is declared ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A condition on the value of a key, and what an error says that it expects."""
-
-    holds: Callable[[Any], bool]
-    expected: str
-
+Limit = tuple[Callable[[Any], object], str]  # a condition on the value of a key, and what an error says that it expects
 
 # NaN is outside of all of them.
-ABOVE_0 = Limit(lambda value: value > 0, "more than 0")
-FROM_0 = Limit(lambda value: value >= 0, "0 or more")
-SHARE = Limit(lambda value: 0 <= value <= 1, "a share from 0 to 1")
-PART = Limit(lambda value: 0 <= value < 1, "a share from 0 up to, not including, 1")
-SEED = Limit(lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2⁶³ − 1")
-STEPS = Limit(lambda value: all(step > 0 for step in value), "steps, counted from 1")
+ABOVE_0: Limit = (lambda value: value > 0, "more than 0")
+FROM_0: Limit = (lambda value: value >= 0, "0 or more")
+SHARE: Limit = (lambda value: 0 <= value <= 1, "a share from 0 to 1")
+PART: Limit = (lambda value: 0 <= value < 1, "a share from 0 up to, not including, 1")
+SEED: Limit = (lambda value: 0 <= value < 1 << 63, "a whole number from 0 to 2⁶³ − 1")
+NODES: Limit = (re.compile(r"([1-9]\d{0,4}x[1-9]\d{0,4})?").fullmatch, "NODESxRANKS, such as 4x8")
+STEPS: Limit = (lambda value: all(step > 0 for step in value), "steps, counted from 1")
 
 
 def one_of(*allowed: str) -> Limit:
     """Return the limit to some values."""
-    return Limit(lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}")
+    return (lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}")
 
 
 def key(default: Any, about: str, limit: Limit | None = None) -> Any:
@@ -65,15 +62,21 @@ class Section:
 
     def __post_init__(self) -> None:
         for f in fields(cast("Any", self)):
-            limit: Limit | None = f.metadata.get("limit")
-            if limit is not None and not limit.holds(getattr(self, f.name)):
-                self.refuse(f.name, limit.expected)
+            holds, expected = f.metadata.get("limit") or (None, "")
+            if holds is not None and not holds(getattr(self, f.name)):
+                self.refuse(f.name, expected)
 
     def refuse(self, name: str, expected: str) -> None:
         """Raise a `ConfigError` about a key."""
         value = getattr(self, name)
         shown = list(value) if isinstance(value, tuple) else value
         raise ConfigError(f"{self.NAME}.{name} = {shown!r}: expected {expected}.")
+
+    def refuse_all(self, expected: str, *without: str) -> None:
+        """Raise a `ConfigError` about the first key that is set, except for some."""
+        for f in fields(cast("Any", self)):
+            if f.name not in without and getattr(self, f.name) != f.default:
+                self.refuse(f.name, expected)
 
 
 # The sections ---------------------------------------------------------------------------------------------------------
@@ -95,9 +98,8 @@ class ModelConfig(Section):
         super().__post_init__()
         if self.width % (2 * self.heads):
             self.refuse("width", f"a multiple of 2 × heads = {2 * self.heads}")
-        for f in fields(self):
-            if self.hf and f.name not in ("hf", "weights") and getattr(self, f.name) != f.default:
-                self.refuse(f.name, f"nothing beside model.hf = {self.hf!r}, which decides it")
+        if self.hf:
+            self.refuse_all(f"nothing beside model.hf = {self.hf!r}, which decides it", "hf", "weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +173,8 @@ class OuterConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for f in fields(self):
-            if not self.every and getattr(self, f.name) != f.default:
-                self.refuse(f.name, "strategy.outer.every above 0 with it")
+        if not self.every:
+            self.refuse_all("strategy.outer.every above 0 with it")
         self.build()
 
     def build(self) -> Outer | None:
@@ -189,20 +190,15 @@ class OuterConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig(Section):
-    """The sharding strategy: a preset with its options, a strategy's TOML file, or "auto".
+    """The sharding strategy: a preset with its options (docs/reference/strategies.md), its TOML file, or "auto".
 
     With "auto" the planner chooses the strategy, the micro-batch and activation checkpointing.
     """
 
     NAME: ClassVar = "strategy"
 
-    name: str = key("zero3", "a preset (docs/reference/strategies.md), a TOML file, or auto")
-    nodes: int = key(0, "number of nodes; 0: as the launcher placed the ranks", FROM_0)
-    ranks_per_node: int = key(0, "ranks per node; 0: as the launcher placed them", FROM_0)
-    route: str = key("", "for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
-    weights: str = key("", "codec of weights between nodes: int8; none; empty: the preset's")
-    gradients: str = key("", "codec of gradients between nodes: int4:64, low-rank:4")
-    feedback: str = key("", "hops that keep their rounding error: first, second, both")
+    name: str = key("zero3", 'a preset with options ("mics route=ring"), a TOML file, or auto')
+    nodes: str = key("", "nodes, and ranks of each, as 4x8; empty: as they were launched", NODES)
     exact: bool | None = key(None, "fewer bytes, the same bits; empty: false, or auto decides")
     offload: str = key("", "in host memory: optimizer states, params, or optimizer+params", one_of("", *OFFLOADS))
     allow: tuple[str, ...] = key((), "auto: codecs and outer, which it may use between nodes")
@@ -212,12 +208,10 @@ class StrategyConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.nodes > 0) != (self.ranks_per_node > 0):
-            self.refuse("nodes", f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
-        auto_only, chosen = ("allow", "memory", "profile"), ("route", "weights", "gradients", "feedback")
-        for name in chosen if self.auto else auto_only:
-            if getattr(self, name):
-                self.refuse(name, "nothing: auto chooses it" if self.auto else "only with strategy.name = auto")
+        if not self.auto:
+            self.refuse_all(
+                "only with strategy.name = auto", *(f.name for f in fields(self) if f.name not in AUTO_KEYS)
+            )
         if self.auto and self.outer.every:
             self.outer.refuse("every", "0: auto chooses it, if strategy.allow has 'outer'")
         for codec in (name for name in self.allow if name != OUTER):
@@ -225,8 +219,11 @@ class StrategyConfig(Section):
                 Codec.parse(codec)
             except ConfigError as error:
                 raise ConfigError(f"strategy.allow = {codec!r}: expected a codec ({error})") from None
-        if not self.auto and self.file is None and self.name not in presets.strategies():
-            self.refuse("name", f"a preset ({presets.closest(self.name)}?), the path of a .toml file, or auto")
+        preset, _, options = self.name.strip().partition(" ")
+        if preset == "auto" and options:
+            self.refuse("name", "auto alone: it chooses the options")
+        if not self.auto and self.file is None and preset not in presets.strategies():
+            self.refuse("name", f"a preset ({presets.closest(preset)}?), the path of a .toml file, or auto")
 
     @property
     def auto(self) -> bool:
@@ -240,16 +237,15 @@ class StrategyConfig(Section):
 
     def topology(self, launched: Topology) -> Topology:
         """Return the topology of this section, or else `launched`, as the launcher placed the ranks."""
-        return Topology(self.nodes, self.ranks_per_node) if self.nodes else launched
+        return Topology(*map(int, self.nodes.split("x"))) if self.nodes else launched
 
     def build(self, launched: Topology) -> Strategy:
         """Return the strategy for ranks that are placed as `launched`. It cannot be "auto"."""
-        names = ("route", "weights", "gradients", "feedback", "offload", "exact")
-        options: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name)}
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("offload", "exact") if getattr(self, name)}
         if (outer := self.outer.build()) is not None:
             options["outer"] = outer
         if self.file is None:
-            return presets.strategy(self.name, self.topology(launched), **options)
+            return presets.parse_strategy(self.name, self.topology(launched), **options)
         if options:
             given = ", ".join("[strategy.outer]" if name == "outer" else name for name in options)
             raise ConfigError(f"strategy.name is the file {self.file}, which says all: remove {given}.")
@@ -272,9 +268,8 @@ class ParallelConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, default in (("schedule", "1F1B"), ("compression", "none")):
-            if self.pipeline == 1 and getattr(self, name) != default:
-                self.refuse(name, "only with parallel.pipeline above 1")
+        if self.pipeline == 1:
+            self.refuse_all("only with parallel.pipeline above 1", "tensor")
 
     @property
     def ranks(self) -> int:

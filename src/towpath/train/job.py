@@ -31,16 +31,8 @@ class Job:
     groups: Groups
     topology: Topology
     device: torch.device
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self.groups.rank
-
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-        return self.groups.world
+    rank: int  # kept, because the process group may be lost when it is printed
+    world: int
 
     def together(self) -> AbstractContextManager[list[str]]:
         """Return the context of `topology.together` over all ranks. Its errors are those of the command."""
@@ -103,7 +95,7 @@ def init_distributed() -> Generator[Job]:
     device = init() if creates_group or dist.is_initialized() else device_of_rank()
     try:
         groups = Groups()
-        yield Job(groups, Topology(*detect_shape(groups)), device)
+        yield Job(groups, Topology(*detect_shape(groups)), device, groups.rank, groups.world)
     finally:
         if creates_group:
             dist.destroy_process_group()

@@ -21,15 +21,15 @@ from towpath.core.passes import compression
 from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, ShardError
-from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.hardware import GIB, Cluster
 from towpath.plan.model import Model
 from towpath.plan.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.plan.request import OUTER, Request, codecs_for_both
 from towpath.topology.cluster import Topology
 from towpath.train.config import Config, ParallelConfig, TrainConfig
 from towpath.train.job import Job
-from towpath.train.models.bundle import ModelBundle, loss_of_logits, next_token_loss
-from towpath.train.models.tensor_parallel import share_layers
+from towpath.train.models import ModelBundle, loss_of_logits, next_token_loss
+from towpath.train.tensor_parallel import share_layers
 
 if TYPE_CHECKING:
     from towpath.pipeline import Pipeline

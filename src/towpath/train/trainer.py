@@ -5,6 +5,7 @@ TrainingRun.__init__        setup: data, model, strategy, sharding, optimizer
 TrainingRun.train           the loop: steps, metrics (metrics.py), saving (checkpoints.py), evaluation, signals
 TrainingRun.train_step      one step: gradient accumulation, clipping, agreement of the ranks (job.py), optimizer
 TrainingRun.evaluate        the loss of the held-out part
+build_optimizer             AdamW for all parameters; or Muon for the matrices of blocks, and AdamW for the others
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,22 +30,25 @@ from torch import Tensor, nn
 from towpath.api import average_islands
 from towpath.core.strategy import Strategy
 from towpath.engine.executor import engine_of
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.saved_activations import offload_activations
 from towpath.errors import StepError
 from towpath.observe.stats import running_trace
+from towpath.optim import chain, owner_stepped
 from towpath.topology.cluster import counted
 from towpath.topology.init import alone
 from towpath.train.checkpoints import CheckpointManager, TrainState
-from towpath.train.config import Config
+from towpath.train.config import Config, TrainConfig
 from towpath.train.data import Batch, open_tokens
 from towpath.train.job import SIGNALS, Agreement, Job, StopRequest, handle_signals, init_distributed
 from towpath.train.metrics import JsonLines, MetricsLogger
-from towpath.train.models.bundle import build_model, checkpoint_blocks, compile_blocks, next_token_loss
-from towpath.train.models.tensor_parallel import plan_for
-from towpath.train.optimizers import build_optimizer, learning_rate
+from towpath.train.models import build_model, checkpoint_blocks, compile_blocks, next_token_loss
 from towpath.train.parallel import build_pipeline, choose_strategy, copies_of_model, shard_model, topology_of_copies
+from towpath.train.tensor_parallel import plan_for
 
 _EVALUATED_BATCHES = 4  # of train.batch sequences
+BETAS = (0.9, 0.95)  # of AdamW, as Llama was trained
+FINAL_SHARE = 0.1  # the last learning rate, as a share of the peak
 
 
 def run_training(config: Config) -> int:
@@ -110,6 +114,8 @@ class TrainingRun:
         if strategy is None:
             train, strategy = choose_strategy(config, job, bundle)
         self.config, self.strategy = replace(config, train=train), strategy  # `auto` also chooses the micro-batch
+        self.micro_steps = train.micro_steps(self.copies)  # of an optimizer step, on each copy of the model
+        self.copy = job.rank // parallel.tensor % self.copies  # the one that this rank holds a part of
         self.pipelined = parallel.pipeline > 1
         nodes, ranks = strategy.job.nodes, strategy.job.ranks_per_node
         job.print_once(
@@ -147,16 +153,6 @@ class TrainingRun:
         self._agreement = Agreement(job, engine_of(self.model).comm.groups if strategy.islands > 1 else None)
         self._failure: StepError | None = None
         self.timers: dict[str, float] = defaultdict(float)  # the seconds of the training thread
-
-    @property
-    def micro_steps(self) -> int:
-        """The micro-steps of an optimizer step, on each copy of the model."""
-        return self.config.train.micro_steps(self.copies)
-
-    @property
-    def _copy(self) -> int:
-        """The number of the copy of the model that this rank holds a part of."""
-        return self.job.rank // self.config.parallel.tensor % self.copies
 
     # The loop ---------------------------------------------------------------------------------------------------------
 
@@ -288,7 +284,7 @@ class TrainingRun:
     def _micro_batch(self, micro_step: int) -> Batch:
         # One counter of samples for the whole job: which of them a rank computes follows from it.
         at_once = self.config.train.micro_batch
-        first = self.state.samples + (micro_step * self.copies + self._copy) * at_once
+        first = self.state.samples + (micro_step * self.copies + self.copy) * at_once
         return self._to_device(self.tokens.train.batch(first, at_once))
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -299,13 +295,10 @@ class TrainingRun:
 
     def _clip_gradients(self) -> Tensor:
         """Scale the gradients down to the largest norm. Return their norm before scaling."""
-        clip = self.config.train.clip
+        clip = self.config.train.clip or math.inf
         if self.pipelined:
-            return self.model.clip_grad_norm_(clip if clip > 0 else math.inf)
-        parameters = list(self.model.parameters())
-        if clip > 0:
-            return nn.utils.clip_grad_norm_(parameters, clip)
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            return self.model.clip_grad_norm_(clip)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), clip)
 
     # Evaluation -------------------------------------------------------------------------------------------------------
 
@@ -325,7 +318,7 @@ class TrainingRun:
         self.model.train(False)
         with self._timed("passes"):
             for turn in range(turns):
-                first = (turn * self.copies + self._copy) * at_once
+                first = (turn * self.copies + self.copy) * at_once
                 inputs, targets = self._to_device(self.tokens.held_out.evaluation_batch(first, at_once, windows))
                 if self.pipelined:
                     total += self.model.evaluate(inputs, target=targets)
@@ -342,3 +335,45 @@ class TrainingRun:
         with nullcontext() if trace is None or what == "passes" else trace.phase(what):
             yield
         self.timers[what] += time.perf_counter() - began
+
+
+# The optimizer --------------------------------------------------------------------------------------------------------
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of a sharded model. Every rank must call it."""
+    trained = [p for p in parameters if p.requires_grad]
+    if config.optimizer == "adamw":
+        return _adamw(trained, config)
+    # Embeddings and the output layer, which Muon is not meant for, are in no block and so in the root unit.
+    matrices = [p for p in trained if p.dim() == 2 and isinstance(p, ShardTensor) and p.shard_spec.unit]
+    # Scaled so that AdamW's learning rate suits it.
+    muon = torch.optim.Muon(
+        matrices, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    chosen = {id(p) for p in matrices}
+    return chain(owner_stepped(muon), _adamw([p for p in trained if id(p) not in chosen], config))
+
+
+def _adamw(trained: Sequence[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    # Matrices decay. Vectors, which are norms and biases, do not.
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=config.learning_rate,
+        betas=BETAS,
+        fused=all(p.device.type in ("cpu", "cuda") for p in trained),
+    )
+
+
+def learning_rate(config: TrainConfig, done: int) -> float:
+    """Return the learning rate after `done` steps: a line up to the peak, then a cosine down to its final share."""
+    warmup = round(config.warmup * config.steps)
+    if done < warmup:
+        return config.learning_rate * (done + 1) / warmup
+    progress = (done - warmup) / max(1, config.steps - warmup)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return config.learning_rate * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)

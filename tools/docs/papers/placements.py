@@ -13,8 +13,7 @@ from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Form, Grid, Op, Route
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
-from towpath.plan.cluster_file import GIB, Cluster
-from towpath.plan.hardware import Hardware
+from towpath.plan.hardware import GIB, Cluster, Hardware
 from towpath.plan.model import activation_bytes
 from towpath.plan.request import BF16
 from towpath.plan.transfer_costs import MoveShape, TransferShape, move_shapes, phase_costs, seconds_alone

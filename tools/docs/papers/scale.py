@@ -28,7 +28,7 @@ from tools.docs.papers.speedups import LINS, lins_mics, lins_setting, mics_setti
 from tools.docs.papers.wide_resnet import wide_resnet_cells
 from towpath.core.schedule import schedule
 from towpath.core.strategy import TransferKind
-from towpath.plan.cluster_file import GIB
+from towpath.plan.hardware import GIB
 from towpath.plan.pipelines import Layout, Pipelines
 from towpath.plan.request import Request
 from towpath.plan.solver import Batching

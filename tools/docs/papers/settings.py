@@ -14,7 +14,7 @@ from towpath.core.placement import Placement
 from towpath.core.strategy import Strategy
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.plan.catalog import load_cluster, named_models
-from towpath.plan.cluster_file import GIB, Cluster
+from towpath.plan.hardware import GIB, Cluster
 from towpath.plan.model import Model, ModelUnit, Transformer
 from towpath.plan.request import BF16, Request
 from towpath.plan.solver import Batching, Prediction, Solver

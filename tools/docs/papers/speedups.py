@@ -21,7 +21,7 @@ from tools.docs.papers.settings import (
     mics,
 )
 from towpath.core.placement import Placement
-from towpath.plan.cluster_file import Cluster
+from towpath.plan.hardware import Cluster
 from towpath.plan.solver import Prediction
 from towpath.topology.cluster import Extent
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from towpath.codecs.exact.message import BLOCK, ENTRY_BYTES, table_bytes
+from towpath.core.formats import BLOCK, ENTRY_BYTES
 
 ESCAPE = 10
 QUIET = 2
@@ -74,6 +74,10 @@ FORMATS = {
     torch.float16: Format(16, 10, torch.int16),
     torch.float32: Format(32, 23, torch.int32),
 }
+
+
+def table_bytes(elements: int) -> int:
+    return ENTRY_BYTES * -(-elements // BLOCK)
 
 
 def digest(values: torch.Tensor, first: int) -> int:

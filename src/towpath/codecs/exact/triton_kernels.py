@@ -22,18 +22,19 @@ import torch
 import triton
 import triton.language as tl
 
-from towpath.codecs.exact import message as messages
-from towpath.codecs.exact import specification
-from towpath.codecs.exact.message import Problem
+from towpath.codecs import exact
+from towpath.codecs.exact import Problem, header_words, message_bound, specification
+from towpath.codecs.exact.specification import table_bytes
 from towpath.codecs.exact.triton_bits import count_ones, deposit, extract, occupied_bytes, to_lanes, to_word
+from towpath.core.formats import BLOCK, HEADER_BYTES
 
 _BLOCKS = 1  # of a program
 _WORDS = 1024  # of a program that computes a digest
 _LAUNCH = {"num_warps": 4}
 
-_BLOCK = tl.constexpr(messages.BLOCK)
-_GROUPS = tl.constexpr(messages.BLOCK // 64)
-_HEADER = tl.constexpr(messages.HEADER_BYTES)
+_BLOCK = tl.constexpr(BLOCK)
+_GROUPS = tl.constexpr(BLOCK // 64)
+_HEADER = tl.constexpr(HEADER_BYTES)
 _ESCAPE = tl.constexpr(specification.ESCAPE)
 _QUIET = tl.constexpr(specification.QUIET)
 _SYMBOLS = tl.constexpr(specification.SYMBOLS)
@@ -52,29 +53,29 @@ def digest(values: torch.Tensor) -> torch.Tensor:
 
 
 def encode(old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a message into `out`, as `message.encode` does."""
+    """Write a message into `out`, as `exact.encode` does."""
     n = values.numel()
     if not n:
-        messages.encode(specification, old, values, out)
+        exact.encode(old, values, out, specification)
         return
     words, table, grid, constants = _shape(values, out, old is not None)
-    out[: messages.message_bound(n, values.dtype)].zero_()  # payloads are written with an atomic or
+    out[: message_bound(n, values.dtype)].zero_()  # payloads are written with an atomic or
     before, now = None if old is None else _integers(old), _integers(values)
     _plan_kernel[grid](before, now, table, n, **constants)
     ends = torch.cumsum(table & 0xFFFF, 0)
     _write_kernel[grid](before, now, table, ends, words, out, n, **constants)
-    first, _ = messages.header_words(n, values.dtype, old is not None)
-    header = out[: messages.HEADER_BYTES].view(torch.int64)
-    _header_kernel[(1,)](header, ends, first, n, messages.HEADER_BYTES + table.nbytes, len(ends))
+    first, _ = header_words(n, values.dtype, old is not None)
+    header = out[:HEADER_BYTES].view(torch.int64)
+    _header_kernel[(1,)](header, ends, first, n, HEADER_BYTES + table.nbytes, len(ends))
     if old is not None:
         _add_digest(old, header[3:])
     _add_checksums(words, header[4:])
 
 
 def decode(message: torch.Tensor, values: torch.Tensor, difference: bool) -> torch.Tensor:
-    """Decode a message into `values`, as `message.decode` does. Return the number of the problem, or 0."""
+    """Decode a message into `values`, as `exact.decode` does. Return the number of the problem, or 0."""
     if not values.numel():
-        messages.decode(specification, message, values, difference)
+        exact.decode(message, values, difference, specification)
         return torch.zeros((), dtype=torch.int32, device=values.device)
     whole = message[: len(message) // 8 * 8]
     return decode_slices(whole.view(1, -1), values.view(1, -1), -1, difference)[0]
@@ -85,7 +86,7 @@ def decode_slices(encoded: torch.Tensor, slices: torch.Tensor, own: int, differe
     count, n = slices.shape
     stride = encoded.shape[1]
     outcomes = torch.zeros(count, dtype=torch.int32, device=slices.device)
-    if stride < messages.HEADER_BYTES + messages.table_bytes(n):
+    if stride < HEADER_BYTES + table_bytes(n):
         return outcomes.fill_(Problem.SHORT)
     words, table, grid, constants = _shape(slices[0], encoded.view(-1), difference)
     sums = torch.zeros(2, count, dtype=torch.int64, device=slices.device)
@@ -93,10 +94,10 @@ def decode_slices(encoded: torch.Tensor, slices: torch.Tensor, own: int, differe
         _add_digest(slices, sums[0])
     _add_checksums(words, sums[1], count)
     header = encoded.view(-1).view(torch.int64)
-    first, _ = messages.header_words(n, slices.dtype, difference)
-    start = messages.HEADER_BYTES + table.nbytes
+    first, _ = header_words(n, slices.dtype, difference)
+    start = HEADER_BYTES + table.nbytes
     _check_kernel[(count,)](header, sums, outcomes, first, n, start, stride, own)
-    tables = words.view(count, -1)[:, messages.HEADER_BYTES // 4 :][:, : len(table)]
+    tables = words.view(count, -1)[:, HEADER_BYTES // 4 :][:, : len(table)]
     ends = torch.cumsum(tables & 0xFFFF, 1)
     _decode_kernel[(*grid, count)](
         words, encoded, table, ends, _integers(slices), outcomes, n, stride, own, **constants
@@ -110,7 +111,7 @@ def _shape(values: torch.Tensor, message: torch.Tensor, difference: bool) -> tup
         raise ValueError(f"exact messages start at a multiple of 8 bytes on a GPU; got {message.data_ptr()}.")
     form = specification.FORMATS[values.dtype]
     words = message[: len(message) // 8 * 8].view(torch.int32)
-    table = words[messages.HEADER_BYTES // 4 :][: messages.table_bytes(values.numel()) // 4]
+    table = words[HEADER_BYTES // 4 :][: table_bytes(values.numel()) // 4]
     constants = {"difference": difference, "bits": form.bits, "mantissa": form.mantissa, "blocks": _BLOCKS}
     return words, table, (triton.cdiv(len(table), _BLOCKS),), constants | _LAUNCH
 

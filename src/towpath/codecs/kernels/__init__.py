@@ -1,8 +1,7 @@
 """The kernels of a device: the C++ extension, Triton, or the reference in plain torch where neither exists.
 
-    plain.py          plain torch       cpp_codecs.py    C++, on the CPU
-    triton_codecs.py  Triton, on GPUs   registered.py    codecs that a user registers, on any device
-    pieces.py         the places of many pieces, and loops over them
+    plain.py          plain torch, and codecs that a user registers     cpp_codecs.py  C++, on the CPU
+    triton_codecs.py  Triton, on GPUs                                   pieces.py      the places of many pieces
 
 The log reports once which back end a device uses, and what the slow one costs.
 """
@@ -68,16 +67,16 @@ class Kernels:
         with self._reported(codec, "decode", out.numel()):
             self._chosen(codec).decode(codec, message, out)
 
-    def encode_pieces(self, pieces: PieceTable, values: torch.Tensor, wire: torch.Tensor, *feedback: Any) -> None:
+    def encode_pieces(
+        self, pieces: PieceTable, values: torch.Tensor | None, wire: torch.Tensor, *feedback: Any
+    ) -> None:
         """Encode each piece of `values` into its cell of `wire`.
 
-        `feedback` is the seed before the first one, and optionally `kept` and `scratch`.
+        Without `values`, decode each piece of all rows of `wire`, and encode the sum. `feedback` is the seed before the
+        first one, and optionally `kept` and `scratch`.
         """
-        self._run("encode_pieces", "encode", pieces, values, wire, *feedback)
-
-    def sum_pieces(self, pieces: PieceTable, wire: torch.Tensor, *feedback: Any) -> None:
-        """Decode each piece of all rows of `wire`, sum them, and encode the sum into the piece's cell."""
-        self._run("sum_pieces", "decode+sum+encode", pieces, wire, *feedback)
+        operation = "decode+sum+encode" if values is None else "encode"
+        self._run("encode_pieces", operation, pieces, values, wire, *feedback)
 
     def decode_pieces(self, pieces: PieceTable, wire: torch.Tensor, out: torch.Tensor) -> None:
         """Decode each piece of all rows of `wire`, and sum them into the piece of `out`."""

@@ -1,6 +1,6 @@
 """The codecs in C++, for tensors on the CPU. They equal `plain` to the bit, and run on one thread.
 
-Importing this file fails where the extension was not built. `kernels_for` then uses plain torch, and logs it.
+Importing this file fails where the extension was not built. The codecs then run in plain torch, and the log says so.
 """
 
 from __future__ import annotations
@@ -59,3 +59,23 @@ def _check_message(codec: Codec, message: torch.Tensor, elements: int) -> None:
 def _check(tensor: torch.Tensor) -> None:
     """Check the layout. The extension only gets an address, so another layout would access other memory."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous(), (tensor.device, tensor.shape, tensor.stride())
+
+
+class ExactKernels:
+    """The exact codecs of one processor level. They equal `exact.specification` to the bit."""
+
+    def __init__(self, level: str) -> None:
+        self._coders = {name: _native.ExactCoder(name, level) for name in ("bfloat16", "float16", "float32")}
+
+    def digest(self, values: torch.Tensor, first: int) -> int:
+        return self._coders["float32"].digest(values.data_ptr(), values.nbytes, first)
+
+    def encode(self, old: torch.Tensor | None, values: torch.Tensor, out: torch.Tensor) -> int:
+        """Write the table and the payloads into `out`. Return their bytes."""
+        coder = self._coders[dtype_name(values.dtype)]
+        return coder.encode(0 if old is None else old.data_ptr(), values.data_ptr(), values.numel(), out.data_ptr())
+
+    def decode(self, body: torch.Tensor, values: torch.Tensor, difference: bool) -> bool:
+        """Decode the table and the payloads into `values`. Return whether the content is possible."""
+        coder = self._coders[dtype_name(values.dtype)]
+        return coder.decode(difference, body.data_ptr(), body.numel(), values.data_ptr(), values.numel())

@@ -90,37 +90,27 @@ def units(codec: Codec, lengths: Sequence[int], places: Iterable[int]) -> tuple[
 def encode_pieces(
     module: ModuleType,
     pieces: PieceTable,
-    values: torch.Tensor,
+    values: torch.Tensor | None,
     wire: torch.Tensor,
     seed: int,
     kept: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> None:
+    """Encode pieces of `values`, or for None the sums of the decoded rows, as `Kernels.encode_pieces` says."""
     for piece, size, each in zip(pieces.pieces, pieces.sizes, pieces.seeds(seed), strict=True):
-        x, out = values[piece.start : piece.start + piece.length], wire[piece.target : piece.target + size]
+        out = wire[piece.target : piece.target + size]
+        if values is not None:
+            x = values[piece.start : piece.start + piece.length]
+        elif kept is None or scratch is None:  # no error is kept, so the sums need not be in memory
+            module.decode_sum_encode(pieces.codec, _rows(pieces, piece, size, wire), piece.length, out, each)
+            continue
+        else:
+            x = scratch[: piece.length]
+            module.decode_sum(pieces.codec, _rows(pieces, piece, size, wire), x)
         if kept is None or scratch is None:
             module.encode(pieces.codec, x, out, each)
         else:
             _encode_and_keep(module, pieces.codec, x, out, each, kept.view(-1)[piece.kept :], scratch)
-
-
-def sum_pieces(
-    module: ModuleType,
-    pieces: PieceTable,
-    wire: torch.Tensor,
-    seed: int,
-    kept: torch.Tensor | None = None,
-    scratch: torch.Tensor | None = None,
-) -> None:
-    """Decode the rows, sum them, and encode the sums, as `Kernels.sum_pieces` says."""
-    for piece, size, each in zip(pieces.pieces, pieces.sizes, pieces.seeds(seed), strict=True):
-        rows, out = _rows(pieces, piece, size, wire), wire[piece.target : piece.target + size]
-        if kept is None or scratch is None:
-            module.decode_sum_encode(pieces.codec, rows, piece.length, out, each)
-        else:
-            total = scratch[: piece.length]
-            module.decode_sum(pieces.codec, rows, total)
-            _encode_and_keep(module, pieces.codec, total, out, each, kept.view(-1)[piece.kept :], scratch)
 
 
 def decode_pieces(module: ModuleType, pieces: PieceTable, wire: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,23 +1,52 @@
-"""The codecs in plain torch, slow and readable. All other back ends equal this reference to the bit.
-
-Codecs that a user registers have no other back end.
+"""The codecs in plain torch, slow and readable, and those that users register. Other back ends equal them to the bit.
 
 Everything is computed in float32, with IEEE division and without fused multiply-add. Rows are summed in their order.
 A block that holds a NaN or an Inf has the scale NaN and codes of zero, so all of it decodes to NaN. Scales are at least
 the smallest normal number. A denormal scale could flush to zero, and the codes would be infinite.
+
+Codecs that a user registers have no other back end. Their two functions turn blocks of values into codes, and back.
+This file packs the codes into bytes, and handles values that are not finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from towpath.codecs.kernels import registered
-from towpath.core.formats import ROTATED, SCALE_BYTES, Codec
+from towpath.core.formats import ROTATED, SCALE_BYTES, Codec, add_format
+from towpath.errors import ConfigError
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+# Blocks [blocks, elements] in float32 → their scales [blocks], and a code for each element in uint8.
+EncodeBlocks = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Scales [blocks] and codes [blocks, elements] → values [blocks, elements].
+DecodeBlocks = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_functions: dict[str, tuple[EncodeBlocks, DecodeBlocks]] = {}
+
+
+def register(name: str, *, bits: int, encode: EncodeBlocks, decode: DecodeBlocks) -> None:
+    """Register a codec, for use like "int8": `gradients="sign"` or `Transport("two-hop", "sign:64+hadamard")`.
+
+    Register on every rank, before you make the strategy. The functions run on the device of the tensors that are sent.
+    Registering a name again, with the same number of bits, replaces its functions.
+
+    Args:
+        name: The codec's name.
+        bits: The number of bits of a code: 1, 2, 4 or 8.
+        encode: A function that takes blocks of float32, [blocks, elements]. It returns a float32 scale for each block,
+            [blocks], and a uint8 code below 2 to the power of `bits` for each element, [blocks, elements]. The last
+            block of a message may be padded with zeros.
+        decode: A function that takes the scales and the codes, and returns the values, [blocks, elements].
+
+    Raises:
+        ConfigError: The name or the number of bits is not allowed, or the name is registered with other bits.
+    """
+    add_format(name, bits)
+    _functions[name] = encode, decode
 
 
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
@@ -35,9 +64,9 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
     values = rotated(x.float()) if codec.hadamard else x.float()
     blocks, split = _in_blocks(codec, values), SCALE_BYTES * codec.scales(n)
     if largest is None:
-        scales, codes = registered.encode_blocks(codec, blocks)
+        scales, codes = _encode_blocks(codec, blocks)
         out[:split].copy_(scales.view(torch.uint8))
-        out[split:].copy_(registered.packed(codes.flatten()[:n], codec.bits))
+        out[split:].copy_(_packed(codes.flatten()[:n], codec.bits))
         return
     # The divisor is a tensor. On a GPU, torch would multiply by the inverse of a Python number, which may change the
     # last bit.
@@ -52,7 +81,7 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
     """Decode the message `data` into `out`, which has the number of elements and the dtype."""
-    out.copy_(_decoded(codec, data, out.numel()))
+    decode_sum(codec, (data,), out)
 
 
 def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -101,8 +130,8 @@ def _decoded(codec: Codec, data: torch.Tensor, n: int) -> torch.Tensor:
     split = SCALE_BYTES * codec.scales(n)
     scales = data[:split].clone().view(torch.float32)
     if codec.largest is None:
-        codes = _in_blocks(codec, registered.unpacked(data[split:], codec.bits, n))
-        blocks = registered.decode_blocks(codec, scales, codes)
+        codes = _in_blocks(codec, _unpacked(data[split:], codec.bits, n))
+        blocks = _decode_blocks(codec, scales, codes)
     else:
         blocks = _in_blocks(codec, _values(codec, data[split:], n)) * scales[:, None]
     values = blocks.flatten()[:n]
@@ -124,8 +153,7 @@ def _codes(codec: Codec, largest: float, quotients: torch.Tensor, seed: int) -> 
     codes = quotients.round().clamp(-largest, largest).to(torch.int8).view(torch.uint8)
     if codec.name == "int8":
         return codes
-    low, high = torch.nn.functional.pad(codes & 15, (0, codes.numel() % 2)).view(-1, 2).unbind(1)
-    return low | (high << 4)
+    return _packed(codes & 15, 4)
 
 
 def _values(codec: Codec, codes: torch.Tensor, n: int) -> torch.Tensor:
@@ -133,5 +161,44 @@ def _values(codec: Codec, codes: torch.Tensor, n: int) -> torch.Tensor:
         return codes.view(_FLOAT8[codec.name]).float()
     if codec.name == "int8":
         return codes.view(torch.int8).float()
-    nibbles = torch.stack([codes & 15, codes >> 4], 1).flatten()[:n]
-    return ((nibbles ^ 8).to(torch.int16) - 8).float()
+    return ((_unpacked(codes, 4, n) ^ 8).to(torch.int16) - 8).float()
+
+
+def _encode_blocks(codec: Codec, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale of each block, and the code of each element, by the registered function."""
+    finite = blocks.isfinite().all(1)
+    scales, codes = _functions[codec.name][0](blocks.where(finite[:, None], 0.0))
+    _check_result(codec, "scales", scales, torch.float32, (len(blocks),))
+    _check_result(codec, "codes", codes, torch.uint8, tuple(blocks.shape))
+    return scales.where(finite, torch.nan).contiguous(), codes
+
+
+def _decode_blocks(codec: Codec, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the values of blocks of codes, by the registered function."""
+    blocks = _functions[codec.name][1](scales, codes)
+    _check_result(codec, "values", blocks, torch.float32, tuple(codes.shape))
+    return blocks.where(scales.isfinite()[:, None], torch.nan)
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes of `bits` bits into bytes. The first code of a byte is in its lowest bits."""
+    each = 8 // bits
+    groups = torch.nn.functional.pad(codes, (0, -codes.numel() % each)).view(-1, each)
+    joined = groups[:, 0].clone()
+    for place in range(1, each):
+        joined |= groups[:, place] << (place * bits)
+    return joined
+
+
+def _unpacked(data: torch.Tensor, bits: int, n: int) -> torch.Tensor:
+    """Return the `n` codes that `_packed` has _packed."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
+    return ((data[:, None] >> shifts) & ((1 << bits) - 1)).flatten()[:n]
+
+
+def _check_result(codec: Codec, what: str, got: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if got.dtype != dtype or tuple(got.shape) != shape:
+        raise ConfigError(
+            f"codec {codec.name!r}: its functions gave {what} of {got.dtype} and shape {tuple(got.shape)}; expected "
+            f"{dtype} and {shape}."
+        )

@@ -21,10 +21,12 @@ Messages and outputs must be contiguous and on the current device.
 # Triton compiles these functions from their source, so Python types mean nothing to it. Triton is also not installed on
 # every machine that checks the types.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,21 +43,46 @@ _COLUMNS = tl.constexpr(PieceTable.COLUMNS)
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What a kernel is compiled for. By default, messages are aligned and no rows are summed."""
+
+    codec: str
+    block: int
+    whole: bool  # whether a message has one scale
+    hadamard: bool
+    stochastic: bool
+    top: float  # the largest code
+    tile: int  # the elements of a program
+    unit: int  # what `units` returns
+    code_unit: int
+    many: bool = False  # whether rows are summed
+    aligned: bool = True  # whether messages start at multiples of `CELL_ALIGNMENT`
+
+    @staticmethod
+    def of(codec: Codec, unit: int, code_unit: int, many: bool = False, aligned: bool = True) -> _Variant:
+        tile, top = max(_TILE, codec.block), codec.largest or 0.0
+        whole = codec.largest is not None and codec.block == 0
+        return _Variant(
+            codec.name, codec.block or tile, whole, codec.hadamard, codec.stochastic, top, tile,
+            unit, code_unit, many, aligned,
+        )  # fmt: skip
+
+    def grid(self, longest: int, pieces: int = 1) -> tuple[int, int]:
+        return -(-longest // self.tile), pieces
+
+
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-    n = x.numel()
-    if n:
-        grid, constants = _shape(codec, n, 1, *units(codec, [n], [n]))
-        largest = [torch.zeros(1, dtype=torch.int32, device=out.device), None] if constants["whole"] else None
-        where = (x.contiguous(), _contiguous(out), None, None, n)
-        _encode(grid, constants | {"aligned": _is_aligned(out)}, where, largest, seed)
+    if n := x.numel():
+        variant = _Variant.of(codec, *units(codec, [n], [n]), aligned=_is_aligned(out))
+        largest = [torch.zeros(1, dtype=torch.int32, device=out.device), None] if variant.whole else None
+        _encode(variant.grid(n), variant, (x.contiguous(), _contiguous(out), None, None, n), largest, seed)
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
-    n = out.numel()
-    if n:
-        grid, constants = _shape(codec, n, 1, *units(codec, [n], [n]))
-        constants |= {"aligned": _is_aligned(data)}
-        _decode_kernel[grid](_contiguous(data), _contiguous(out), None, n, **constants)
+    if n := out.numel():
+        variant = _Variant.of(codec, *units(codec, [n], [n]), aligned=_is_aligned(data))
+        _decode_kernel[variant.grid(n)](_contiguous(data), _contiguous(out), None, n, variant, **_LAUNCH)
 
 
 def encode_pieces(
@@ -66,74 +93,49 @@ def encode_pieces(
     kept: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """Encode `values`, or for None the sums of the decoded rows of `wire`."""
-    grid, constants, largest = _launch(pieces)
+    """Encode pieces of `values`, or for None the sums of the decoded rows, as `Kernels.encode_pieces` says."""
+    grid, variant, largest = _launch(pieces)
     numbers = None if values is None else _contiguous(values)
     errors = None if kept is None else _contiguous(kept)
-    _encode(grid, constants, (numbers, _checked(wire), errors, pieces.table, None), largest, seed)
+    _encode(grid, variant, (numbers, _checked(wire), errors, pieces.table, None), largest, seed)
     if largest is not None:
         largest.reverse()
 
 
-def sum_pieces(pieces: PieceTable, wire: torch.Tensor, *feedback: Any) -> None:
-    """Decode the rows, sum them, and encode the sums, as `Kernels.sum_pieces` says."""
-    encode_pieces(pieces, None, wire, *feedback)
-
-
 def decode_pieces(pieces: PieceTable, wire: torch.Tensor, out: torch.Tensor) -> None:
-    grid, constants, _ = _launch(pieces)
-    _decode_kernel[grid](_checked(wire), _contiguous(out), pieces.table, None, **constants)
+    grid, variant, _ = _launch(pieces)
+    _decode_kernel[grid](_checked(wire), _contiguous(out), pieces.table, None, variant, **_LAUNCH)
 
 
 def _encode(
     grid: tuple[int, int],
-    constants: dict[str, Any],
+    variant: _Variant,
     where: tuple[Any, ...],
     largest: list[torch.Tensor | None] | None,
     seed: int,
 ) -> None:
     if largest is not None:
-        _largest_kernel[grid](*where, *largest, **constants)
+        _largest_kernel[grid](*where, *largest, variant, **_LAUNCH)
     # The lower 32 bits as a signed number: Triton compiles a kernel for each integer type.
     signed_seed = (seed & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
-    _encode_kernel[grid](*where, None if largest is None else largest[0], signed_seed, **constants)
+    _encode_kernel[grid](*where, None if largest is None else largest[0], signed_seed, variant, **_LAUNCH)
 
 
-def _launch(pieces: PieceTable) -> tuple[tuple[int, int], dict[str, Any], list[torch.Tensor | None] | None]:
-    """Return the grid and the compile-time constants for `pieces`, and the memory for the largest values.
+def _launch(pieces: PieceTable) -> tuple[tuple[int, int], _Variant, list[torch.Tensor | None] | None]:
+    """Return the grid and the variant for `pieces`, and the memory for the largest values.
 
     That memory is two buffers. The launch that fills one of them clears the other one for the next launch, because
     clearing would be a launch of its own.
     """
     found = pieces.launches.get(__name__)
     if found is None:
-        grid, constants = _shape(pieces.codec, pieces.longest, len(pieces.pieces), pieces.unit, pieces.code_unit)
-        constants |= {"many": pieces.rows > 1}
-        largest = torch.zeros(2, len(pieces.pieces), dtype=torch.int32, device=pieces.table.device)
+        count = len(pieces.pieces)
+        variant = _Variant.of(pieces.codec, pieces.unit, pieces.code_unit, many=pieces.rows > 1)
+        largest = torch.zeros(2, count, dtype=torch.int32, device=pieces.table.device)
         buffers: list[torch.Tensor | None] = [*largest]
-        found = pieces.launches[__name__] = grid, constants, buffers if constants["whole"] else None
+        found = variant.grid(pieces.longest, count), variant, buffers if variant.whole else None
+        pieces.launches[__name__] = found
     return found
-
-
-def _shape(
-    codec: Codec, longest: int, pieces: int, unit: int, code_unit: int
-) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the grid, and compile-time constants, as for one row of aligned messages."""
-    tile = max(_TILE, codec.block)
-    constants = {
-        "codec": codec.name,
-        "block": codec.block or tile,
-        "whole": codec.largest is not None and codec.block == 0,
-        "hadamard": codec.hadamard,
-        "stochastic": codec.stochastic,
-        "top": codec.largest or 0.0,
-        "tile": tile,
-        "many": False,
-        "unit": unit,
-        "code_unit": code_unit,
-        "aligned": True,
-    }
-    return (-(-longest // tile), pieces), constants | _LAUNCH
 
 
 def _contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -153,20 +155,12 @@ def _checked(wire: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit(do_not_specialize=["n"])
-def _largest_kernel(
-    values, wire, kept, table, n, largest, cleared,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, stochastic: tl.constexpr,
-    top: tl.constexpr, tile: tl.constexpr, many: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr,
-    aligned: tl.constexpr,
-):  # fmt: skip
+def _largest_kernel(values, wire, kept, table, n, largest, cleared, variant: tl.constexpr):
     """Store the bits of the largest absolute value of each message that has one scale."""
-    length, first, left = _place(table, n, tile, unit)
-    sums, _ = _summed(
-        values, wire, kept, table, length, first, left,
-        codec, block, whole, hadamard, tile, many, unit, code_unit, aligned,
-    )  # fmt: skip
-    if hadamard:
-        sums = _rotated(sums, left, tile)
+    length, first, left = _place(table, n, variant)
+    sums, _ = _summed(values, wire, kept, table, length, first, left, variant)
+    if variant.hadamard:
+        sums = _rotated(sums, left, variant.tile)
     piece = tl.program_id(1)
     tl.atomic_max(largest + piece, tl.max(_magnitude(sums).to(tl.int32), axis=0))
     if cleared is not None:
@@ -174,140 +168,115 @@ def _largest_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "seed"])
-def _encode_kernel(
-    values, wire, kept, table, n, largest, seed,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, stochastic: tl.constexpr,
-    top: tl.constexpr, tile: tl.constexpr, many: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr,
-    aligned: tl.constexpr,
-):  # fmt: skip
+def _encode_kernel(values, wire, kept, table, n, largest, seed, variant: tl.constexpr):
     """Encode numbers, or the sums of rows. With feedback, first add what was kept, and then keep what is lost."""
-    length, first, left = _place(table, n, tile, unit)
-    sums, before = _summed(
-        values, wire, kept, table, length, first, left,
-        codec, block, whole, hadamard, tile, many, unit, code_unit, aligned,
-    )  # fmt: skip
+    length, first, left = _place(table, n, variant)
+    sums, before = _summed(values, wire, kept, table, length, first, left, variant)
     message = wire
     each = seed.to(tl.uint32, bitcast=True)
     if table is not None:
-        message += tl.multiple_of(tl.load(_line(table) + 3), _CELL_ALIGNMENT)
-        if stochastic:
-            each = each * tl.load(_line(table) + 5).to(tl.uint32) + tl.load(_line(table) + 6).to(tl.uint32)
-    turned = _rotated(sums, left, tile) if hadamard else sums
-    if codec == "bf16":
+        message += _field(table, 3, _CELL_ALIGNMENT)
+        if variant.stochastic:
+            each = each * _field(table, 5).to(tl.uint32) + _field(table, 6).to(tl.uint32)
+    turned = _rotated(sums, left, variant.tile) if variant.hadamard else sums
+    if variant.codec == "bf16":
         codes = _bfloat16_code(turned)
-        _store_words(message + 2 * first, left, codes, 2, tile, aligned)
+        _store_words(message + 2 * first, left, codes, 2, variant.tile, variant.aligned)
         decoded = (codes << 16).to(tl.float32, bitcast=True)
     else:
-        decoded = _store_blocks(
-            turned, largest, message, length, first, left, each,
-            codec, block, whole, stochastic, top, tile, unit, code_unit, aligned,
-        )  # fmt: skip
+        decoded = _store_blocks(turned, largest, message, length, first, left, each, variant)
     if kept is not None:
-        if hadamard:
-            decoded = _rotated(decoded, left, tile)
+        if variant.hadamard:
+            decoded = _rotated(decoded, left, variant.tile)
         lost = sums - decoded
         # A block that overflowed has no useful rounding error, so the previous error is kept.
         lost = tl.where(_magnitude(lost) < 0x7F800000, lost, before)
-        lanes = tl.arange(0, tile)
-        at = first + tl.multiple_of(tl.load(_line(table) + 4), unit)
+        lanes = tl.arange(0, variant.tile)
+        at = first + _field(table, 4, variant.unit)
         tl.store(kept + at + lanes, lost, mask=lanes < left)
 
 
 @triton.jit(do_not_specialize=["n"])
-def _decode_kernel(
-    wire, out, table, n,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, stochastic: tl.constexpr,
-    top: tl.constexpr, tile: tl.constexpr, many: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr,
-    aligned: tl.constexpr,
-):  # fmt: skip
-    length, first, left = _place(table, n, tile, unit)
-    sums, _ = _summed(
-        None, wire, None, table, length, first, left,
-        codec, block, whole, hadamard, tile, many, unit, code_unit, aligned,
-    )  # fmt: skip
-    lanes = tl.arange(0, tile)
+def _decode_kernel(wire, out, table, n, variant: tl.constexpr):
+    length, first, left = _place(table, n, variant)
+    sums, _ = _summed(None, wire, None, table, length, first, left, variant)
+    lanes = tl.arange(0, variant.tile)
     at = first
     if table is not None:
-        at += tl.multiple_of(tl.load(_line(table) + 1), unit)
+        at += _field(table, 1, variant.unit)
     tl.store(out + at + lanes, _narrowed(sums, out.dtype.element_ty), mask=lanes < left)
 
 
 @triton.jit
-def _line(table):
-    """Return the address of this piece's line of the table."""
-    return table + tl.program_id(1) * _COLUMNS
+def _field(table, column: tl.constexpr, unit: tl.constexpr = 1):
+    """Return a number from this piece's line of the table. It is a multiple of `unit`."""
+    return tl.multiple_of(tl.load(table + tl.program_id(1) * _COLUMNS + column), unit)
 
 
 @triton.jit
-def _place(table, n, tile: tl.constexpr, unit: tl.constexpr):
+def _place(table, n, variant: tl.constexpr):
     """Return the length of the piece, the first element of the tile, and how many the tile has.
 
     Without a table, `n` is the length.
 
     Triton before 3.7 cannot assign None to a variable, so no variable holds what may be missing.
     """
-    first = tl.program_id(0).to(tl.int64) * tile
+    first = tl.program_id(0).to(tl.int64) * variant.tile
     if table is not None:
-        length = tl.load(_line(table))
+        length = _field(table, 0)
     else:
         length = n
-    left = tl.multiple_of(tl.minimum(tl.maximum(length - first, 0), tile).to(tl.int32), unit)
-    return length, first, left
+    unit: tl.constexpr = variant.unit
+    left = tl.minimum(tl.maximum(length - first, 0), variant.tile).to(tl.int32)
+    return length, first, tl.multiple_of(left, unit)
 
 
 @triton.jit
-def _summed(
-    values, wire, kept, table, length, first, left,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, tile: tl.constexpr,
-    many: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr, aligned: tl.constexpr,
-):  # fmt: skip
+def _summed(values, wire, kept, table, length, first, left, variant: tl.constexpr):
     """Return a tile of the numbers, or of the sum of the decoded rows, with what was kept; and what was kept."""
+    tile: tl.constexpr = variant.tile
     lanes = tl.arange(0, tile)
     if values is not None:
         at = first
         if table is not None:
-            at += tl.multiple_of(tl.load(_line(table) + 1), unit)
+            at += _field(table, 1, variant.unit)
         sums = _widened(tl.load(values + at + lanes, mask=lanes < left, other=0.0))
     else:
         message = wire
         if table is not None:
-            message += tl.multiple_of(tl.load(_line(table) + 2), _CELL_ALIGNMENT)
-        if many:
+            message += _field(table, 2, _CELL_ALIGNMENT)
+        if variant.many:
             sums = tl.zeros([tile], tl.float32)
-            stride = tl.multiple_of(tl.load(_line(table) + 8), _CELL_ALIGNMENT)
-            for row in range(tl.load(_line(table) + 7).to(tl.int32)):
-                decoded = _decoded(
-                    message + row * stride, length, first, left,
-                    codec, block, whole, hadamard, tile, unit, code_unit, aligned,
-                )  # fmt: skip
+            stride = _field(table, 8, _CELL_ALIGNMENT)
+            for row in range(_field(table, 7).to(tl.int32)):
+                decoded = _decoded(message + row * stride, length, first, left, variant)
                 sums = tl.where(row == 0, decoded, sums + decoded)  # starting from 0 would turn -0 into 0
         else:
-            sums = _decoded(message, length, first, left, codec, block, whole, hadamard, tile, unit, code_unit, aligned)
+            sums = _decoded(message, length, first, left, variant)
     before = sums
     if kept is not None:
-        at = first + tl.multiple_of(tl.load(_line(table) + 4), unit)
+        at = first + _field(table, 4, variant.unit)
         before = tl.load(kept + at + lanes, mask=lanes < left, other=0.0)
         sums += before
     return sums, before
 
 
 @triton.jit
-def _codes_start(length, block: tl.constexpr, whole: tl.constexpr, code_unit: tl.constexpr):
+def _codes_start(length, variant: tl.constexpr):
     """Return the byte of a message at which its codes start."""
-    scales = 1 if whole else (length + (block - 1)) // block
+    scales = 1 if variant.whole else (length + (variant.block - 1)) // variant.block
+    code_unit: tl.constexpr = variant.code_unit
     return tl.multiple_of((length * 0 + scales) * _SCALE_BYTES, code_unit)
 
 
 @triton.jit
-def _store_blocks(
-    values, largest, message, length, first, left, seed,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, stochastic: tl.constexpr, top: tl.constexpr,
-    tile: tl.constexpr, unit: tl.constexpr, code_unit: tl.constexpr, aligned: tl.constexpr,
-):  # fmt: skip
+def _store_blocks(values, largest, message, length, first, left, seed, variant: tl.constexpr):
     """Store the scales and codes of a tile. Return the values that they stand for."""
+    tile: tl.constexpr = variant.tile
+    block: tl.constexpr = variant.block
     blocks: tl.constexpr = tile // block
     in_blocks = tl.reshape(values, [blocks, block])
-    if whole:
+    if variant.whole:
         top_bits = tl.load(largest + tl.program_id(1) + tl.arange(0, 1))
         first_scale = first * 0
         written = tl.where(first == 0, 1, 0)  # one program writes it
@@ -316,31 +285,31 @@ def _store_blocks(
         first_scale = first // block
         written = (left + (block - 1)) // block
     finite = top_bits < 0x7F800000
-    scales = tl.div_rn(top_bits.to(tl.float32, bitcast=True), tl.full([blocks], top, tl.float32))
+    scales = tl.div_rn(top_bits.to(tl.float32, bitcast=True), tl.full([blocks], variant.top, tl.float32))
     scales = tl.where(finite, tl.maximum(scales, 1.1754943508222875e-38), 1.0)
     scale_bits = tl.where(finite, scales.to(tl.uint32, bitcast=True), 0x7FC00000)
-    _store_words(message + _SCALE_BYTES * first_scale, written, scale_bits, _SCALE_BYTES, blocks, aligned)
+    _store_words(message + _SCALE_BYTES * first_scale, written, scale_bits, _SCALE_BYTES, blocks, variant.aligned)
 
     divisors = tl.broadcast_to(scales[:, None], [blocks, block])
     quotients = tl.div_rn(tl.where(finite[:, None], in_blocks, 0.0), divisors)
     quotients = tl.reshape(quotients, [tile])
-    if codec == "e4m3":
-        codes = _float8_code(quotients, 3, top)
+    if variant.codec == "e4m3":
+        codes = _float8_code(quotients, 3, variant.top)
         found = _float8_value(codes, 3)
-    elif codec == "e5m2":
-        codes = _float8_code(quotients, 2, top)
+    elif variant.codec == "e5m2":
+        codes = _float8_code(quotients, 2, variant.top)
         found = _float8_value(codes, 2)
     else:
-        if stochastic:
+        if variant.stochastic:
             at = first.to(tl.uint32) + tl.arange(0, tile).to(tl.uint32)
             quotients = _floor(quotients + _uniform(at, seed))
-        codes = tl.minimum(tl.maximum(_rounded(quotients).to(tl.int32), -int(top)), int(top))
+        codes = tl.minimum(tl.maximum(_rounded(quotients).to(tl.int32), -int(variant.top)), int(variant.top))
         found = codes.to(tl.float32)
-    message += _codes_start(length, block, whole, code_unit)
-    if codec == "int4":
+    message += _codes_start(length, variant)
+    if variant.codec == "int4":
         low, high = tl.split(tl.reshape(codes & 15, [tile // 2, 2]))
         lanes = tl.arange(0, tile // 2)
-        tl.store(message + first // 2 + lanes, (low | (high << 4)).to(tl.uint8), mask=lanes < _pairs(left, unit))
+        tl.store(message + first // 2 + lanes, (low | (high << 4)).to(tl.uint8), mask=lanes < _pairs(left, variant))
     else:
         lanes = tl.arange(0, tile)
         tl.store(message + first + lanes, (codes & 255).to(tl.uint8), mask=lanes < left)
@@ -348,39 +317,37 @@ def _store_blocks(
 
 
 @triton.jit
-def _decoded(
-    message, length, first, left,
-    codec: tl.constexpr, block: tl.constexpr, whole: tl.constexpr, hadamard: tl.constexpr, tile: tl.constexpr,
-    unit: tl.constexpr, code_unit: tl.constexpr, aligned: tl.constexpr,
-):  # fmt: skip
+def _decoded(message, length, first, left, variant: tl.constexpr):
     """Return a tile of the values of a message."""
-    if codec == "bf16":
-        values = (_load_words(message + 2 * first, left, 2, tile, aligned) << 16).to(tl.float32, bitcast=True)
+    tile: tl.constexpr = variant.tile
+    if variant.codec == "bf16":
+        values = (_load_words(message + 2 * first, left, 2, tile, variant.aligned) << 16).to(tl.float32, bitcast=True)
     else:
+        block: tl.constexpr = variant.block
         blocks: tl.constexpr = tile // block
-        if whole:
-            scales = _load_words(message, 1, _SCALE_BYTES, blocks, aligned)
+        if variant.whole:
+            scales = _load_words(message, 1, _SCALE_BYTES, blocks, variant.aligned)
         else:
-            scales = _load_words(
-                message + _SCALE_BYTES * (first // block), (left + (block - 1)) // block, _SCALE_BYTES, blocks, aligned
-            )
-        codes = message + _codes_start(length, block, whole, code_unit)
-        if codec == "int4":
+            at = message + _SCALE_BYTES * (first // block)
+            count = (left + (block - 1)) // block
+            scales = _load_words(at, count, _SCALE_BYTES, blocks, variant.aligned)
+        codes = message + _codes_start(length, variant)
+        if variant.codec == "int4":
             lanes = tl.arange(0, tile // 2)
-            pairs = tl.load(codes + first // 2 + lanes, mask=lanes < _pairs(left, unit), other=0).to(tl.int32)
+            pairs = tl.load(codes + first // 2 + lanes, mask=lanes < _pairs(left, variant), other=0).to(tl.int32)
             nibbles = tl.reshape(tl.join(pairs & 15, pairs >> 4), [tile])
             found = ((nibbles ^ 8) - 8).to(tl.float32)
         else:
             lanes = tl.arange(0, tile)
             loaded = tl.load(codes + first + lanes, mask=lanes < left, other=0)
-            if codec == "int8":
+            if variant.codec == "int8":
                 found = loaded.to(tl.int8, bitcast=True).to(tl.float32)
-            elif codec == "e4m3":
+            elif variant.codec == "e4m3":
                 found = _float8_value(loaded.to(tl.uint32), 3)
             else:
                 found = _float8_value(loaded.to(tl.uint32), 2)
         values = _scaled(found, scales, blocks, block)
-    return _rotated(values, left, tile) if hadamard else values
+    return _rotated(values, left, tile) if variant.hadamard else values
 
 
 @triton.jit
@@ -390,9 +357,10 @@ def _scaled(codes, scale_bits, blocks: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def _pairs(left, unit: tl.constexpr):
+def _pairs(left, variant: tl.constexpr):
     """Return the number of bytes that hold `left` codes of 4 bits."""
-    return tl.multiple_of((left + 1) // 2, unit // 2 if unit > 1 else 1)
+    unit: tl.constexpr = max(variant.unit // 2, 1)
+    return tl.multiple_of((left + 1) // 2, unit)
 
 
 @triton.jit

@@ -1,7 +1,4 @@
-"""The tensors and states that each rank has of a training.
-
-A rank has a complete model, its shards, or some stages of a pipeline.
-"""
+"""The tensors and states that a rank has of a training: a complete model, its shards, or some stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from towpath.checkpoint.safe_files import DamagedError
 from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
 from towpath.engine.executor import Engine
 from towpath.errors import CheckpointError
-from towpath.outer.saved import IslandContents
+from towpath.outer.saved import IslandState
 from towpath.topology.groups import Groups
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
@@ -100,65 +97,42 @@ def _as_built(name: str) -> str:
     return name
 
 
-# --- contents ---------------------------------------------------------------------------------------------------------
+# --- this rank --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class RankState:
-    """State that a rank carries from step to step: the rounding errors of codecs, and the seeds they draw from.
+class CodecState:
+    """State that a rank carries from step to step: the rounding errors of codecs, and the seeds they draw from."""
 
-    Attributes:
-        state: Returns the state by name. The tensors are those in use, except seeds.
-        restart: Starts with a new state.
-        load: Takes over the values after the tensors in use were filled.
-    """
-
-    state: Callable[[], dict[str, torch.Tensor]]
-    restart: Callable[[], object]
-    load: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None
+    state: Callable[[], dict[str, torch.Tensor]]  # by name: the tensors in use, except for seeds
+    restart: Callable[[], object]  # begins anew
+    load: Callable[[Mapping[str, torch.Tensor]], None] = lambda values: None  # after the tensors in use were filled
 
 
-def engine_state(engine: Engine) -> RankState:
+def codec_state_of(engine: Engine) -> CodecState:
     """Return the state of an engine's codecs."""
-    return RankState(
+    return CodecState(
         partial(codec_state, engine), partial(reset_codec_state, engine), partial(load_codec_state, engine)
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankContents:
-    """The tensors and states that one rank has of a model, and the part that this rank writes.
+class LocalState:
+    """The tensors and states that one rank has of a model, and the part that this rank writes."""
 
-    Attributes:
-        groups: The ranks that train together: those of this rank's island, or of the whole job.
-        everyone: The ranks of the whole job, which save and load together.
-        peers: This rank and those that compute the same batch, and so draw the same random numbers, by their numbers in
-            the job.
-        islands: What the islands of a run with outer steps share. None without them.
-        named: Returns this rank's tensors.
-        writes_copies: Whether this rank writes tensors of which other ranks have copies.
-        engines: The engines that hold this rank's shards.
-        states: The state that this rank carries, by the prefix of its names.
-        fingerprint: Equal for two runs whose ranks carry the same states.
-        held: The names of all tensors that any rank has. None if each rank has all of them.
-        written_elsewhere: The sharded tensors of this rank that another stage writes.
-        copied_elsewhere: The unsharded tensors of this rank that another stage writes.
-        dropped: Called after the engines have dropped the gradients that they accumulated.
-    """
-
-    groups: Groups
-    everyone: Groups
-    peers: Sequence[int]
-    islands: IslandContents | None = None
+    groups: Groups  # the ranks that train together: those of this rank's island, or of the whole job
+    everyone: Groups  # the ranks of the whole job, which save and load together
+    peers: Sequence[int]  # the job's ranks that compute the same batch as this one, and draw the same random numbers
+    islands: IslandState | None = None
     named: Callable[[], NamedTensors]
-    writes_copies: bool
+    writes_copies: bool  # whether this rank writes tensors of which other ranks have copies
     engines: tuple[Engine, ...] = ()
-    states: Mapping[str, RankState]
-    fingerprint: str = ""
-    held: frozenset[str] | None = None
-    written_elsewhere: frozenset[str] = frozenset()
-    copied_elsewhere: frozenset[str] = frozenset()
-    dropped: Callable[[], None] = lambda: None
+    states: Mapping[str, CodecState]  # by the prefix of their names
+    fingerprint: str = ""  # equal for two runs whose ranks carry the same states
+    held: frozenset[str] | None = None  # all tensors that any rank has; None if each rank has all of them
+    written_elsewhere: frozenset[str] = frozenset()  # the sharded tensors of this rank that another stage writes
+    copied_elsewhere: frozenset[str] = frozenset()  # the unsharded ones
+    dropped: Callable[[], None] = lambda: None  # called after the engines have dropped accumulated gradients
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return all states that this rank carries."""
@@ -181,15 +155,15 @@ class RankContents:
             each.restart()
 
 
-def contents_of(model: Any) -> RankContents:
-    """Return the contents of a model, sharded or not, or of a pipeline, which knows its own."""
+def local_state_of(model: Any) -> LocalState:
+    """Return what this rank has of a model, sharded or not, or of a pipeline, which knows its own."""
     if not isinstance(model, nn.Module):
-        if not hasattr(model, "checkpoint_contents"):
+        if not hasattr(model, "local_state"):
             kind = type(model).__name__
             raise CheckpointError(
                 f"model: expected a torch.nn.Module, or a pipeline of towpath.pipeline; got a {kind}."
             )
-        return model.checkpoint_contents()
+        return model.local_state()
     engine: Engine | None = getattr(model, "towpath_engine", None)
     places = [] if engine is None else [p for u in engine.units for b in u.buckets for p in b.layout.places]
     mesh = max((place.parallel.ranks for place in places if place.parallel is not None), key=len, default=[])
@@ -201,14 +175,14 @@ def contents_of(model: Any) -> RankContents:
             f"job has {job.world}: a checkpoint is of a whole job."
         )
     islands, groups = None, job
-    states = {} if engine is None else {"": engine_state(engine)}
+    states = {} if engine is None else {"": codec_state_of(engine)}
     if engine is not None and engine.outer is not None:
         if mesh_size > 1:
             raise CheckpointError("outer steps on a tensor-parallel mesh: checkpoints are not supported yet.")
         groups, outer = engine.comm.groups, engine.outer  # its state is the error feedback of exchanges
-        states["outer."] = RankState(outer.feedback, lambda: [kept.zero_() for kept in outer.feedback().values()])
-        islands = IslandContents(engine.outer, job.rank // groups.world, engine.strategy.islands)
-    return RankContents(
+        states["outer."] = CodecState(outer.feedback, lambda: [kept.zero_() for kept in outer.feedback().values()])
+        islands = IslandState(engine.outer, job.rank // groups.world, engine.strategy.islands)
+    return LocalState(
         groups=groups,
         everyone=job,
         peers=mesh or (job.rank,),

@@ -1,4 +1,4 @@
-"""Code that the integrations share: shard a model that has an optimizer already, and save and load both."""
+"""`Sharding`: how an integration shards a model that has an optimizer already, and saves and loads both."""
 
 from __future__ import annotations
 
@@ -84,39 +84,25 @@ class Sharding:
         return strategy if isinstance(strategy, Sharding) else Sharding(strategy)
 
     def apply(self, model: nn.Module, mixed: str = "no", device: torch.device | None = None) -> None:
-        """Shard `model` in place.
+        """Shard `model` in place, to train on `device`, by default the model's own.
 
-        Args:
-            model: The model.
-            mixed: The framework's name of its mixed precision, or "no". It has no effect if `precision` is set.
-            device: The device to train on. By default, the model's.
-
-        Raises:
-            ShardError: The mixed precision is unknown, or `towpath.shard()` raises.
+        `mixed` is the framework's name of its mixed precision, or "no". It has no effect if `precision` is set.
         """
-        precision = self.precision
-        if precision is None and mixed != "no":
+        arguments: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self.precision is None and mixed != "no":
             if mixed not in _MIXED:
                 raise ShardError(
                     f"mixed precision {mixed!r}: expected none, or one of {', '.join(_MIXED)}. For other dtypes, pass "
                     "Sharding(…, precision=towpath.Precision(…))."
                 )
-            precision = Precision(params=_MIXED[mixed], reduce=torch.float32)
-        arguments: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)} | {
-            "precision": precision
-        }
+            arguments["precision"] = Precision(params=_MIXED[mixed], reduce=torch.float32)
         shard(model, **arguments, device=device)
 
 
 def prepare_for_shards(optimizer: Optimizer, model: nn.Module | None = None) -> None:
     """Prepare an optimizer for the sharded parameters that it has, also if it was made before the model was sharded.
 
-    Args:
-        optimizer: The optimizer. Nothing is done if it has no sharded parameters.
-        model: A sharded model. Nothing is done if the optimizer has none of its parameters. By default, any model.
-
-    Raises:
-        ShardError: The optimizer has stepped already, or needs full matrices and is not wrapped.
+    With a `model`, nothing is done unless the optimizer steps parameters of that model.
     """
     adopt(optimizer)
     engines = {engine_with(p) for p in parameters_of(optimizer)} - {None}
@@ -187,8 +173,7 @@ def load_from(folder: str | Path, model: nn.Module, optimizer: Optimizer | None)
 
 def load_full_model(model: nn.Module, read: Callable[[], Mapping[str, Any]], strict: bool = True) -> None:
     """Load an ordinary state dict of full tensors, which rank 0 reads. Every rank must call it."""
-    found = _only_on_rank_0(model, read)
-    set_model_state_dict(model, found, options=replace(_FROM_RANK_0, strict=strict))
+    set_model_state_dict(model, _only_on_rank_0(model, read), options=replace(_FROM_RANK_0, strict=strict))
 
 
 def load_full_optimizer(model: nn.Module, optimizer: Optimizer, read: Callable[[], Mapping[str, Any]]) -> None:
@@ -199,33 +184,19 @@ def load_full_optimizer(model: nn.Module, optimizer: Optimizer, read: Callable[[
 
 def _by_name(model: nn.Module, optimizer: Optimizer, numbered: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's own state dict, which numbers the parameters, with their names as keys."""
-    ours = _names_in_groups(model, optimizer)
-    theirs = [list(group["params"]) for group in numbered["param_groups"]]
+    names = {id(p): name for name, p in model.named_parameters()}
+    ours = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    groups = numbered["param_groups"]
+    theirs = [list(group["params"]) for group in groups]
     if [*map(len, ours)] != [*map(len, theirs)]:
         raise CheckpointError(
             f"the optimizer that was saved has groups of {[*map(len, theirs)]} parameters; this one of "
             f"{[*map(len, ours)]}. Make the optimizer as it was when it was saved."
         )
-    return _with_keys(numbered, dict(zip(chain(*theirs), chain(*ours), strict=True)))
-
-
-def numbered_state(model: nn.Module, optimizer: Optimizer, by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with numbers as keys, as an optimizer of full parameters would. It reverses `_by_name`."""
-    if not by_name:  # ranks other than rank 0
-        return {}
-    return _with_keys(by_name, {name: n for n, name in enumerate(chain(*_names_in_groups(model, optimizer)))})
-
-
-def _names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    names = {id(p): name for name, p in model.named_parameters()}
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _with_keys(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict with other keys for its parameters."""
+    name_of = dict(zip(chain(*theirs), chain(*ours), strict=True))
     return {
-        "state": {keys[key]: each for key, each in state["state"].items()},
-        "param_groups": [{**g, "params": [keys[key] for key in g["params"]]} for g in state["param_groups"]],
+        "state": {name_of[number]: state for number, state in numbered["state"].items()},
+        "param_groups": [{**group, "params": group_names} for group, group_names in zip(groups, ours, strict=True)],
     }
 
 
