@@ -341,7 +341,9 @@ class Compression:
         if self.gradients.codec == "none" or stage >= ceil(self.share_of_stages * stages):
             return strategy
         moving = {k.value: strategy.transport(k) for k in GRADIENTS if getattr(strategy.moves, k.value)}
-        return replace(strategy, **{k: own.with_codec_of(self.gradients) for k, own in moving.items()})
+        return replace(
+            strategy, **{k: replace(self.gradients, route=own.route, exact=own.exact) for k, own in moving.items()}
+        )
 
 
 def encoded_gradients(order: Order, compression: Compression) -> frozenset[tuple[int, int]]:

@@ -8,10 +8,11 @@ the choice of a placement for frozen parameters.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 
 from towpath.core.buffers import Needs, largest
 from towpath.core.formats import Precision, item_bytes
@@ -311,8 +312,7 @@ def settled(plans: Sequence[UnitPlan]) -> StepMachine:
     """Return a machine at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
     machine = StepMachine(plans)
     for _ in range(STEPS_BEFORE):
-        for _ in steady_step(machine, plans, 1):
-            pass
+        deque(steady_step(machine, plans, 1), maxlen=0)
         write_all(machine, plans)
     return machine
 
@@ -328,8 +328,7 @@ def settled_stage(plans: Sequence[UnitPlan], passes: Sequence[StagePass]) -> Ste
     """Return a stage at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
     stage = SteadyStage(plans, passes)
     for _ in range(STEPS_BEFORE):
-        for _ in stage.step():
-            pass
+        deque(stage.step(), maxlen=0)
         write_all(stage.machine, plans)
     return stage
 
@@ -379,15 +378,11 @@ def steady_step(
     """Yield the computations and actions of one optimizer step, each with the number of its micro-step."""
     for micro_step in range(micro_steps):
         machine.boundary = micro_step == micro_steps - 1
-        for action in _one_micro_step(machine, plans):
+        passes: list[ForwardPass] = []
+        # The forward fills `passes` before the backward reads them, because `chain` runs one after the other.
+        for action in chain(_forward(machine, plans, passes), _backward(machine, plans, passes)):
             yield micro_step, action
-
-
-def _one_micro_step(machine: StepMachine, plans: Sequence[UnitPlan]) -> Iterator[Action | Compute]:
-    passes: list[ForwardPass] = []
-    yield from _forward(machine, plans, passes)
-    yield from _backward(machine, plans, passes)
-    machine.micro_step_ended()
+        machine.micro_step_ended()
 
 
 def _forward(machine: StepMachine, plans: Sequence[UnitPlan], passes: list[ForwardPass]) -> Iterator[Action | Compute]:
