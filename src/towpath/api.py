@@ -22,7 +22,7 @@ from torch import nn
 from towpath.checkpoint.safe_files import Safetensors
 from towpath.collectives.select import form_for
 from towpath.core import presets
-from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
+from towpath.core.formats import Dtype, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.presets import NamedStrategy, StrategyLike
 from towpath.core.queues import LoggedCall
@@ -60,6 +60,7 @@ from towpath.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = TypeVar("Batch")

@@ -48,7 +48,7 @@ def test_the_schedule_tells_device_and_host_apart(label: str) -> None:
 @pytest.mark.parametrize("label", ["zero3", "paro-igg", "hpz", "zero1"])
 def test_the_schedule_counts_the_copies_of_params(label: str, form: Form) -> None:
     block = UnitSpec("block", (BucketSpec((NUMEL,)),))
-    units = [UnitSpec("", (BucketSpec((NUMEL,)), BucketSpec((NUMEL,), trainable=False)), kept=True), block]
+    units = [UnitSpec("", (BucketSpec((NUMEL,)), BucketSpec((NUMEL,), trainable=False)), root=True), block]
     for exact in (False, True):
         plain, offloaded = (
             schedule(towpath.strategy(label, SHAPE, offload=offload, exact=exact), tuple(units), 3, MIXED, form=form)
@@ -90,7 +90,7 @@ def test_parameters_are_synced_when_their_unit_is_gathered() -> None:
     for label in ("zero3", "paro-iig", "ddp"):
         for offload, at_once in (("optimizer", 2), (None, 4)):
             made = towpath.strategy(label, SHAPE, offload=offload)
-            units = [UnitSpec(name, (BucketSpec((NUMEL,)),), kept=not name) for name in ("", "a", "b", "c")]
+            units = [UnitSpec(name, (BucketSpec((NUMEL,)),), root=not name) for name in ("", "a", "b", "c")]
             machine = StepMachine([plan_unit(made, unit, MIXED) for unit in units])
             for step in range(3):
                 synced: list[list[int]] = []

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from towpath.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 # Collectives send integers, too. Parameters are floating (`BucketSpec`).
 _ITEM_BYTES = {
     "float64": 8,
@@ -214,27 +217,11 @@ _SHORT = {
 }
 
 
-# These are protocols, because torch is not imported here.
-
-
 class TorchDtype(Protocol):
-    """The part of a `torch.dtype` that this package reads."""
+    """The part of a `torch.dtype` that this package reads. It is a protocol, because torch is not imported here."""
 
     is_floating_point: bool
     itemsize: int
-
-
-class MixedPrecisionPolicy(Protocol):
-    """FSDP2's `torch.distributed.fsdp.MixedPrecisionPolicy`."""
-
-    @property
-    def param_dtype(self) -> TorchDtype | None: ...
-    @property
-    def reduce_dtype(self) -> TorchDtype | None: ...
-    @property
-    def output_dtype(self) -> TorchDtype | None: ...
-    @property
-    def cast_forward_inputs(self) -> bool: ...
 
 
 DtypeName = Literal[

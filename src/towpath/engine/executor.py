@@ -95,7 +95,7 @@ class Engine:
     ) -> None:
         self.strategy, self.precision, self.units, self.comm = strategy, precision, units, comm
         self.host, self.writes = comm.record.host, writes
-        self.root, self.leaves = units[0], [u for u in units if u.plan.leaf]
+        self.root, self.leaves = units[0], [u for u in units if u.plan.spec.leaf]
         self._terms = strategy.topology.world  # how many gradients each mean gradient averages
         self.machine = StepMachine([u.plan for u in units], [u.version for u in units], [len(u.modules) for u in units])
         self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], comm.device)
@@ -396,7 +396,7 @@ class Engine:
         # Later gradients of a unit can only be wrong in these two ways. This saves a check of each.
         if is_first or grad.requires_grad or not is_whole:
             place, was_reduced = bucket.layout.places[index], machine.is_reduced(unit.index)
-            check_gradient(place, grad, unit.name, is_whole or unit.plan.leaf, was_reduced)
+            check_gradient(place, grad, unit.name, is_whole or unit.plan.spec.leaf, was_reduced)
         arrives = perf_counter()
         # A muted rank counts arrivals, too: the transfers that follow must be the same on every rank.
         gradients.arrive(index, None if self.muted else grad)

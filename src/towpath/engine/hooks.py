@@ -49,7 +49,7 @@ def attach(model: nn.Module, engine: Engine) -> None:
     for unit in engine.units:
         for module in unit.modules:
             add_role(module, UnitModule, unit)
-        if unit.plan.leaf:
+        if unit.plan.spec.leaf:
             unit.shown.make_leaf_parameters(unit.modules[0])
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
@@ -64,7 +64,7 @@ def attach(model: nn.Module, engine: Engine) -> None:
 def _root_submodules(engine: Engine) -> list[nn.Module]:
     """Return the modules inside the root unit that compute with its parameters and can be called by themselves."""
     (model,) = engine.root.modules
-    units = {id(m): unit.plan.leaf for unit in engine.units for m in unit.modules}
+    units = {id(m): unit.plan.spec.leaf for unit in engine.units for m in unit.modules}
     owners = {id(m) for m in engine.root.shown.owners}
     found: dict[int, nn.Module] = {}
 

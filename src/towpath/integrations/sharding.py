@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from towpath.api import shard
 from towpath.checkpoint import Saver, State, latest, load
 from towpath.checkpoint.folders import step_of
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
-from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.formats import Dtype, Precision
 from towpath.core.presets import StrategyLike
 from towpath.engine.agree.boundary import CHECK_EVERY
 from towpath.engine.executor import engine_of
@@ -32,6 +32,9 @@ from towpath.optim import members_of, owner_stepped_members
 from towpath.plan.request import Workload
 from towpath.topology.cluster import Topology
 from towpath.topology.together import AllRanks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # The names of frameworks for mixed precision. As under FSDP, gradients are reduced in float32.
 _MIXED: Mapping[str, torch.dtype] = {

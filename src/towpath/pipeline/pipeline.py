@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from itertools import count as count_up
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from towpath.api import shard
 from towpath.checkpoint.local_state import LocalState
 from towpath.core import presets
-from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.formats import Dtype, Precision
 from towpath.core.passes import Compression, StagePass, encoded_gradients
 from towpath.core.passes import compression as compression_preset
 from towpath.core.presets import NamedStrategy, StrategyLike
@@ -68,6 +68,9 @@ from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.store import StatusStore
 from towpath.topology.together import together
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

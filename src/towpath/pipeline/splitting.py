@@ -255,7 +255,7 @@ class DescribedStages:
     def _root_unit(self, layout: UnitLayout, number: int, count: int, tied: Mapping[int, int]) -> ModelUnit:
         """Describe the root of a stage. The time of the model's root counts for the last stage alone."""
         own = [_without(bucket, tied) for bucket in layout.buckets]
-        spec = UnitSpec("", tuple(bucket for bucket in own if bucket.numels), kept=True)
+        spec = UnitSpec("", tuple(bucket for bucket in own if bucket.numels), root=True)
         root = self._whole.units[0]
         if number == count - 1:
             return replace(root, spec=spec)

@@ -318,7 +318,7 @@ def _time_units(
     found: list[PassSeconds] = []
     for layout in layouts:
         modules = [m for m in layout.modules if m in traced.calls] if layout.name else []
-        key = (layout.spec.buckets, layout.spec.kept, tuple(map(type, modules)), traced.flops[layout.name])
+        key = (layout.spec.buckets, layout.spec.root, tuple(map(type, modules)), traced.flops[layout.name])
         if key not in seen:
             try:
                 # The random numbers of the user's program stay the same.
@@ -343,7 +343,7 @@ def _time_root(
     model: nn.Module, layouts: Sequence[UnitLayout], traced: Traced, device: torch.device, dtype: torch.dtype
 ) -> PassSeconds:
     # A model may read the parameters of leaves without calling them.
-    near = [layout for layout in layouts if layout.spec.kept or layout.spec.leaf]
+    near = [layout for layout in layouts if layout.spec.root or layout.spec.leaf]
     own = {id(place.parameter) for layout in near for bucket in layout.buckets for place in bucket.places}
     mine = [(name, p) for name, p in model.named_parameters() if id(p) in own]
     others = [m for layout in layouts[1:] for m in layout.modules if m in traced.calls]

@@ -285,7 +285,7 @@ class Transformer:
         leaves = {n: shape for n, shape in (*before, *after) if prod(shape) >= LARGE_LEAF and n not in tied}
         small = [shape for n, shape in (*before, *after) if n not in leaves]
         numels = [*map(prod, small), *([self.width] * (2 if self.biases else 1) if last else [])]
-        spec = UnitSpec("", (_bucket(numels, small),) if numels else (), kept=True)
+        spec = UnitSpec("", (_bucket(numels, small),) if numels else (), root=True)
         root = ModelUnit(spec, 0.0, 2 * self.width if first else 0.0, 0)
         if last:
             root = ModelUnit(

@@ -75,7 +75,7 @@ def computed(
     if not isinstance(action, Compute):
         yield from engine.execute(action, micro_step)
         return
-    name = f"{action.part.value} of {engine.plans[action.unit].name or 'root'}"
+    name = f"{action.part.value} of {engine.plans[action.unit].spec.name or 'root'}"
     yield from engine.compute(seconds.of(action), name, seconds.share)
     yield from engine.launch_kernels(action.unit, seconds.kernels(action))
 

@@ -97,7 +97,7 @@ class SimulatedEngine:
         thread: LaunchingThread | None = None,
         outer: OuterPlan | None = None,
     ) -> None:
-        assert plans[0].spec.kept
+        assert plans[0].spec.root
         self._outer = outer
         self.plans, self._hardware, self._bandwidth, self._timeline = plans, hardware, bandwidth, timeline
         self._location, self._suffix, self._copies = location, suffix, copies
@@ -365,7 +365,7 @@ class SimulatedEngine:
         assert queued.began is not None
         queued.ended, queued.before = True, None
         task, now = queued.task, self._bandwidth.now
-        unit = task.transfers[0].unit if task.transfers else self.plans[task.unit].name
+        unit = task.transfers[0].unit if task.transfers else self.plans[task.unit].spec.name
         name = f"{task.kind.value} of {unit or 'root'}{self._suffix}"
         track = f"{QUEUES[task.kind]}{self._suffix}"
         self._timeline.sent(Event(track, name, queued.began, now, task.kind, unit, queued.micro_step, queued.crosses))
